@@ -1,0 +1,78 @@
+"""Every error that Bagpipe raises on purpose, in one tree.
+
+Each message says what is wrong, where, which value it has, and what to do (promise I8). Nothing has changed when one of
+these is raised: a file that was being written is gone, a cache that was being trained is written back.
+
+    BagpipeError
+    ├── ConfigError         a setting is unknown, out of range, or contradicts another
+    ├── DataError           input data can't be used
+    │   ├── ShardError      a shard or manifest is missing, corrupt, truncated or of another version
+    │   ├── ValueRangeError a feature, id or label has a value that training can't take
+    │   └── BatchError      a batch from a loader does not have the shape that was announced
+    ├── ModelError          a model can't be trained exactly as it is
+    ├── CapacityError       the cache can't hold what one iteration needs
+    ├── GradientError       a gradient is not finite
+    ├── StoreError          rows can't be read or written where they live
+    ├── ConsistencyError    the checker found a stale, lost or doubled value: a defect of Bagpipe, please report it
+    ├── PipelineError       a background thread of the pipeline failed; its cause is attached
+    ├── DeadlineError       a wait took longer than its deadline; names what it waited for
+    └── MissingExtraError   an optional dependency is not installed; names the extra
+"""
+
+from __future__ import annotations
+
+
+class BagpipeError(Exception):
+    """Root of all errors that Bagpipe raises on purpose."""
+
+
+class ConfigError(BagpipeError, ValueError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class DataError(BagpipeError):
+    """Input data can't be used."""
+
+
+class ShardError(DataError):
+    """A shard or manifest is missing, corrupt, truncated or of another version."""
+
+
+class ValueRangeError(DataError, ValueError):
+    """A feature, id or label has a value that training can't take."""
+
+
+class BatchError(DataError, ValueError):
+    """A batch from a loader does not have the shape that was announced."""
+
+
+class ModelError(BagpipeError, ValueError):
+    """A model can't be trained exactly as it is."""
+
+
+class CapacityError(BagpipeError, ValueError):
+    """The cache can't hold what one iteration needs."""
+
+
+class GradientError(BagpipeError, ArithmeticError):
+    """A gradient is not finite."""
+
+
+class StoreError(BagpipeError, OSError):
+    """Rows can't be read or written where they live."""
+
+
+class ConsistencyError(BagpipeError):
+    """The checker found a stale, lost or doubled value."""
+
+
+class PipelineError(BagpipeError):
+    """A background thread of the pipeline failed; its cause is attached."""
+
+
+class DeadlineError(BagpipeError, TimeoutError):
+    """A wait took longer than its deadline; the message names what it waited for."""
+
+
+class MissingExtraError(BagpipeError, ImportError):
+    """An optional dependency is not installed; the message names the extra."""

@@ -1,0 +1,109 @@
+"""The records that travel between the parts: tables, ids and batches.
+
+Plain data, no behaviour beyond checking itself; plans, the other record that travels, are in `bagpipe.oracle.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bagpipe.errors import BatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An id space: the rows that one or more features look up."""
+
+    name: str
+    rows: int | None = None
+    """Ids are in [0, rows); None: any 64-bit id, the table grows with what is touched."""
+    features: tuple[str, ...] = ()
+    """The features whose ids are rows of this table; empty: one feature of the table's own name."""
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 1:
+            raise BatchError(f"table {self.name!r} has {self.rows} rows: give at least 1, or leave the size out")
+        if not self.features:
+            object.__setattr__(self, "features", (self.name,))
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """The ids of one feature in one batch: for each sample a bag of zero or more.
+
+    With `offsets`, `values` has one dimension and bag i is values[offsets[i]:offsets[i + 1]] (the last one runs to the
+    end), as in `nn.EmbeddingBag`. Without, `values` has shape (samples, ids a sample).
+    """
+
+    values: Tensor
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+    """One factor an id, same shape as `values`."""
+
+    def __post_init__(self) -> None:
+        if (self.values.dim() == 1) != (self.offsets is not None):
+            raise BatchError(
+                f"ids of shape {tuple(self.values.shape)} {'with' if self.offsets is not None else 'without'} offsets: "
+                "give 1-dimensional values with offsets, or 2-dimensional values without"
+            )
+        if self.weights is not None and self.weights.shape != self.values.shape:
+            raise BatchError(
+                f"weights have shape {tuple(self.weights.shape)}, ids {tuple(self.values.shape)}: give one weight an id"
+            )
+
+    def __len__(self) -> int:
+        return int(self.values.shape[0] if self.offsets is None else self.offsets.shape[0])
+
+    def lengths(self) -> Tensor:
+        """Number of ids of each sample."""
+        if self.offsets is None:
+            return torch.full((len(self),), self.values.shape[1], dtype=torch.int64)
+        ends = torch.cat([self.offsets[1:], self.offsets.new_tensor([self.values.shape[0]])])
+        return ends - self.offsets
+
+    def part(self, start: int, stop: int) -> Ids:
+        """The ids of samples start to stop."""
+        if self.offsets is None:
+            weights = None if self.weights is None else self.weights[start:stop]
+            return Ids(self.values[start:stop], None, weights)
+        first = int(self.offsets[start]) if start < len(self) else self.values.shape[0]
+        last = int(self.offsets[stop]) if stop < len(self) else self.values.shape[0]
+        weights = None if self.weights is None else self.weights[first:last]
+        return Ids(self.values[first:last], self.offsets[start:stop] - first, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of samples: numeric features, ids by feature, labels."""
+
+    dense: Tensor
+    """float32, (samples, numeric features)"""
+    sparse: Mapping[str, Ids]
+    labels: Tensor
+    """float32, (samples,)"""
+    number: int = field(default=0, kw_only=True)
+    """Position in the order of the data, counted from 0 over all epochs."""
+
+    def __post_init__(self) -> None:
+        sizes = {"dense": self.dense.shape[0], "labels": self.labels.shape[0]}
+        sizes |= {name: len(ids) for name, ids in self.sparse.items()}
+        if len(set(sizes.values())) > 1:
+            raise BatchError(f"batch {self.number}: parts differ in their number of samples: {sizes}")
+
+    def __len__(self) -> int:
+        return int(self.labels.shape[0])
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Samples start to stop, as a batch of the same number."""
+        sparse = {name: ids.part(start, stop) for name, ids in self.sparse.items()}
+        return Batch(self.dense[start:stop], sparse, self.labels[start:stop], number=self.number)
+
+
+def contiguous_parts(samples: int, trainers: int) -> Iterator[tuple[int, int]]:
+    """The (start, stop) of each trainer's contiguous part; sizes differ by at most one, and may be zero."""
+    for rank in range(trainers):
+        yield rank * samples // trainers, (rank + 1) * samples // trainers
