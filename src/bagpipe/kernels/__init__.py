@@ -1,4 +1,4 @@
-"""The hot loops: serial Numba functions that release the GIL, each beside a plain NumPy twin that tests compare it with.
+"""The hot loops: serial Numba functions that release the GIL, each beside a plain NumPy twin that tests compare it to.
 
 Without fastmath Numba neither fuses nor reorders float operations, so a kernel and its twin give the same bits (I1).
 Nothing here uses Numba's own threads: its default threading layer aborts when two Python threads enter it.

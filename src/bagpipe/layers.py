@@ -1,0 +1,180 @@
+"""Which embedding layer looks up which feature, and which of them share a row.
+
+`bind` reads a model and the names of a batch's features and decides, once and before any training, how rows are laid
+out; whatever can't be trained exactly it refuses by name (I8). It changes nothing in the model: `swap` does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagpipe.errors import ModelError
+from bagpipe.types import Table
+
+EmbeddingLayer = nn.EmbeddingBag | nn.Embedding
+FeatureMap = Mapping[str, str | Sequence[str]]
+NOISE = {"bag", "bags", "emb", "embed", "embedding", "embeddings", "embs", "id", "ids", "lookup", "table", "tables"}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLayer:
+    """An embedding layer of a model and where its vectors lie."""
+
+    name: str
+    """Its qualified name in the model."""
+    module: EmbeddingLayer
+    table: int
+    """The table whose rows it looks up."""
+    part: int
+    """Which of the vectors of a row is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How the embedding layers of a model map to tables."""
+
+    tables: tuple[Table, ...]
+    layers: tuple[BoundLayer, ...]
+
+    def dims(self, table: int) -> tuple[int, ...]:
+        """Lengths of the vectors in a row of the table."""
+        return tuple(layer.module.embedding_dim for layer in self.layers if layer.table == table)
+
+    def of_table(self, table: int) -> list[BoundLayer]:
+        """The layers that look up the table, in the order of their vectors in a row."""
+        return [layer for layer in self.layers if layer.table == table]
+
+
+def bind(
+    model: nn.Module,
+    features: Collection[str],
+    mapping: FeatureMap | None = None,
+    tables: Sequence[Table] = (),
+    keep: Collection[str] = (),
+) -> Binding:
+    """Map the embedding layers of a model to the features of its batches.
+
+    `mapping` names for each feature the layer or layers that look it up; without it they are guessed from their names
+    and those of `tables`, the tables of the data. Layers named in `keep` stay as they are. Layers that are fed by the
+    same features share a table, so that one cached row serves them all.
+    """
+    found = {name: layer for name, layer in embedding_layers(model).items() if name not in keep}
+    if not found:
+        raise ModelError(
+            f"{type(model).__name__} has no nn.EmbeddingBag or nn.Embedding layer to accelerate: train it as it is"
+        )
+    _refuse_inexact(found)
+    fed = _given(found, features, mapping) if mapping is not None else _guess(found, features, tables)
+    known = {name: table for table in tables for name in table.features}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in found:
+        groups.setdefault(tuple(fed[name]), []).append(name)
+    _refuse_overlap(groups)
+    bound: list[BoundLayer] = []
+    result: list[Table] = []
+    for number, (names, layers) in enumerate(groups.items()):
+        sizes = {found[layer].num_embeddings for layer in layers}
+        if len(sizes) > 1:
+            raise ModelError(f"layers {_list(layers)} look up the same ids but have {sorted(sizes)} rows: make them equal")
+        of_data = {known[name].name for name in names if name in known}
+        rows = known[names[0]].rows if len(of_data) == 1 and names[0] in known else sizes.pop()
+        result.append(Table(of_data.pop() if len(of_data) == 1 else layers[0], rows, names))
+        bound += [BoundLayer(layer, found[layer], number, part) for part, layer in enumerate(layers)]
+    return Binding(tuple(result), tuple(bound))
+
+
+def embedding_layers(model: nn.Module) -> dict[str, EmbeddingLayer]:
+    """The embedding layers of a model by qualified name, in the order in which the model defines them."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, nn.EmbeddingBag | nn.Embedding)}
+
+
+def swap(model: nn.Module, name: str, replacement: nn.Module) -> None:
+    """Put another module in the place of the one with this qualified name."""
+    parent, _, last = name.rpartition(".")
+    owner: Any = model.get_submodule(parent)
+    if isinstance(owner, nn.ModuleDict | nn.Sequential | nn.ModuleList):
+        owner._modules[last] = replacement
+    else:
+        setattr(owner, last, replacement)
+
+
+def _refuse_inexact(layers: Mapping[str, EmbeddingLayer]) -> None:
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        if layer.max_norm is not None:
+            raise ModelError(f"layer {name!r} has max_norm={layer.max_norm}, which changes rows while they are read: unset it")
+        if layer.scale_grad_by_freq:
+            raise ModelError(f"layer {name!r} has scale_grad_by_freq=True, which bagpipe does not compute: unset it")
+        if isinstance(layer, nn.EmbeddingBag) and layer.mode == "max":
+            raise ModelError(f"layer {name!r} pools with mode='max': use 'sum' or 'mean'")
+        if layer.weight.dtype != torch.float32:
+            raise ModelError(f"layer {name!r} has {layer.weight.dtype} weights: rows are float32, convert it")
+        other = owners.setdefault(id(layer.weight), name)
+        if other != name:
+            raise ModelError(f"layers {other!r} and {name!r} share one weight: use one layer for both features")
+
+
+def _given(
+    layers: Mapping[str, EmbeddingLayer], features: Collection[str], mapping: FeatureMap
+) -> dict[str, list[str]]:
+    fed: dict[str, list[str]] = {name: [] for name in layers}
+    for feature, targets in mapping.items():
+        if feature not in features:
+            raise ModelError(f"the mapping names feature {feature!r}; the batches have {_list(features)}")
+        for target in [targets] if isinstance(targets, str) else targets:
+            if target not in layers:
+                raise ModelError(f"feature {feature!r} is mapped to {target!r}; the model's layers are {_list(layers)}")
+            fed[target].append(feature)
+    idle = [name for name, names in fed.items() if not names]
+    if idle:
+        raise ModelError(f"no feature is mapped to {_list(idle)}: add it to the mapping, or name it in `keep`")
+    return fed
+
+
+def _guess(
+    layers: Mapping[str, EmbeddingLayer], features: Collection[str], tables: Sequence[Table]
+) -> dict[str, list[str]]:
+    if len(layers) == 1 and len(features) == 1:
+        return {name: list(features) for name in layers}
+    aliases = {feature: {_stem(feature), _stem(feature.rpartition(".")[2])} for feature in features}
+    for table in tables:
+        for feature in table.features:
+            if feature in aliases:
+                aliases[feature] = {_stem(table.name)}
+    fed = {}
+    for name in layers:
+        stems = {_stem(name.rpartition(".")[2]), _stem(name)} - {()}
+        fed[name] = [feature for feature in features if stems & aliases[feature]]
+        if not fed[name]:
+            raise ModelError(
+                f"can't tell which feature feeds layer {name!r}; the batches have {_list(features)}: "
+                f"give features={{'a feature': {name!r}, ...}}"
+            )
+    return fed
+
+
+def _stem(name: str) -> tuple[str, ...]:
+    words = tuple(word for word in re.split(r"[^a-z0-9]+", name.lower()) if word)
+    return tuple(word for word in words if word not in NOISE) or words
+
+
+def _refuse_overlap(groups: Mapping[tuple[str, ...], Sequence[str]]) -> None:
+    seen: dict[str, tuple[str, ...]] = {}
+    for names in groups:
+        for name in names:
+            if name in seen:
+                raise ModelError(
+                    f"feature {name!r} feeds {_list(groups[seen[name]])} together with {_list(seen[name])}, and "
+                    f"{_list(groups[names])} together with {_list(names)}: layers that share a feature must share all"
+                )
+            seen[name] = names
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in names)

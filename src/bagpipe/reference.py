@@ -1,0 +1,207 @@
+"""The ground truth: plain synchronous training in one process, one sample order, no cache, no threads of its own.
+
+A dict of rows a table; read the rows of a batch, run the model, add up the gradients, update the rows. Everything else
+in Bagpipe must end with exactly these bits (I1). It can play T trainers: each gets a contiguous part of the batch, and
+g = (sum over ranks of n_i * g_i) / N, in rank order, for rows and dense parameters alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from bagpipe.layers import Binding, swap
+from bagpipe.layout import RowLayout
+from bagpipe.types import Batch, contiguous_parts
+
+Floats = npt.NDArray[np.float32]
+Keys = npt.NDArray[np.int64]
+
+
+class Rows:
+    """The rows of one table: what has been written, and the initial value of all others."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout = layout
+        self.written: dict[int, Floats] = {}
+
+    def read(self, ids: Keys) -> Floats:
+        """Vector and state of each row; rows that were never written are not created."""
+        values = np.empty((len(ids), self.layout.width), np.float32)
+        missing = []
+        for position, row in enumerate(ids.tolist()):
+            if row in self.written:
+                values[position] = self.written[row]
+            else:
+                missing.append(position)
+        if missing:
+            fresh = np.empty((len(missing), self.layout.width), np.float32)
+            self.layout.initialise(ids[missing], fresh)
+            values[missing] = fresh
+        return values
+
+    def write(self, ids: Keys, values: Floats) -> None:
+        """Replace rows as they are after an update."""
+        for row, value in zip(ids.tolist(), values, strict=True):
+            self.written[row] = value
+
+
+class Call(NamedTuple):
+    """One look-up in a forward pass: what its backward pass needs."""
+
+    ids: Keys
+    bags: Keys
+    """For each id the position in `output` that it was added to."""
+    factors: Floats | None
+    lengths: Floats | None
+    output: Tensor
+
+
+class Lookup(nn.Module):
+    """Stands in for an embedding layer: reads rows, pools them in order, and remembers the call."""
+
+    def __init__(self, rows: Rows, layer: nn.EmbeddingBag | nn.Embedding, part: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.columns = slice(rows.layout.columns[part], rows.layout.columns[part] + layer.embedding_dim)
+        self.mode = layer.mode if isinstance(layer, nn.EmbeddingBag) else None
+        self.padding_idx = layer.padding_idx
+        self.calls: list[Call] = []
+
+    def forward(self, values: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """As the layer it replaces."""
+        ids = values.detach().numpy().reshape(-1)
+        shape, bags = self._shape(values, offsets)
+        factors = None if per_sample_weights is None else per_sample_weights.detach().numpy().reshape(-1)
+        used = np.ones(len(ids), bool) if self.padding_idx is None else ids != self.padding_idx
+        vectors = self.rows.read(ids)[:, self.columns]
+        output = torch.zeros(*shape, vectors.shape[1])
+        pooled = output.numpy().reshape(-1, vectors.shape[1])
+        if self.mode is None:
+            pooled += vectors
+        else:
+            np.add.at(pooled, bags[used], vectors[used] if factors is None else (vectors * factors[:, None])[used])
+        lengths = None
+        if self.mode == "mean":
+            lengths = np.maximum(np.bincount(bags[used], minlength=len(pooled)), 1).astype(np.float32)
+            pooled /= lengths[:, None]
+        if torch.is_grad_enabled():
+            output.requires_grad_()
+            kept = factors if factors is None else factors[used]
+            self.calls.append(Call(ids[used], bags[used], kept, lengths, output))
+        return output
+
+    def _shape(self, values: Tensor, offsets: Tensor | None) -> tuple[tuple[int, ...], Keys]:
+        """Shape of the output without its last dimension, and for each id its place there."""
+        if self.mode is None:
+            return tuple(values.shape), np.arange(values.numel())
+        if offsets is None:
+            return (values.shape[0],), np.repeat(np.arange(values.shape[0]), values.shape[1])
+        starts = offsets.numpy()
+        lengths = np.diff(np.append(starts, values.shape[0]))
+        return (len(starts),), np.repeat(np.arange(len(starts)), lengths)
+
+
+class Reference:
+    """A model in training, one synchronous iteration at a time."""
+
+    def __init__(
+        self, model: nn.Module, binding: Binding, layouts: Sequence[RowLayout], dense_optimizer: Any, trainers: int = 1
+    ) -> None:
+        self.model, self.trainers, self.binding = model, trainers, binding
+        self.tables = [Rows(layout) for layout in layouts]
+        self.lookups: list[Lookup] = []
+        for layer in binding.layers:
+            self.lookups.append(Lookup(self.tables[layer.table], layer.module, layer.part))
+            swap(model, layer.name, self.lookups[-1])
+        self.dense = list(model.parameters())
+        self.dense_optimizer = dense_optimizer(self.dense) if self.dense else None
+        self.iteration = 0
+        self.loss = nn.BCEWithLogitsLoss()
+        self.random_states = [torch.get_rng_state()] * trainers  # each trainer has a random generator of its own
+
+    def step(self, batch: Batch) -> float:
+        """Train on one batch; its mean loss."""
+        weights, dense, rows, losses = [], [], [], []
+        for rank, (start, stop) in enumerate(contiguous_parts(len(batch), self.trainers)):
+            if start == stop:
+                continue
+            part = batch.part(start, stop)
+            losses.append(self._backward(rank, part))
+            weights.append(np.float32(len(part)))
+            dense.append([parameter.grad for parameter in self.dense])
+            rows.append([self._row_gradients(table, part) for table in range(len(self.tables))])
+        total = np.float32(len(batch)) if self.trainers > 1 else None
+        for position, parameter in enumerate(self.dense):
+            parameter.grad = _mean_dense([grads[position] for grads in dense], weights, total)
+        if self.dense_optimizer is not None:
+            self.dense_optimizer.step()
+        for table, store in enumerate(self.tables):
+            ids, grads = _mean_rows([of_rank[table] for of_rank in rows], weights, total)
+            values = store.read(ids)
+            store.layout.optimizer.update(values, grads, store.layout.dims, self.iteration + 1)
+            store.write(ids, values)
+        self.iteration += 1
+        return float(np.average(losses, weights=weights))
+
+    def predict(self, batch: Batch) -> Tensor:
+        """Logits of a batch; changes nothing."""
+        with torch.no_grad():
+            logits: Tensor = self.model(batch.dense, batch.sparse)
+        return logits
+
+    def _backward(self, rank: int, part: Batch) -> float:
+        torch.set_rng_state(self.random_states[rank])
+        self.model.zero_grad(set_to_none=True)
+        for lookup in self.lookups:
+            lookup.calls.clear()
+        loss = self.loss(self.model(part.dense, part.sparse), part.labels)
+        loss.backward()
+        self.random_states[rank] = torch.get_rng_state()
+        return float(loss)
+
+    def _row_gradients(self, table: int, part: Batch) -> tuple[Keys, Floats]:
+        """The rows of the table that a trainer's part names, and the sum over their occurrences, in order."""
+        layout = self.tables[table].layout
+        named = [part.sparse[name].values.numpy().reshape(-1) for name in self.binding.tables[table].features]
+        ids = np.unique(np.concatenate(named))
+        grads = np.zeros((len(ids), layout.dim), np.float32)
+        for lookup in self.lookups:
+            for call in lookup.calls if lookup.rows is self.tables[table] else ():
+                if call.output.grad is None:
+                    continue
+                of_bags = call.output.grad.numpy().reshape(-1, call.output.shape[-1])
+                if call.lengths is not None:
+                    of_bags = of_bags / call.lengths[:, None]
+                occurrences = of_bags[call.bags]
+                if call.factors is not None:
+                    occurrences *= call.factors[:, None]
+                np.add.at(grads[:, lookup.columns], np.searchsorted(ids, call.ids), occurrences)
+        return ids, grads
+
+
+def _mean_dense(grads: Sequence[Tensor | None], weights: Sequence[Any], total: Any) -> Tensor | None:
+    """g = (sum over ranks of n_i * g_i) / N; with one trainer (no total) its own gradient, untouched."""
+    given = [(grad, float(weight)) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    if total is None or not given:
+        return grads[0]
+    result = torch.zeros_like(given[0][0])
+    for grad, weight in given:
+        result += grad * weight
+    return result / float(total)
+
+
+def _mean_rows(parts: Sequence[tuple[Keys, Floats]], weights: Sequence[Any], total: Any) -> tuple[Keys, Floats]:
+    """The same for the union of the trainers' rows."""
+    if total is None:
+        return parts[0]
+    ids = np.unique(np.concatenate([of_rank for of_rank, _ in parts]))
+    result = np.zeros((len(ids), parts[0][1].shape[1]), np.float32)
+    for (of_rank, grads), weight in zip(parts, weights, strict=True):
+        result[np.searchsorted(ids, of_rank)] += grads * weight
+    return ids, result / total
