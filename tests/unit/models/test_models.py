@@ -282,6 +282,18 @@ def test_every_parameter_is_dense_or_of_an_embedding_layer_and_gets_a_gradient(n
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@EVERY_MODEL
+def test_dense_parameters_stay_the_same_when_layers_are_swapped(name):
+    model = small_model(name)
+    before = dict(dense_parameters(model))
+    for bags in (model.embeddings, getattr(model, "linear", {})):
+        for table in bags:
+            bags[table] = nn.Identity()
+    after = dict(dense_parameters(model))
+    assert before.keys() == after.keys() == dict(model.named_parameters()).keys()
+    assert all(before[key] is after[key] for key in before)
+
+
 def test_state_holds_parameters_only():
     model = small_model("dlrm")
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
