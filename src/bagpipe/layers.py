@@ -81,7 +81,9 @@ def bind(
     for number, (names, layers) in enumerate(groups.items()):
         sizes = {found[layer].num_embeddings for layer in layers}
         if len(sizes) > 1:
-            raise ModelError(f"layers {_list(layers)} look up the same ids but have {sorted(sizes)} rows: make them equal")
+            raise ModelError(
+                f"layers {_list(layers)} look up the same ids but have {sorted(sizes)} rows: make them equal"
+            )
         of_data = {known[name].name for name in names if name in known}
         rows = known[names[0]].rows if len(of_data) == 1 and names[0] in known else sizes.pop()
         result.append(Table(of_data.pop() if len(of_data) == 1 else layers[0], rows, names))
@@ -108,7 +110,9 @@ def _refuse_inexact(layers: Mapping[str, EmbeddingLayer]) -> None:
     owners: dict[int, str] = {}
     for name, layer in layers.items():
         if layer.max_norm is not None:
-            raise ModelError(f"layer {name!r} has max_norm={layer.max_norm}, which changes rows while they are read: unset it")
+            raise ModelError(
+                f"layer {name!r} has max_norm={layer.max_norm}, which changes rows while they are read: unset it"
+            )
         if layer.scale_grad_by_freq:
             raise ModelError(f"layer {name!r} has scale_grad_by_freq=True, which bagpipe does not compute: unset it")
         if isinstance(layer, nn.EmbeddingBag) and layer.mode == "max":

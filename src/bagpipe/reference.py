@@ -73,7 +73,9 @@ class Lookup(nn.Module):
         self.padding_idx = layer.padding_idx
         self.calls: list[Call] = []
 
-    def forward(self, values: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, values: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
         """As the layer it replaces."""
         ids = values.detach().numpy().reshape(-1)
         shape, bags = self._shape(values, offsets)
@@ -163,7 +165,7 @@ class Reference:
         loss = self.loss(self.model(part.dense, part.sparse), part.labels)
         loss.backward()
         self.random_states[rank] = torch.get_rng_state()
-        return float(loss)
+        return float(loss.item())
 
     def _row_gradients(self, table: int, part: Batch) -> tuple[Keys, Floats]:
         """The rows of the table that a trainer's part names, and the sum over their occurrences, in order."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bagpipe.errors import BatchError
+from bagpipe.errors import BatchError, ConfigError
+
+INDEX_TYPES = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +27,20 @@ class Table:
     """The features whose ids are rows of this table; empty: one feature of the table's own name."""
 
     def __post_init__(self) -> None:
-        if self.rows is not None and self.rows < 1:
-            raise BatchError(f"table {self.name!r} has {self.rows} rows: give at least 1, or leave the size out")
-        if not self.features:
-            object.__setattr__(self, "features", (self.name,))
+        if not self.name:
+            raise ConfigError("a table has an empty name: give it one")
+        if self.rows is not None and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1):
+            raise ConfigError(
+                f"table {self.name!r} has {self.rows!r} rows: give a whole number, 1 or more, or leave it out"
+            )
+        if isinstance(self.features, str):
+            raise ConfigError(f"table {self.name!r}: features is the text {self.features!r}: give a tuple of names")
+        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+        if len(set(self.features)) < len(self.features):
+            raise ConfigError(f"table {self.name!r} names a feature twice: {self.features}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ids:
     """The ids of one feature in one batch: for each sample a bag of zero or more.
 
@@ -45,14 +54,27 @@ class Ids:
     """One factor an id, same shape as `values`."""
 
     def __post_init__(self) -> None:
-        if (self.values.dim() == 1) != (self.offsets is not None):
+        shape = tuple(self.values.shape)
+        if self.values.dtype not in INDEX_TYPES:
+            raise BatchError(f"ids are {self.values.dtype}: give int64, or int32; floats lose ids above 2**24")
+        if len(shape) != (2 if self.offsets is None else 1):
             raise BatchError(
-                f"ids of shape {tuple(self.values.shape)} {'with' if self.offsets is not None else 'without'} offsets: "
+                f"ids of shape {shape} {'without' if self.offsets is None else 'with'} offsets: "
                 "give 1-dimensional values with offsets, or 2-dimensional values without"
             )
+        if self.offsets is not None:
+            self._check_offsets(self.offsets)
         if self.weights is not None and self.weights.shape != self.values.shape:
+            raise BatchError(f"weights have shape {tuple(self.weights.shape)}, ids {shape}: give one weight an id")
+
+    def _check_offsets(self, offsets: Tensor) -> None:
+        if offsets.dtype not in INDEX_TYPES or offsets.dim() != 1:
+            raise BatchError(f"offsets are {offsets.dtype} of shape {tuple(offsets.shape)}: give one integer a sample")
+        ends = torch.cat([offsets, offsets.new_tensor([self.values.shape[0]])])
+        if int(ends[0]) != 0 or bool((ends[1:] < ends[:-1]).any()):
             raise BatchError(
-                f"weights have shape {tuple(self.weights.shape)}, ids {tuple(self.values.shape)}: give one weight an id"
+                f"offsets of {len(offsets)} samples are not in order from 0 to {self.values.shape[0]}, the number of ids: "
+                "bag i begins at offsets[i] and ends where the next one begins"
             )
 
     def __len__(self) -> int:
@@ -61,7 +83,7 @@ class Ids:
     def lengths(self) -> Tensor:
         """Number of ids of each sample."""
         if self.offsets is None:
-            return torch.full((len(self),), self.values.shape[1], dtype=torch.int64)
+            return self.values.new_full((len(self),), self.values.shape[1], dtype=torch.int64)
         ends = torch.cat([self.offsets[1:], self.offsets.new_tensor([self.values.shape[0]])])
         return ends - self.offsets
 
@@ -76,7 +98,7 @@ class Ids:
         return Ids(self.values[first:last], self.offsets[start:stop] - first, weights)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """One batch of samples: numeric features, ids by feature, labels."""
 
@@ -89,6 +111,11 @@ class Batch:
     """Position in the order of the data, counted from 0 over all epochs."""
 
     def __post_init__(self) -> None:
+        if self.dense.dim() != 2 or self.labels.dim() != 1:
+            raise BatchError(
+                f"batch {self.number}: dense has shape {tuple(self.dense.shape)}, labels {tuple(self.labels.shape)}: "
+                "give (samples, features) and (samples,)"
+            )
         sizes = {"dense": self.dense.shape[0], "labels": self.labels.shape[0]}
         sizes |= {name: len(ids) for name, ids in self.sparse.items()}
         if len(set(sizes.values())) > 1:
@@ -100,10 +127,16 @@ class Batch:
     def part(self, start: int, stop: int) -> Batch:
         """Samples start to stop, as a batch of the same number."""
         sparse = {name: ids.part(start, stop) for name, ids in self.sparse.items()}
-        return Batch(self.dense[start:stop], sparse, self.labels[start:stop], number=self.number)
+        # cloned, because the alignment of what enters a matrix product can change its bits
+        return Batch(self.dense[start:stop].clone(), sparse, self.labels[start:stop].clone(), number=self.number)
+
+    def __bool__(self) -> bool:
+        return True  # a batch without samples is still a batch
 
 
 def contiguous_parts(samples: int, trainers: int) -> Iterator[tuple[int, int]]:
     """The (start, stop) of each trainer's contiguous part; sizes differ by at most one, and may be zero."""
+    if trainers < 1:
+        raise ConfigError(f"trainers is {trainers}: give at least 1")
     for rank in range(trainers):
         yield rank * samples // trainers, (rank + 1) * samples // trainers

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The executor: prefetch, train and write back, overlapped; it decides nothing, plans do."""

@@ -1,0 +1,35 @@
+"""Copies of whole rows between a cache and a dense block. Cost: one read and one write of each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bagpipe.kernels import kernel
+
+
+@kernel
+def gather(cache: Any, slots: Any, rows: Any) -> None:
+    """rows[i] = cache[slots[i]]."""
+    for i in range(slots.size):
+        slot = slots[i]
+        for column in range(cache.shape[1]):
+            rows[i, column] = cache[slot, column]
+
+
+@kernel
+def scatter(cache: Any, slots: Any, rows: Any) -> None:
+    """cache[slots[i]] = rows[i]."""
+    for i in range(slots.size):
+        slot = slots[i]
+        for column in range(cache.shape[1]):
+            cache[slot, column] = rows[i, column]
+
+
+def gather_simple(cache: Any, slots: Any, rows: Any) -> None:
+    """The twin of `gather`."""
+    rows[:] = cache[slots]
+
+
+def scatter_simple(cache: Any, slots: Any, rows: Any) -> None:
+    """The twin of `scatter`."""
+    cache[slots] = rows

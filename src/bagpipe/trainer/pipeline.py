@@ -1,0 +1,251 @@
+"""Executes plans: rows are prefetched, trained and written back, overlapped, in the order that the plans' waits allow.
+
+An iteration passes four points: trained, updated, copied out, acknowledged. The whole of consistency is three waits
+(I3, I4), each marked below:
+  1. copy-out of an eviction waits until the iteration of the row's last update is updated;
+  2. an insertion waits until the slot's last tenant is copied out;
+  3. a fetch waits until all iterations up to its `after` are acknowledged.
+Queues are bounded by `depth` plans (I5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from bagpipe.cache import RowCache, TableRows
+from bagpipe.oracle.plan import Plan, RowList
+from bagpipe.store.base import Store
+from bagpipe.trainer.stages import Driver, Stage, Wait
+
+Payload = TypeVar("Payload")
+
+DEPTH = 8
+
+
+class Observer(Protocol):
+    """Is told of every movement of rows; the checker is one."""
+
+    def fetched(self, plan: Plan, rows: TableRows) -> None:
+        """Rows were read from the store for this plan."""
+
+    def inserted(self, plan: Plan, table: int, ids: npt.NDArray[np.int64], slots: npt.NDArray[np.int32]) -> None:
+        """Rows are about to take their slots."""
+
+    def copied_out(self, table: int, ids: npt.NDArray[np.int64], slots: npt.NDArray[np.int32], rows: TableRows) -> None:
+        """Rows left their slots; `rows` are those of them that must be written."""
+
+    def written(self, rows: TableRows) -> None:
+        """The store has these rows."""
+
+
+@dataclass(slots=True)
+class Points:
+    """How far training is: all iterations up to each number have passed that point."""
+
+    updated: int = -1
+    copied_out: int = -1
+    acknowledged: int = -1
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What has moved, and how long training waited for it."""
+
+    fetched_rows: int = 0
+    written_rows: int = 0
+    unique_rows: int = 0
+    hit_rows: int = 0
+    stall_s: float = 0.0
+    iterations: int = 0
+
+
+class Pipeline(Generic[Payload]):
+    """Plans in, batches out whose rows are in the cache."""
+
+    def __init__(
+        self,
+        plans: Iterator[tuple[Plan, Payload]],
+        cache: RowCache,
+        store: Store,
+        driver: Driver,
+        depth: int = DEPTH,
+        observer: Observer | None = None,
+    ) -> None:
+        self.points, self.traffic = Points(), Traffic()
+        self._plans, self._cache, self._store, self._driver = plans, cache, store, driver
+        self._depth, self._observer = depth, observer
+        self._planned: deque[tuple[Plan, Payload]] = deque()
+        self._ready: deque[tuple[Plan, Payload]] = deque()
+        self._trained: deque[Plan] = deque()
+        self._victims: deque[list[TableRows]] = deque()
+        self._exhausted = self._all_ready = self._closing = False
+        self._flush_wanted = self._flush_done = 0
+        self._source_error: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin to plan and prefetch."""
+        self._driver.start({"plan": self._plan(), "prefetch": self._prefetch(), "write-back": self._write_back()})
+
+    def next(self) -> tuple[Plan, Payload] | None:
+        """The next plan, its rows in their slots; None after the last one.
+
+        An error of the source or the oracle is raised here, after all batches before it have been trained.
+        """
+        start = time.perf_counter()
+        self._driver.wait(Wait("the rows of the next batch", lambda: bool(self._ready) or self._all_ready))
+        self.traffic.stall_s += time.perf_counter() - start
+        if not self._ready:
+            if self._source_error is not None:
+                raise self._source_error
+            return None
+        item = self._ready.popleft()
+        self._driver.notify()
+        return item
+
+    def updated(self, plan: Plan) -> None:
+        """The training loop is done with this plan: its rows are as they will be read by later iterations."""
+        self._trained.append(plan)
+        self.points.updated = plan.iteration
+        self.traffic.iterations += 1
+        self.traffic.unique_rows += len(plan.rows.ids)
+        self.traffic.hit_rows += plan.hits
+        self._driver.notify()
+
+    def flush(self) -> None:
+        """Barrier: return when the store has every update so far. Rows stay cached."""
+        self._flush_wanted += 1
+        wanted = self._flush_wanted
+        self._driver.notify()
+        self._driver.wait(Wait("the store to take all updated rows", lambda: self._flush_done >= wanted))
+
+    def close(self) -> None:
+        """Write back everything and end the stages."""
+        if not self._closing:
+            self._closing = True
+            self._driver.notify()
+            self._driver.join()
+
+    def _plan(self) -> Stage:
+        while True:
+            yield Wait("room for another plan", lambda: len(self._planned) < self._depth or self._closing)
+            try:
+                item = None if self._closing else next(self._plans, None)
+            except Exception as error:
+                self._source_error = error
+                item = None
+            if item is None:
+                break
+            self._planned.append(item)
+        self._exhausted = True
+
+    def _prefetch(self) -> Stage:
+        while True:
+            yield Wait("a plan", lambda: bool(self._planned) or self._exhausted or self._closing)
+            if self._closing or not self._planned:
+                break
+            plan, payload = self._planned.popleft()
+            if len(plan.victims.ids):
+                last = int(plan.victims.evict_after.max())
+                yield self._until(
+                    f"iteration {last} to be updated", lambda last=last: self.points.updated >= last
+                )  # wait 1
+                if self._closing:
+                    break
+                with self._cache.moving:
+                    self._victims.append(self._copy_out(plan.victims))
+            after = int(plan.fetch.after.max(initial=-1))
+            yield self._until(  # wait 3
+                f"the store to acknowledge iteration {after}", lambda after=after: self.points.acknowledged >= after
+            )
+            if self._closing:
+                break
+            fetched = [self._read(plan, *part) for part in tables_of(plan.fetch)]
+            freed = int(plan.fetch.slot_after.max(initial=-1))
+            yield self._until(  # wait 2
+                f"the evictions of iteration {freed} to leave", lambda freed=freed: self.points.copied_out >= freed
+            )
+            if self._closing:
+                break
+            with self._cache.moving:
+                for rows, slots in fetched:
+                    if self._observer:
+                        self._observer.inserted(plan, rows.table, rows.ids, slots)
+                    self._cache.insert(rows.table, rows.ids, slots, rows.values)
+            self.traffic.fetched_rows += len(plan.fetch.ids)
+            yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
+            self._ready.append((plan, payload))
+        self._all_ready = True
+
+    def _write_back(self) -> Stage:
+        while True:
+            yield Wait("an update", self._has_work)
+            if self._victims:  # first: iteration x is acknowledged only after the victims of plan x
+                yield from self._write(self._victims.popleft())
+            elif self._trained:
+                plan = self._trained.popleft()
+                leaving = self._copy_out(plan.evict)  # wait 1: only updated plans come here
+                self.points.copied_out = plan.iteration
+                yield from self._write(leaving)
+                self.points.acknowledged = plan.iteration
+            elif self._flush_wanted > self._flush_done:
+                wanted = self._flush_wanted
+                yield from self._flush()
+                self._flush_done = wanted
+            else:
+                yield from self._flush()
+                return
+
+    def _has_work(self) -> bool:
+        last = self._closing and self._all_ready  # only then can prefetching add no more victims
+        return bool(self._victims or self._trained) or self._flush_wanted > self._flush_done or last
+
+    def _until(self, what: str, ready: object) -> Wait:
+        assert callable(ready)
+        return Wait(what, lambda: ready() or self._closing)
+
+    def _read(
+        self, plan: Plan, table: int, ids: npt.NDArray[np.int64], slots: npt.NDArray[np.int32]
+    ) -> tuple[TableRows, npt.NDArray[np.int32]]:
+        values = np.empty((len(ids), self._cache.widths[self._cache.group[table]]), np.float32)
+        self._store.read(table, ids, values)
+        rows = TableRows(table, ids, values)
+        if self._observer:
+            self._observer.fetched(plan, rows)
+        return rows, slots
+
+    def _copy_out(self, leaving: RowList) -> list[TableRows]:
+        copied = []
+        for table, ids, slots in tables_of(leaving):
+            rows = self._cache.copy_out(table, ids, slots)
+            if self._observer:
+                self._observer.copied_out(table, ids, slots, rows)
+            copied.append(rows)
+        return copied
+
+    def _write(self, leaving: list[TableRows]) -> Stage:
+        yield Wait("its turn", lambda: True)
+        for rows in leaving:
+            if len(rows.ids):
+                self._store.write(rows.table, rows.ids, rows.values)
+                self.traffic.written_rows += len(rows.ids)
+                if self._observer:
+                    self._observer.written(rows)
+
+    def _flush(self) -> Stage:
+        with self._cache.moving:
+            rows = list(self._cache.take_dirty())
+        yield from self._write(rows)
+
+
+def tables_of(rows: RowList) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int32]]]:
+    """The parts of a list that are not empty: table, ids, slots."""
+    for table in np.flatnonzero(np.diff(rows.bounds)).tolist():
+        part = slice(int(rows.bounds[table]), int(rows.bounds[table + 1]))
+        yield table, rows.ids[part], rows.slots[part]

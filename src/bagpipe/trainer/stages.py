@@ -1,0 +1,174 @@
+"""How the background stages of a pipeline run: each in a thread, or step by step under a seeded schedule.
+
+A stage is a generator that yields what it waits for. The same stages run under both drivers, so a test that explores
+schedules explores the code that trains. The training loop's waits have deadlines and say what they waited for (I7).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from typing import NamedTuple, Protocol
+
+from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
+
+DEADLINE_S = 600.0
+JOIN_S = 30.0
+
+
+class Wait(NamedTuple):
+    """What a stage can't go on without."""
+
+    what: str
+    ready: Callable[[], bool]
+
+
+Stage = Generator[Wait, None, None]
+
+
+class Driver(Protocol):
+    """Runs stages beside the training loop."""
+
+    def start(self, stages: Mapping[str, Stage]) -> None:
+        """Begin to run the stages."""
+
+    def wait(self, wait: Wait) -> None:
+        """Called by the training loop: return when `wait` is ready; a stage's failure is raised here."""
+
+    def notify(self) -> None:
+        """Called by the training loop when it has changed something that a stage may wait for."""
+
+    def join(self) -> None:
+        """Wait until every stage has ended; a failure is raised."""
+
+
+class Threads:
+    """Each stage in a thread of its own."""
+
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        self.deadline_s = deadline_s
+        self._changed = threading.Condition()
+        self._waiting: dict[str, str] = {}
+        self._threads: list[threading.Thread] = []
+        self._failure: tuple[str, BaseException] | None = None
+
+    def start(self, stages: Mapping[str, Stage]) -> None:
+        """Begin to run the stages."""
+        for name, stage in stages.items():
+            thread = threading.Thread(target=self._run, args=(name, stage), name=f"bagpipe-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self, wait: Wait) -> None:
+        """Return when `wait` is ready."""
+        if not wait.ready():
+            self._wait_until(wait, time.monotonic() + self.deadline_s)
+        self._raise()
+
+    def notify(self) -> None:
+        """Let the stages look again at what they wait for."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until every stage has ended."""
+        until = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                raise DeadlineError(
+                    f"{thread.name} did not end within {JOIN_S:.0f} s; it is at {self._waiting}: does the loader block?"
+                )
+        self._raise()
+
+    def _run(self, name: str, stage: Stage) -> None:
+        try:
+            for wait in stage:
+                with self._changed:
+                    self._waiting[name] = wait.what
+                    self._changed.notify_all()
+                    while not wait.ready() and self._failure is None:
+                        self._changed.wait()
+                    self._waiting[name] = "running"
+                    if self._failure is not None:
+                        return
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or (name, error)
+        finally:
+            with self._changed:
+                self._waiting.pop(name, None)
+                self._changed.notify_all()
+
+    def _wait_until(self, wait: Wait, until: float) -> None:
+        with self._changed:
+            while not wait.ready() and self._failure is None:
+                if not self._changed.wait(until - time.monotonic()) and not wait.ready():
+                    stages = ", ".join(f"{name}: {what}" for name, what in self._waiting.items())
+                    raise DeadlineError(
+                        f"waited {self.deadline_s:.0f} s for {wait.what}; the stages wait for: {stages or 'nothing'}"
+                    )
+
+    def _raise(self) -> None:
+        if self._failure is None:
+            return
+        name, error = self._failure
+        if isinstance(error, BagpipeError):
+            raise error
+        raise PipelineError(f"the {name} thread failed: {type(error).__name__}: {error}") from error
+
+
+class Seeded:
+    """All stages in the caller's thread, in an order drawn from a seed.
+
+    `eagerness` is how many steps on average run at each opportunity beyond those that the training loop needs: 0 is the
+    laziest schedule, a large number the most eager. `last` names stages that run only when nothing else can: the
+    adversary who delays, say, all write-backs as long as possible.
+    """
+
+    def __init__(self, seed: int, eagerness: float = 2.0, last: frozenset[str] = frozenset()) -> None:
+        self._random = random.Random(seed)
+        self._eagerness, self._last = eagerness, last
+        self._stages: dict[str, tuple[Stage, Wait]] = {}
+        self.steps: list[str] = []
+
+    def start(self, stages: Mapping[str, Stage]) -> None:
+        """Begin to run the stages."""
+        for name, stage in stages.items():
+            self._stages[name] = (stage, Wait("its start", lambda: True))
+        self.notify()
+
+    def wait(self, wait: Wait) -> None:
+        """Run stages until `wait` is ready."""
+        while not wait.ready():
+            if not self._step():
+                stuck = {name: waits.what for name, (_, waits) in self._stages.items()}
+                raise DeadlineError(f"nothing can run: the training loop waits for {wait.what}, the stages for {stuck}")
+        self.notify()
+
+    def notify(self) -> None:
+        """An opportunity for stages to run."""
+        extra = self._eagerness / (1 + self._eagerness)
+        while self._random.random() < extra and self._step():
+            pass
+
+    def join(self) -> None:
+        """Run every stage to its end."""
+        while self._stages:
+            if not self._step():
+                raise DeadlineError(f"stages did not end: {[waits.what for _, waits in self._stages.values()]}")
+
+    def _step(self) -> bool:
+        ready = [name for name, (_, wait) in self._stages.items() if wait.ready()]
+        if not ready:
+            return False
+        name = self._random.choice([name for name in ready if name not in self._last] or ready)
+        self.steps.append(name)
+        stage, _ = self._stages[name]
+        try:
+            self._stages[name] = (stage, next(stage))
+        except StopIteration:
+            del self._stages[name]
+        return True

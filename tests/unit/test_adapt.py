@@ -1,0 +1,117 @@
+from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bagpipe.adapt import Adapter, values_of
+from bagpipe.errors import BatchError
+from bagpipe.types import Batch, Ids
+
+Pair = namedtuple("Pair", ["sparse", "labels"])
+
+
+@dataclass(frozen=True)
+class Custom:
+    ids: dict
+    dense: torch.Tensor
+
+
+class Keyed:
+    """The methods of a KeyedJaggedTensor that are used, and no more."""
+
+    def __init__(self, keys, values, lengths, weights=None):
+        self._keys, self._values, self._lengths, self._weights = keys, values, lengths, weights
+
+    def keys(self):
+        return self._keys
+
+    def values(self):
+        return self._values
+
+    def lengths(self):
+        return self._lengths
+
+    def offsets(self):
+        return torch.cumsum(self._lengths, 0)
+
+    def weights_or_none(self):
+        return self._weights
+
+    def __getitem__(self, key):
+        samples = len(self._lengths) // len(self._keys)
+        at = self._keys.index(key)
+        start = int(self._lengths[: at * samples].sum())
+        lengths = self._lengths[at * samples : (at + 1) * samples]
+        return SimpleNamespace(values=lambda: self._values[start : start + int(lengths.sum())])
+
+
+def ids(*numbers):
+    return torch.tensor(numbers)
+
+
+BATCHES = {
+    "a dict of tensors": ({"a": ids(3, 1), "b": ids(4, 5).reshape(2, 1), "x": torch.ones(2)}, ["a", "b"]),
+    "a tuple with a dict": ((torch.ones(2), {"a": ids(3, 1), "b": ids(4, 5)}, torch.ones(2)), ["a", "b"]),
+    "positions in a tuple": ((ids(3, 1), ids(4, 5), torch.ones(2)), ["0", "1"]),
+    "values and offsets": ({"a": (ids(3, 1, 2), ids(0, 2)), "b": (ids(4), ids(0, 0), torch.ones(1))}, ["a", "b"]),
+    "a named tuple": (Pair({"a": ids(3), "b": ids(4)}, torch.ones(1)), ["a", "b"]),
+    "a dataclass": (Custom({"a": ids(3), "b": ids(4)}, torch.ones(1)), ["a", "b"]),
+    "an object": (SimpleNamespace(a=ids(3), b=ids(4)), ["a", "b"]),
+    "a batch": (
+        Batch(torch.ones(1, 2), {"a": Ids(ids(3).reshape(1, 1)), "b": Ids(ids(4, 4), ids(0))}, torch.ones(1)),
+        ["a", "b"],
+    ),
+    "a keyed jagged tensor": (Keyed(["a", "b"], ids(3, 1, 4), torch.tensor([1, 1, 0, 1])), ["a", "b"]),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_ids_are_found_and_replaced_wherever_they_are(kind):
+    batch, names = BATCHES[kind]
+    adapter = Adapter(batch)
+    assert list(adapter.paths) == names
+    found = adapter.extract(batch, tuple(names), 0)
+    new = {name: torch.from_numpy(values) + 100 for name, values in found.items()}
+    changed = adapter.replace(batch, new)
+    assert type(changed) is type(batch)
+    again = adapter.extract(changed, tuple(names), 0)
+    before = adapter.extract(batch, tuple(names), 0)
+    for name in names:
+        assert (again[name] == found[name] + 100).all()
+        assert (before[name] == found[name]).all(), "the loader's batch itself must not change"
+
+
+def test_shapes_and_companions_stay_as_they_were():
+    batch = {"a": Ids(ids(1, 2).reshape(1, 2), None, torch.ones(1, 2)), "label": torch.ones(1)}
+    adapter = Adapter(batch)
+    changed = adapter.replace(batch, {"a": ids(7, 8)})
+    assert changed["a"].values.shape == (1, 2)
+    assert changed["a"].weights is batch["a"].weights
+    assert changed["label"] is batch["label"]
+
+
+def test_keys_that_occur_twice_are_named_by_their_path():
+    adapter = Adapter({"left": {"a": ids(1)}, "right": {"a": ids(2), "b": ids(3)}})
+    assert list(adapter.paths) == ["left.a", "right.a", "b"]
+
+
+def test_integers_of_any_width_become_64_bits_without_passing_through_floats():
+    large = 2**62 + 1
+    adapter = Adapter({"a": ids(large), "b": torch.tensor([7], dtype=torch.int32)})
+    found = adapter.extract({"a": ids(large), "b": torch.tensor([7], dtype=torch.int32)}, ("a", "b"), 0)
+    assert found["a"].tolist() == [large]
+    assert found["b"].dtype == "int64"
+
+
+def test_a_batch_without_an_announced_feature_is_refused_with_its_number():
+    adapter = Adapter({"a": ids(1), "b": ids(2)})
+    with pytest.raises(BatchError, match=r"batch 17 has no ids of feature 'b'"):
+        adapter.extract({"a": ids(1)}, ("a", "b"), 17)
+
+
+def test_values_of_knows_every_kind_of_leaf():
+    assert values_of(ids(1)).tolist() == [1]
+    assert values_of((ids(1), ids(0))).tolist() == [1]
+    assert values_of(Ids(ids(1), ids(0))).tolist() == [1]

@@ -1,0 +1,75 @@
+import pytest
+
+from bagpipe.config import Config, load_config
+from bagpipe.errors import ConfigError
+
+
+def test_defaults_are_a_valid_run():
+    config = load_config()
+    assert config == Config()
+    assert (config.model.name, config.batch_size, config.trainers) == ("dlrm", 2048, 1)
+
+
+def test_a_file_and_overrides_are_laid_over_the_defaults(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('batch_size = 64\n[model]\nname = "deepfm"\ndim = 8\n')
+    config = load_config(path, ["model.dim=16", "row_optimizer.name=adam", "data.preset = tiny", "seed=7"])
+    assert (config.batch_size, config.model.name, config.model.dim) == (64, "deepfm", 16)
+    assert (config.row_optimizer.name, config.data.preset, config.seed) == ("adam", "tiny", 7)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.name=foo", ["model.name", "'foo'", "wide_deep"]),
+        ("modle.name=dlrm", ["modle", "no such setting", "model"]),
+        ("row_optimizer.lrr=1", ["row_optimizer.lrr", "lr"]),
+        ("row_optimizer.schedule.nam=x", ["row_optimizer.schedule.nam", "warmup_iterations"]),
+        ("batch_size=0", ["batch_size", "greater than or equal to 1", "0"]),
+        ("batch_size=many", ["batch_size", "many"]),
+        ("row_optimizer.lr=-1", ["row_optimizer.lr", "-1"]),
+        ("row_optimizer.lr=nan", ["row_optimizer.lr", "nan"]),
+        ("data.held_out=1.5", ["data.held_out", "1.5"]),
+        ("seed=-1", ["seed", "-1"]),
+        ("batch_size", ["a.b=c"]),
+        ("=3", ["a.b=c"]),
+    ],
+)
+def test_a_bad_setting_is_refused_with_its_name_value_and_what_is_allowed(override, named):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    for part in named:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["iterations=3", "epochs=2"], ["iterations", "epochs"]),
+        (["data.path=/somewhere", "data.preset=tiny"], ["path", "preset"]),
+        (["data.path=/somewhere", "data.samples=5"], ["samples"]),
+        (["batch_size=2", "trainers=3"], ["batch_size", "trainers"]),
+        (["row_optimizer.name=sgd", "row_optimizer.beta1=0.5"], ["beta1", "sgd"]),
+        (["batch_size=3", "batch_size.x=1"], ["batch_size"]),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_by_name(overrides, named):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    for part in named:
+        assert part in str(caught.value)
+
+
+def test_every_finding_is_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["model.name=foo", "batch_size=0", "nonsense=1"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        load_config(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("batch_size = = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not TOML"):
+        load_config(broken)
