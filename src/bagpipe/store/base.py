@@ -1,0 +1,130 @@
+"""The interface of "where rows live": in memory, on disk, or on embedding servers.
+
+A row is one embedding vector with its optimizer state, `width` float32 numbers that travel together. Its key is
+(table, id), the id any 64-bit number; a row that was never written has a value all the same, computed from its key.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagpipe.errors import StoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Int64s = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+ROWS_PER_CHUNK = 65_536
+
+
+class RowSource(Protocol):
+    """What a store knows of a table: the size of a row, and its value before it was ever written."""
+
+    @property
+    def width(self) -> int:
+        """Float32 numbers a row, vector and optimizer state together."""
+
+    def initialise(self, ids: Int64s, out: Floats) -> None:
+        """Write the initial row of each id into `out`, (ids, width): a pure function of table and id."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds and what it takes, over all tables."""
+
+    num_rows: int
+    bytes_in_memory: int
+    bytes_on_disk: int
+
+
+class Store(ABC):
+    """Rows by table number and id.
+
+    One thread may read while another writes, as long as no row is in both calls. `ids`, `iterate`, `sync` and `close`
+    want the writer at rest. An error leaves every row as it was; only an error of the medium itself in the middle of a
+    write can't, and then the store refuses all further work. A closed store refuses everything but `close`.
+    """
+
+    @property
+    @abstractmethod
+    def tables(self) -> Sequence[RowSource]:
+        """The tables, by number."""
+
+    @abstractmethod
+    def read(self, table: int, ids: Int64s, out: Floats) -> None:
+        """Fill `out`, (ids, width): the row of each id as last written, else its initial value. Stores nothing."""
+
+    @abstractmethod
+    def write(self, table: int, ids: Int64s, values: Floats) -> None:
+        """Set the rows of these ids, all different, to `values`, (ids, width)."""
+
+    @abstractmethod
+    def num_rows(self, table: int) -> int:
+        """The number of rows ever written."""
+
+    @abstractmethod
+    def ids(self, table: int) -> Int64s:
+        """The ids of the rows ever written, in order of first write."""
+
+    @abstractmethod
+    def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
+        """The rows ever written as (ids, values), in order of first write, so many at a time."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Return once everything written outlives this process, where the store promises that at all."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back memory, files and connections; a second call does nothing."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """What is held, and what it takes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_table(tables: Sequence[RowSource], table: int) -> RowSource:
+    """The table of this number."""
+    if not 0 <= table < len(tables):
+        raise StoreError(f"there is no table {table}: the store has {len(tables)}, numbered from 0")
+    return tables[table]
+
+
+def check_rows(tables: Sequence[RowSource], table: int, ids: Int64s, rows: Floats, name: str) -> None:
+    """Refuse ids or rows that do not have the announced type and shape; `name` is what the caller calls the rows."""
+    width = check_table(tables, table).width
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1:
+        raise StoreError(f"table {table}: ids are {_described(ids)}: give a one-dimensional int64 array")
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.float32 or rows.shape != (len(ids), width):
+        raise StoreError(f"table {table}: {name} is {_described(rows)}: give float32 of shape ({len(ids)}, {width})")
+
+
+def check_distinct(table: int, ids: Int64s) -> None:
+    """Refuse ids that repeat: which of their values should stay?"""
+    in_order = np.sort(ids)
+    repeated = in_order[1:] == in_order[:-1]
+    if repeated.any():
+        raise StoreError(
+            f"table {table}: id {in_order[1:][repeated][0]} is written twice in one call: give each row once"
+        )
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__

@@ -1,0 +1,249 @@
+"""The directory of a mapped store: its files, the lock on them, and the index that makes them readable again.
+
+    table-00000.rows   rows of table 0 by position, float32; may be longer than its rows
+    table-00000.ids    their ids by position, int64
+    index.json         one line of JSON, `Index` below, and on a second line the CRC-32 of the first in hex
+
+The index is there only while it is true: `sync` writes it, atomically and after everything else; the next write removes
+it. So a process that dies leaves a directory that can be read exactly as it was at the last `sync`, or one that says it
+can't. A temporary store unlinks its files as soon as it has opened them, and a dead process leaves an empty directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+
+from bagpipe.errors import StoreError
+from bagpipe.store.base import Int64s
+from bagpipe.store.failures import medium_failure, too_short
+
+VERSION = 1
+INDEX_NAME = "index.json"
+_INDEX_BYTES_MAX = 64 << 20
+
+
+class TableIndex(BaseModel):
+    """What the index says of one table."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    width: PositiveInt
+    num_rows: NonNegativeInt
+    ids_crc32: NonNegativeInt
+
+
+class Index(BaseModel):
+    """What is in the files of a directory."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    format: Literal["bagpipe rows"] = "bagpipe rows"
+    version: int = VERSION
+    byte_order: Literal["little", "big"] = sys.byteorder
+    tables: list[TableIndex]
+
+
+class TableFiles:
+    """The files of one table, open."""
+
+    def __init__(self, directory: Path, number: int, *, new: bool) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if new else 0)
+        self.rows_path = directory / f"table-{number:05d}.rows"
+        self.ids_path = directory / f"table-{number:05d}.ids"
+        self.num_ids = 0
+        self.ids_crc32 = 0
+        with ExitStack() as undo:
+            self.rows_fd = _open(self.rows_path, flags)
+            undo.callback(os.close, self.rows_fd)
+            if new:
+                undo.callback(self.rows_path.unlink)
+            self.ids_fd = _open(self.ids_path, flags)
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Close both."""
+        os.close(self.rows_fd)
+        os.close(self.ids_fd)
+
+    def unlink(self) -> None:
+        """Take the names away; the files live while they are open."""
+        self.rows_path.unlink(missing_ok=True)
+        self.ids_path.unlink(missing_ok=True)
+
+    def append_ids(self, ids: Int64s) -> None:
+        """Write the ids that follow those already there; they count once the index says so."""
+        with _failing("writing", self.ids_path):
+            data, offset = ids.data.cast("B"), self.num_ids * ids.itemsize
+            while data:
+                done = os.pwrite(self.ids_fd, data, offset)
+                data, offset = data[done:], offset + done
+        self.ids_crc32 = zlib.crc32(ids.data, self.ids_crc32)
+        self.num_ids += len(ids)
+
+    def read_ids(self, table: TableIndex) -> Int64s:
+        """All ids, as many as the index says and as it sums them up."""
+        num_bytes = os.fstat(self.ids_fd).st_size
+        if num_bytes != table.num_rows * 8:
+            raise too_short(self.ids_path, num_bytes, table.num_rows * 8)
+        with _failing("reading", self.ids_path), open(self.ids_fd, "rb", closefd=False) as file:
+            ids = np.fromfile(file, np.int64)
+        self.num_ids, self.ids_crc32 = len(ids), zlib.crc32(ids.data)
+        if self.ids_crc32 != table.ids_crc32:
+            raise StoreError(f"{self.ids_path} is damaged (its checksum differs): start again from a checkpoint")
+        return ids
+
+
+class StoreDirectory:
+    """A directory that belongs to this store alone, until it is closed or the process ends."""
+
+    def __init__(self, path: Path, num_tables: int, *, new: bool, keep: bool, made: bool = False) -> None:
+        self.path = path
+        self.keep = keep
+        self.tables: list[TableFiles] = []
+        self._made = made
+        self._fd = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._closed = False
+        with ExitStack() as undo:
+            undo.callback(self.close, remove=new)
+            self._lock()
+            if new and any(path.iterdir()):
+                raise StoreError(f"{path} is not empty: give another directory, or open the store that is in it")
+            for number in range(num_tables):
+                self.tables.append(TableFiles(path, number, new=new))
+                if not keep:
+                    self.tables[-1].unlink()
+            undo.pop_all()
+
+    @classmethod
+    def create(cls, path: Path, num_tables: int, *, keep: bool) -> StoreDirectory:
+        """A directory without rows, where there is none yet or an empty one."""
+        path = path.absolute()
+        with _failing("creating", path):
+            made = not path.exists()
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cls(path, num_tables, new=True, keep=keep, made=made)
+
+    @classmethod
+    def open(cls, path: Path, widths: Sequence[int]) -> tuple[StoreDirectory, Index]:
+        """A directory that was kept, whose tables have these widths, and what is in it."""
+        path = path.absolute()
+        index = _read_index(path)
+        found = [table.width for table in index.tables]
+        if found != list(widths):
+            raise StoreError(
+                f"{path} holds rows of {found} floats by table, and {list(widths)} are asked for: "
+                "use the model and row optimizer that it was written with"
+            )
+        directory = cls(path, len(found), new=False, keep=True)
+        with ExitStack() as undo:
+            undo.callback(directory.close)
+            for files, table in zip(directory.tables, index.tables, strict=True):
+                num_bytes, needed = os.fstat(files.rows_fd).st_size, table.num_rows * table.width * 4
+                if num_bytes < needed:
+                    raise too_short(files.rows_path, num_bytes, needed)
+            undo.pop_all()
+        return directory, index
+
+    def publish(self, index: Index) -> None:
+        """Make the directory readable as the index says, once rows are on the disk."""
+        for files in self.tables:
+            with _failing("writing out", files.ids_path):
+                os.fsync(files.ids_fd)
+        line = index.model_dump_json().encode()
+        path, draft = self.path / INDEX_NAME, self.path / f"{INDEX_NAME}.new"
+        with _failing("writing", path), ExitStack() as undo:
+            undo.callback(draft.unlink, missing_ok=True)
+            with draft.open("wb") as file:
+                file.write(b"%s\n%08x\n" % (line, zlib.crc32(line)))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+            self._sync_names()
+
+    def withdraw(self) -> None:
+        """Take the index away, because what it says is about to change."""
+        with _failing("removing", self.path / INDEX_NAME):
+            (self.path / INDEX_NAME).unlink()
+            self._sync_names()
+
+    def close(self, *, remove: bool | None = None) -> None:
+        """Close all files; remove them and the directory if asked, by default those of a temporary store."""
+        if self._closed:
+            return
+        self._closed = True
+        remove = not self.keep if remove is None else remove
+        for files in self.tables:
+            files.close()
+            if remove:
+                files.unlink()
+        if remove and self._made:
+            with suppress(OSError):  # someone else put a file there: theirs to remove
+                self.path.rmdir()
+        os.close(self._fd)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreError(
+                f"{self.path} is in use by another store: close that one, or give another directory"
+            ) from error
+
+    def _sync_names(self) -> None:
+        os.fsync(self._fd)
+
+
+def _read_index(path: Path) -> Index:
+    file = path / INDEX_NAME
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(_INDEX_BYTES_MAX)
+    except FileNotFoundError as error:
+        if any(path.glob("table-*.rows")):
+            raise StoreError(
+                f"{path} was not closed: its rows are from different moments; start again from a checkpoint"
+            ) from error
+        raise StoreError(f"{path} holds no store ({INDEX_NAME} is missing): check the path") from error
+    except OSError as error:
+        raise medium_failure(file, "reading", error.errno or 0) from error
+    line, _, checksum = content.partition(b"\n")
+    if checksum != b"%08x\n" % zlib.crc32(line):
+        raise StoreError(f"{file} is damaged (its checksum differs): start again from a checkpoint")
+    try:
+        version = json.loads(line)["version"]
+        if version != VERSION:
+            raise StoreError(
+                f"{file} is of version {version!r}, and this Bagpipe reads version {VERSION}: "
+                "use the Bagpipe that wrote it"
+            )
+        index = Index.model_validate_json(line)
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        raise StoreError(f"{file} is not the index of a store: start again from a checkpoint ({error})") from error
+    if index.byte_order != sys.byteorder:
+        raise StoreError(f"{file} is from a {index.byte_order}-endian machine: read it on one of that kind")
+    return index
+
+
+def _open(path: Path, flags: int) -> int:
+    with _failing("opening", path):
+        return os.open(path, flags, 0o600)
+
+
+@contextmanager
+def _failing(doing: str, path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into one that names the file."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise medium_failure(path, doing, error.errno or 0) from error

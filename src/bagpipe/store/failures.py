@@ -1,0 +1,43 @@
+"""Errors of the medium under a store, as typed errors that name the file and the remedy (promise I8)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from bagpipe.errors import StoreError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_room(path: Path, num_bytes: int, error: OSError) -> StoreError:
+    """The file can't be made that large."""
+    if error.errno not in _FULL:
+        return medium_failure(path, f"making room for {num_bytes:,} B", error.errno or 0)
+    try:
+        free = f"{shutil.disk_usage(path.parent).free:,} B are free there"
+    except OSError:
+        free = "its directory is gone"
+    return StoreError(
+        error.errno,
+        f"{path} can't grow to {num_bytes:,} B ({error.strerror}; {free}), and no row was changed: "
+        "free space, raise the limit, or put the store on a larger disk",
+    )
+
+
+def medium_failure(path: Path, doing: str, number: int) -> StoreError:
+    """An operation on the file failed with this error number."""
+    return StoreError(
+        number,
+        f"{doing} {path} failed ({os.strerror(number)}): check the disk, then start again from a checkpoint",
+    )
+
+
+def too_short(path: Path, num_bytes: int, needed_bytes: int) -> StoreError:
+    """The file ends before rows that it should hold."""
+    return StoreError(
+        f"{path} has {num_bytes:,} B and should have {needed_bytes:,}: it was cut off by something else; "
+        "start again from a checkpoint"
+    )

@@ -1,0 +1,302 @@
+"""What every store promises; a store joins by adding a maker."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bagpipe.errors import StoreError
+from bagpipe.store import MappedStore, MemoryStore, Store
+
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+WIDTHS = (48, 1, 7)
+
+
+class Rows:
+    """Initial values that tell table, id and column apart, so that no mix-up goes unseen."""
+
+    def __init__(self, table: int, width: int) -> None:
+        self.table, self.width = table, width
+
+    def initialise(self, ids: np.ndarray, out: np.ndarray) -> None:
+        assert ids.dtype == np.int64
+        assert out.shape == (len(ids), self.width)
+        assert out.flags.c_contiguous
+        out[:] = (ids % 1000).astype(np.float32)[:, None] + np.arange(self.width, dtype=np.float32) / 128 + self.table
+
+
+TABLES = tuple(Rows(number, width) for number, width in enumerate(WIDTHS))
+
+# Small chunks, so that tests cross their borders.
+MAKERS: dict[str, Callable[[Path], Store]] = {
+    "memory": lambda _: MemoryStore(TABLES, chunk_bytes=2048),
+    "mapped": lambda path: MappedStore.create(path / "store", TABLES, resident_bytes_max=4 << 20),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with MAKERS[request.param](tmp_path) as made:
+        yield made
+
+
+def array(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int64)
+
+
+def initial(table: int, ids: np.ndarray) -> np.ndarray:
+    out = np.empty((len(ids), WIDTHS[table]), np.float32)
+    TABLES[table].initialise(ids, out)
+    return out
+
+
+def read(store: Store, table: int, ids: np.ndarray) -> np.ndarray:
+    out = np.full((len(ids), WIDTHS[table]), np.nan, np.float32)
+    store.read(table, ids, out)
+    return out
+
+
+def random_values(seed: int, num_rows: int, table: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((num_rows, WIDTHS[table]), np.float32)
+
+
+def test_a_row_never_written_has_its_initial_value_and_reading_does_not_store_it(store: Store) -> None:
+    ids = array(5, -5, 5, 10**12)
+    for table in range(len(TABLES)):
+        assert np.array_equal(read(store, table, ids), initial(table, ids))
+        assert store.num_rows(table) == 0
+        assert store.ids(table).tolist() == []
+        assert list(store.iterate(table)) == []
+    assert store.stats().num_rows == 0
+
+
+def test_what_was_written_is_read_bit_for_bit(store: Store) -> None:
+    special = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000, 0xFF800000], np.uint32)
+    values = np.resize(special, (3, 48)).view(np.float32)
+    store.write(0, array(3, 1, 2), values)
+    assert np.array_equal(read(store, 0, array(1, 2, 3)).view(np.uint32), values[[1, 2, 0]].view(np.uint32))
+
+
+def test_one_read_mixes_written_and_initial_rows_in_the_order_asked(store: Store) -> None:
+    values = random_values(0, 2)
+    store.write(0, array(20, 10), values)
+    ids = array(99, 10, 98, 20, 10, 99)
+    expected = initial(0, ids)
+    expected[[1, 4]], expected[3] = values[1], values[0]
+    assert np.array_equal(read(store, 0, ids), expected)
+
+
+def test_tables_do_not_share_ids(store: Store) -> None:
+    for table in range(len(TABLES)):
+        store.write(table, array(7), random_values(table, 1, table))
+    for table in range(len(TABLES)):
+        assert np.array_equal(read(store, table, array(7)), random_values(table, 1, table))
+
+
+def test_a_second_write_replaces_the_row_and_keeps_its_place(store: Store) -> None:
+    store.write(0, array(4, 8, 6), random_values(0, 3))
+    store.write(0, array(6, 1, 4), random_values(1, 3))
+    assert store.ids(0).tolist() == [4, 8, 6, 1]
+    assert store.num_rows(0) == 4
+    assert np.array_equal(read(store, 0, array(6, 1, 4)), random_values(1, 3))
+    assert np.array_equal(read(store, 0, array(8)), random_values(0, 3)[1:2])
+
+
+def test_any_64_bit_number_is_an_id(store: Store) -> None:
+    ids = array(LOWEST, LOWEST + 1, -1, 0, 1, 2**24, 2**24 + 1, 2**53 + 1, HIGHEST - 1, HIGHEST)
+    store.write(1, ids, random_values(3, len(ids), 1))
+    assert np.array_equal(read(store, 1, ids[::-1]), random_values(3, len(ids), 1)[::-1])
+    assert np.array_equal(store.ids(1), ids)
+
+
+def test_no_rows_are_no_problem(store: Store) -> None:
+    nothing = array()
+    store.write(0, nothing, np.empty((0, 48), np.float32))
+    assert read(store, 0, nothing).shape == (0, 48)
+    assert store.num_rows(0) == 0
+
+
+def test_strided_ids_and_values_are_taken(store: Store) -> None:
+    ids, values = np.arange(20)[::2], random_values(0, 20)[::2]
+    store.write(0, ids, values)
+    assert np.array_equal(read(store, 0, ids), values)
+
+
+def test_a_table_that_grows_in_many_writes_keeps_every_row(store: Store) -> None:
+    ids = np.random.default_rng(0).permutation(30_000) * 7919 - 10**8
+    values = random_values(1, len(ids))
+    for part in np.array_split(np.arange(len(ids)), 11):
+        store.write(0, ids[part], values[part])
+    again = np.random.default_rng(2).permutation(len(ids))
+    assert np.array_equal(read(store, 0, ids[again]), values[again])
+    assert np.array_equal(store.ids(0), ids)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 50, 1000])
+def test_iterating_gives_each_row_once_in_order_of_first_write(store: Store, rows_per_chunk: int) -> None:
+    ids = np.random.default_rng(0).permutation(50) - 25
+    store.write(2, ids, random_values(0, 50, 2))
+    store.write(2, ids[10:20], random_values(1, 10, 2))
+    chunks = list(store.iterate(2, rows_per_chunk))
+    assert [len(some) for some, _ in chunks][:-1] == [rows_per_chunk] * (len(chunks) - 1)
+    assert np.array_equal(np.concatenate([some for some, _ in chunks]), ids)
+    expected = random_values(0, 50, 2)
+    expected[10:20] = random_values(1, 10, 2)
+    assert np.array_equal(np.concatenate([values for _, values in chunks]), expected)
+
+
+def test_stats_follow_the_rows(store: Store) -> None:
+    before = store.stats()
+    store.write(0, np.arange(20_000), random_values(0, 20_000))
+    store.write(1, np.arange(5), random_values(0, 5, 1))
+    after = store.stats()
+    assert after.num_rows == 20_005
+    taken = after.bytes_in_memory + after.bytes_on_disk - before.bytes_in_memory - before.bytes_on_disk
+    assert taken >= 20_000 * 48 * 4
+
+
+OK = np.empty((2, 48), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "rows", "named"),
+    [
+        (3, array(1, 2), OK, r"no table 3.*has 3"),
+        (-1, array(1, 2), OK, r"no table -1"),
+        (0, array(1, 2).astype(np.int32), OK, r"ids are int32 of shape \(2,\).*int64"),
+        (0, array(1, 2).astype(np.uint64), OK, r"ids are uint64"),
+        (0, array(1, 2).astype(">i8"), OK, r"ids are >i8"),
+        (0, array(1, 2).reshape(2, 1), OK, r"ids are int64 of shape \(2, 1\)"),
+        (0, [1, 2], OK, r"ids are list"),
+        (0, array(1, 2), OK.astype(np.float64), r"float64 of shape \(2, 48\).*float32"),
+        (0, array(1, 2), OK[:1], r"shape \(1, 48\).*\(2, 48\)"),
+        (0, array(1, 2), OK[:, :47], r"shape \(2, 47\).*\(2, 48\)"),
+        (0, array(1, 2), OK.ravel(), r"shape \(96,\)"),
+        (0, array(1, 2), None, r"is NoneType"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name_and_change_nothing(
+    store: Store, table: int, ids: object, rows: object, named: str
+) -> None:
+    for call in (store.read, store.write):
+        with pytest.raises(StoreError, match=named):
+            call(table, ids, rows)  # type: ignore[arg-type]
+    assert store.stats().num_rows == 0
+
+
+def test_wrong_tables_are_refused_everywhere(store: Store) -> None:
+    for call in (store.num_rows, store.ids, store.iterate):
+        with pytest.raises(StoreError, match="no table 3"):
+            call(3)
+    with pytest.raises(StoreError, match="rows_per_chunk is 0"):
+        store.iterate(0, 0)
+
+
+def test_an_output_that_can_not_be_written_into_is_refused(store: Store) -> None:
+    locked = np.empty((2, 48), np.float32)
+    locked.flags.writeable = False
+    for out in (locked, np.empty((4, 48), np.float32)[::2], np.empty((2, 48), np.float32, order="F")):
+        with pytest.raises(StoreError, match="read-only or strided"):
+            store.read(0, array(1, 2), out)
+
+
+def test_a_row_twice_in_one_write_is_refused_and_changes_nothing(store: Store) -> None:
+    store.write(0, array(1), random_values(0, 1))
+    with pytest.raises(StoreError, match="id 1 is written twice"):
+        store.write(0, array(1, 2, 1), random_values(1, 3))
+    assert store.ids(0).tolist() == [1]
+    assert np.array_equal(read(store, 0, array(1)), random_values(0, 1))
+
+
+def test_a_closed_store_refuses_work_and_can_be_closed_again(store: Store) -> None:
+    store.write(0, array(1), random_values(0, 1))
+    chunks = store.iterate(0)
+    store.sync()
+    store.close()
+    store.close()
+    for call in (
+        lambda: read(store, 0, array(1)),
+        lambda: store.write(0, array(1), random_values(0, 1)),
+        lambda: store.num_rows(0),
+        lambda: store.ids(0),
+        lambda: store.iterate(0),
+        lambda: next(chunks),
+        store.sync,
+        store.stats,
+    ):
+        with pytest.raises(StoreError, match="closed"):
+            call()
+
+
+def test_leaving_the_context_closes(store: Store) -> None:
+    with pytest.raises(ZeroDivisionError), store:
+        raise ZeroDivisionError
+    with pytest.raises(StoreError, match="closed"):
+        store.num_rows(0)
+
+
+def test_one_thread_reads_while_another_writes_other_rows_and_the_table_grows(store: Store) -> None:
+    old = np.arange(0, 4000, 2)
+    store.write(0, old, random_values(0, len(old)))
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def reader() -> None:
+        try:
+            rng = np.random.default_rng(1)
+            while not done.is_set():
+                some = rng.choice(len(old), 500)
+                assert np.array_equal(read(store, 0, old[some]), random_values(0, len(old))[some])
+                never = -1 - rng.integers(0, 1000, 50)
+                assert np.array_equal(read(store, 0, never), initial(0, never))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    try:
+        for turn in range(60):
+            fresh = np.arange(turn * 2000 + 1, (turn + 1) * 2000, 2)
+            store.write(0, fresh, random_values(turn, len(fresh)))
+            store.write(0, fresh[::3], random_values(turn, len(fresh))[::3])
+    finally:
+        done.set()
+        thread.join()
+    assert failures == []
+    assert store.num_rows(0) == len(old) + 60_000
+    for turn in range(60):
+        fresh = np.arange(turn * 2000 + 1, (turn + 1) * 2000, 2)
+        assert np.array_equal(read(store, 0, fresh), random_values(turn, len(fresh)))
+
+
+some_ids = st.lists(st.one_of(st.integers(-4, 12), st.integers(LOWEST, HIGHEST)), max_size=20)
+calls = st.lists(st.tuples(st.integers(0, 2), st.booleans(), some_ids), max_size=15)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=40, deadline=None)
+@given(calls=calls)
+def test_it_equals_a_dict_after_any_calls(name: str, calls: list[tuple[int, bool, list[int]]]) -> None:
+    model: list[dict[int, np.ndarray]] = [{} for _ in TABLES]
+    with tempfile.TemporaryDirectory() as path, MAKERS[name](Path(path)) as store:
+        for number, (table, writes, listed) in enumerate(calls):
+            ids = array(*(dict.fromkeys(listed) if writes else listed))
+            if writes:
+                values = random_values(number, len(ids), table)
+                store.write(table, ids, values)
+                model[table].update(zip(ids.tolist(), values, strict=True))
+            expected = initial(table, ids)
+            for k, key in enumerate(ids.tolist()):
+                expected[k] = model[table].get(key, expected[k])
+            assert np.array_equal(read(store, table, ids), expected)
+        for table, rows in enumerate(model):
+            assert store.ids(table).tolist() == list(rows)
+            for ids, values in store.iterate(table, 5):
+                assert np.array_equal(values, np.stack([rows[key] for key in ids.tolist()]))
