@@ -1,0 +1,54 @@
+"""What lies where in the rows of a table: its vectors, then the state that its optimizer keeps for them.
+
+Vectors of several layers that are fed by the same ids share a row, so one slot and one transfer serve them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from bagpipe.errors import ConfigError
+from bagpipe.initial import Initial
+from bagpipe.optim import RowOptimizer
+from bagpipe.types import Table
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """The rows of one table: float32 numbers [vector | vector ... | state]."""
+
+    table: Table
+    dims: tuple[int, ...]
+    """Lengths of the vectors, usually one."""
+    optimizer: RowOptimizer
+    initial: Initial
+    dim: int = field(init=False)
+    """Columns of all vectors together, which is also the length of a row's gradient."""
+    width: int = field(init=False)
+    """Columns of a row: vectors and state."""
+    columns: tuple[int, ...] = field(init=False)
+    """First column of each vector."""
+
+    def __post_init__(self) -> None:
+        if not self.dims or any(dim < 1 for dim in self.dims):
+            raise ConfigError(f"table {self.table.name!r}: vectors of lengths {self.dims}: give each at least 1 column")
+        dim = sum(self.dims)
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "width", dim + self.optimizer.state_width(self.dims))
+        object.__setattr__(self, "columns", tuple(sum(self.dims[:i]) for i in range(len(self.dims))))
+
+    def initialise(self, ids: Ids, out: Floats) -> None:
+        """Write the row of each id as it is before its first update into out (ids, width)."""
+        self.initial.fill(ids, out[:, : self.dim])
+        out[:, self.dim :] = self.optimizer.initial_state(self.dims)
+
+    def define(self, ids: Ids, out: Floats) -> None:
+        """What `initialise` must write, in plain NumPy."""
+        self.initial.define(ids, out[:, : self.dim])
+        out[:, self.dim :] = self.optimizer.initial_state(self.dims)

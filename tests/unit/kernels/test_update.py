@@ -1,0 +1,113 @@
+"""Updates of rows in the cache: each kernel against the NumPy definition of its optimizer, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bagpipe.kernels.update import (
+    apply,
+    apply_numpy,
+    divide,
+    first_not_finite,
+    first_not_finite_numpy,
+    scale,
+)
+from bagpipe.optim import SGD, Adagrad, Adam, AdamW, Frozen, Momentum, RowOptimizer, RowwiseAdagrad
+from bagpipe.schedules import Cosine
+
+OPTIMIZERS: dict[str, RowOptimizer] = {
+    "sgd": SGD(0.1),
+    "momentum": Momentum(0.1, 0.9),
+    "nesterov": Momentum(Cosine(0.1, 30), 0.9, nesterov=True),
+    "adagrad": Adagrad(0.1, lr_decay=0.01, initial_accumulator_value=0.1),
+    "rowwise_adagrad": RowwiseAdagrad(0.1),
+    "adam": Adam(0.01),
+    "adamw": AdamW(0.01, weight_decay=0.1),
+    "frozen": Frozen(),
+}
+DIMS = [(48,), (16,), (1,), (5,), (17,), (48, 1), (3, 20, 1), (32, 32)]
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.int32)
+
+
+def gradients(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    array = (rng.standard_normal(shape) * 10.0 ** rng.integers(-8, 4, shape)).astype(np.float32)
+    edge = np.array([0.0, -0.0, 1e-45, -1e-40, 1e18, -1e18, 1.0], np.float32)
+    chosen = rng.random(shape) < 0.2
+    array[chosen] = rng.choice(edge, int(chosen.sum()))
+    return array
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@given(seed=st.integers(0, 2**32 - 1), dims=st.sampled_from(DIMS), step=st.integers(1, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_a_kernel_equals_its_definition_to_the_bit(name: str, seed: int, dims: tuple[int, ...], step: int) -> None:
+    optimizer, rng, unique = OPTIMIZERS[name], np.random.default_rng(seed), 23
+    slots = rng.permutation(60)[:unique].astype(np.int32)
+    cache = rng.standard_normal((60, sum(dims) + optimizer.state_width(dims))).astype(np.float32)
+    cache[:, sum(dims) :] = optimizer.initial_state(dims)
+    expected = cache.copy()
+    for number in (step, step + 1, step + 2):
+        grads, scalars = gradients(rng, (unique, sum(dims))), optimizer.scalars(number)
+        apply_numpy(optimizer, expected, slots, grads, dims, scalars)
+        apply(optimizer, cache, slots, grads, dims, scalars, 0, 9)
+        apply(optimizer, cache, slots, grads, dims, scalars, 9)
+        assert np.array_equal(bits(cache), bits(expected))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_outside_the_range_and_other_slots_do_not_change(name: str) -> None:
+    optimizer, rng, dims = OPTIMIZERS[name], np.random.default_rng(0), (20,)
+    cache = rng.random((50, 20 + optimizer.state_width(dims)), np.float32)
+    before, slots = cache.copy(), np.array([7, 3, 40, 12], np.int32)
+    apply(optimizer, cache, slots, gradients(rng, (4, 20)), dims, optimizer.scalars(1), 1, 3)
+    changed = np.flatnonzero((bits(cache) != bits(before)).any(axis=1)).tolist()
+    assert changed == ([] if name == "frozen" else [3, 40])
+
+
+def test_an_optimizer_without_a_kernel_runs_its_numpy_definition() -> None:
+    class Signs(SGD):
+        """A user's own: moves against the sign."""
+
+        def _apply(self, rows: Any, grads: Any, dims: Any, *scalars: Any) -> None:
+            rows -= scalars[0] * np.sign(grads)
+
+    cache = np.zeros((3, 2), np.float32)
+    apply(Signs(0.5), cache, np.array([2], np.int32), np.array([[3.0, -8.0]], np.float32), (2,), (np.float32(0.5),))
+    assert cache.tolist() == [[0, 0], [0, 0], [-0.5, 0.5]]
+
+
+@given(seed=st.integers(0, 2**32 - 1), bad=st.sampled_from([np.inf, -np.inf, np.nan, -np.nan]), dim=st.integers(1, 70))
+@settings(max_examples=60, deadline=None)
+def test_the_first_row_that_is_not_finite_is_found(seed: int, bad: float, dim: int) -> None:
+    rng = np.random.default_rng(seed)
+    grads = gradients(rng, (40, dim))
+    grads[3, dim // 2], grads[5, 0] = np.finfo(np.float32).max, -np.finfo(np.float32).max
+    assert first_not_finite(grads) == first_not_finite_numpy(grads) == -1
+    rows = np.sort(rng.integers(0, 40, 2))
+    grads[rows, rng.integers(0, dim, 2)] = bad
+    assert first_not_finite(grads) == first_not_finite_numpy(grads) == rows[0]
+
+
+def test_no_rows_at_all_are_updated_and_finite() -> None:
+    empty = np.empty((0, 8), np.float32)
+    apply(SGD(0.1), np.zeros((4, 8), np.float32), np.empty(0, np.int32), empty, (8,), SGD(0.1).scalars(1))
+    assert first_not_finite(empty) == -1
+
+
+def test_gradients_are_scaled_and_divided_in_float32() -> None:
+    grads = np.array([[1.0, 3e38], [0.1, -0.0]], np.float32)
+    expected = grads * np.float32(1 / 3)
+    scale(grads, np.float32(1 / 3))
+    assert np.array_equal(bits(grads), bits(expected))
+    expected = grads / np.float32(3)
+    divide(grads, np.float32(3))
+    assert np.array_equal(bits(grads), bits(expected))
+    assert grads.dtype == np.float32
