@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from bagpipe import optim
 from bagpipe.errors import ConfigError
+from bagpipe.optim import RowOptimizer
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,42 +47,37 @@ class ModelConfig(Section):
     """Length of an embedding vector."""
 
 
-class ScheduleConfig(Section):
-    """How a learning rate changes with the iteration; one that is left out stays constant."""
-
-    name: Literal["constant", "warmup", "step", "exponential", "cosine", "polynomial"] = "constant"
-    """The shape of the curve; docs/optimizers.md gives the formulas."""
-    warmup_iterations: Annotated[int, Field(ge=0)] | None = None
-    """Iterations in which the rate rises linearly to its full value."""
-    iterations: Positive | None = None
-    """Iterations over which the rate falls (cosine, polynomial), or between two steps (step)."""
-    factor: Rate | None = None
-    """What the rate is multiplied with at each step (step) or iteration (exponential)."""
-    power: Rate | None = None
-    """Exponent of the polynomial."""
-
-
 class RowOptimizerConfig(Section):
     """The optimizer of the embedding rows. Hyperparameters that are left out have the optimizer's own default."""
 
     name: Literal["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw"] = "adagrad"
-    """Its name."""
-    lr: Rate = 0.05
-    """Learning rate."""
-    momentum: Fraction | None = None
-    """momentum only: how much of the last step is kept."""
-    eps: Rate | None = None
-    """Adagrad and Adam: added to the root in the denominator."""
-    initial_accumulator: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Adagrad only: the sum of squares that a row begins with."""
-    beta1: Fraction | None = None
-    """Adam only: decay of the mean."""
-    beta2: Fraction | None = None
-    """Adam only: decay of the mean of squares."""
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """adamw only: share of the weight that a touched row loses, times the learning rate."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """How the learning rate changes with the iteration."""
+    """Its name; docs/optimizers.md gives the formulas and which hyperparameters each has."""
+    lr: float | dict[str, Any] = 0.05
+    """Learning rate: a number, or a schedule as a table, such as {name = "cosine", lr = 0.1, iterations = 1000}."""
+    momentum: float | None = None
+    """How much of the last step is kept (momentum)."""
+    nesterov: bool | None = None
+    """Look ahead by one step (momentum)."""
+    lr_decay: float | None = None
+    """Learning rate falls as 1 / (1 + lr_decay * iteration) (adagrad)."""
+    initial_accumulator_value: float | None = None
+    """The sum of squares that a row begins with (adagrad, rowwise_adagrad)."""
+    eps: float | None = None
+    """Added to the root in the denominator (adagrad, rowwise_adagrad, adam, adamw)."""
+    betas: tuple[float, float] | None = None
+    """Decay of the mean and of the mean of squares (adam, adamw)."""
+    weight_decay: float | None = None
+    """Share of the weight that a touched row loses, times the learning rate (adamw)."""
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> RowOptimizerConfig:
+        self.build()
+        return self
+
+    def build(self) -> RowOptimizer:
+        """The optimizer itself."""
+        given = self.model_dump(exclude_none=True)
+        return optim.build(given.pop("name"), **given)
 
 
 class DenseOptimizerConfig(Section):
@@ -116,14 +114,23 @@ class DataConfig(Section):
         return self
 
 
-def _bytes_or_rows(value: object) -> object:
-    """Rows as a number; bytes as "2GB" (decimal units) become a negative number so that both fit one integer."""
-    if not isinstance(value, str) or value.strip().isdigit():
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of bytes."""
+
+    num_bytes: int
+
+
+def cache_size(value: int | str) -> int | Size:
+    """A number of rows, or bytes from a text such as "2GB" (decimal units)."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise ConfigError(f"cache is {value!r}: give at least 1 row, or bytes such as '2GB'")
         return value
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)B\s*", value, re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{value!r} is neither a number of rows nor a size such as '2GB' or '500MB'")
-    return -int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)B\s*", str(value), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"cache is {value!r}: give a number of rows, or bytes such as '500MB' or '2GB'")
+    return Size(int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")))
 
 
 class Config(Section):
@@ -139,6 +146,16 @@ class Config(Section):
     """Where to stop; several epochs are run if the data is shorter."""
     epochs: Positive | None = None
     """How often to go through the data; 1 if `iterations` is not given either."""
+    lookahead: Positive | Literal["auto"] = "auto"
+    """How many batches the oracle reads ahead, the current one included; auto fills the cache."""
+    cache: int | str = "256MB"
+    """Size of a trainer's cache: rows, or bytes such as "2GB", optimizer state included."""
+    policy: Literal["lookahead", "lru", "nocache", "ideal"] = "lookahead"
+    """What the oracle keeps in the cache."""
+    store: Literal["memory", "mapped"] = "memory"
+    """Where all rows live: in memory, or in files in the run directory."""
+    check: bool = False
+    """Follow every row and stop at the first wrong value; slow."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes initial parameters, generated data and shuffling."""
     trainers: Positive = 1
@@ -154,10 +171,12 @@ class Config(Section):
             )
         if self.batch_size < self.trainers:
             raise ValueError(f"batch_size ({self.batch_size}) is smaller than trainers ({self.trainers}): raise it")
+        if self.policy == "nocache" and self.lookahead not in ("auto", 1):
+            raise ValueError(
+                f"policy 'nocache' keeps nothing, so lookahead ({self.lookahead}) says nothing: leave it out"
+            )
+        cache_size(self.cache)
         return self
-
-
-CacheSize = Annotated[int, BeforeValidator(_bytes_or_rows)]
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -213,5 +232,5 @@ def _explain(detail: Any) -> str:
 def _siblings(location: tuple[str | int, ...]) -> str:
     section: Any = Config
     for name in location[:-1]:
-        section = section.model_fields[name].annotation
+        section = section.model_fields[str(name)].annotation
     return "known here: " + ", ".join(section.model_fields)

@@ -46,9 +46,9 @@ class Binding:
         """Lengths of the vectors in a row of the table."""
         return tuple(layer.module.embedding_dim for layer in self.layers if layer.table == table)
 
-    def of_table(self, table: int) -> list[BoundLayer]:
-        """The layers that look up the table, in the order of their vectors in a row."""
-        return [layer for layer in self.layers if layer.table == table]
+    def frozen(self, table: int) -> bool:
+        """Whether the rows of the table are only read."""
+        return not any(layer.module.weight.requires_grad for layer in self.layers if layer.table == table)
 
 
 def bind(
@@ -84,6 +84,8 @@ def bind(
             raise ModelError(
                 f"layers {_list(layers)} look up the same ids but have {sorted(sizes)} rows: make them equal"
             )
+        if len({found[layer].weight.requires_grad for layer in layers}) > 1:
+            raise ModelError(f"layers {_list(layers)} share their rows, but only some are frozen: freeze all or none")
         of_data = {known[name].name for name in names if name in known}
         rows = known[names[0]].rows if len(of_data) == 1 and names[0] in known else sizes.pop()
         result.append(Table(of_data.pop() if len(of_data) == 1 else layers[0], rows, names))

@@ -41,7 +41,7 @@ class Rows:
                 missing.append(position)
         if missing:
             fresh = np.empty((len(missing), self.layout.width), np.float32)
-            self.layout.initialise(ids[missing], fresh)
+            self.layout.define(ids[missing], fresh)
             values[missing] = fresh
         return values
 
@@ -144,6 +144,8 @@ class Reference:
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
         for table, store in enumerate(self.tables):
+            if self.binding.frozen(table):
+                continue
             ids, grads = _mean_rows([of_rank[table] for of_rank in rows], weights, total)
             values = store.read(ids)
             store.layout.optimizer.update(values, grads, store.layout.dims, self.iteration + 1)

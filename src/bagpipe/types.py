@@ -33,7 +33,7 @@ class Table:
             raise ConfigError(
                 f"table {self.name!r} has {self.rows!r} rows: give a whole number, 1 or more, or leave it out"
             )
-        if isinstance(self.features, str):
+        if type(self.features) is str:
             raise ConfigError(f"table {self.name!r}: features is the text {self.features!r}: give a tuple of names")
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         if len(set(self.features)) < len(self.features):

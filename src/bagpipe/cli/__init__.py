@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from bagpipe.cli import bench, data, doctor, train
+from bagpipe.cli import bench, data, doctor, train, verify
 from bagpipe.cli.output import fail
 from bagpipe.errors import BagpipeError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.train)
+app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -64,6 +64,12 @@ class Traffic:
     hit_rows: int = 0
     stall_s: float = 0.0
     iterations: int = 0
+    lookahead_sum: int = 0
+
+    @property
+    def lookahead(self) -> float:
+        """Effective lookahead, mean over iterations."""
+        return self.lookahead_sum / max(1, self.iterations)
 
 
 class Pipeline(Generic[Payload]):
@@ -116,6 +122,7 @@ class Pipeline(Generic[Payload]):
         self.traffic.iterations += 1
         self.traffic.unique_rows += len(plan.rows.ids)
         self.traffic.hit_rows += plan.hits
+        self.traffic.lookahead_sum += plan.lookahead
         self._driver.notify()
 
     def flush(self) -> None:
@@ -148,30 +155,24 @@ class Pipeline(Generic[Payload]):
     def _prefetch(self) -> Stage:
         while True:
             yield Wait("a plan", lambda: bool(self._planned) or self._exhausted or self._closing)
-            if self._closing or not self._planned:
+            if self._ended() or not self._planned:
                 break
             plan, payload = self._planned.popleft()
-            if len(plan.victims.ids):
-                last = int(plan.victims.evict_after.max())
-                yield self._until(
-                    f"iteration {last} to be updated", lambda last=last: self.points.updated >= last
-                )  # wait 1
-                if self._closing:
+            if len(plan.victims):
+                last = plan.victims.evict_after
+                yield self._until(f"iteration {last} to be updated", self._reached("updated", last))  # wait 1
+                if self._ended():
                     break
                 with self._cache.moving:
                     self._victims.append(self._copy_out(plan.victims))
             after = int(plan.fetch.after.max(initial=-1))
-            yield self._until(  # wait 3
-                f"the store to acknowledge iteration {after}", lambda after=after: self.points.acknowledged >= after
-            )
-            if self._closing:
+            yield self._until(f"iteration {after} to be in the store", self._reached("acknowledged", after))  # wait 3
+            if self._ended():
                 break
             fetched = [self._read(plan, *part) for part in tables_of(plan.fetch)]
             freed = int(plan.fetch.slot_after.max(initial=-1))
-            yield self._until(  # wait 2
-                f"the evictions of iteration {freed} to leave", lambda freed=freed: self.points.copied_out >= freed
-            )
-            if self._closing:
+            yield self._until(f"evictions of iteration {freed} to leave", self._reached("copied_out", freed))  # wait 2
+            if self._ended():
                 break
             with self._cache.moving:
                 for rows, slots in fetched:
@@ -191,6 +192,7 @@ class Pipeline(Generic[Payload]):
             elif self._trained:
                 plan = self._trained.popleft()
                 leaving = self._copy_out(plan.evict)  # wait 1: only updated plans come here
+                leaving += [self._cache.copy_kept(*part) for part in tables_of(plan.flush)]
                 self.points.copied_out = plan.iteration
                 yield from self._write(leaving)
                 self.points.acknowledged = plan.iteration
@@ -206,9 +208,14 @@ class Pipeline(Generic[Payload]):
         last = self._closing and self._all_ready  # only then can prefetching add no more victims
         return bool(self._victims or self._trained) or self._flush_wanted > self._flush_done or last
 
-    def _until(self, what: str, ready: object) -> Wait:
-        assert callable(ready)
+    def _ended(self) -> bool:
+        return self._closing
+
+    def _until(self, what: str, ready: Callable[[], bool]) -> Wait:
         return Wait(what, lambda: ready() or self._closing)
+
+    def _reached(self, point: str, iteration: int) -> Callable[[], bool]:
+        return lambda: bool(getattr(self.points, point) >= iteration)
 
     def _read(
         self, plan: Plan, table: int, ids: npt.NDArray[np.int64], slots: npt.NDArray[np.int32]

@@ -1,0 +1,27 @@
+"""`bagpipe verify`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import typer
+
+from bagpipe.cli.output import AsJson, Settings, print_json, print_pairs, progress
+from bagpipe.cli.train import ConfigPath
+
+
+def verify(config: ConfigPath = None, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Train twice, with the reference and with the configured system, and compare every bit."""
+    from bagpipe.config import load_config
+    from bagpipe.training import prepare, verify
+
+    with tempfile.TemporaryDirectory(prefix="bagpipe-verify-") as directory:
+        job = prepare(load_config(config, settings or ()), Path(directory) / "run")
+        with progress(2 * job.iterations, "training twice") as report:
+            result = verify(job, report)
+    if as_json:
+        print_json(result)
+    else:
+        print_pairs(f"{job.config.model.name} on {job.source}", result)
+    raise typer.Exit(0 if result["identical"] else 1)

@@ -1,0 +1,269 @@
+"""A training run from its configuration to its summary: `bagpipe train` and `bagpipe verify` are thin layers over it.
+
+`prepare` opens and checks everything and writes nothing but the run directory; the same job can then be trained by the
+reference or by the configured system, and both must end with the same `parameters_sha256` (I1).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bagpipe.api import accelerate
+from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
+from bagpipe.data import Dataset, generated, open_shards
+from bagpipe.errors import ConfigError, DataError
+from bagpipe.initial import Uniform
+from bagpipe.layers import Binding, bind
+from bagpipe.layout import RowLayout
+from bagpipe.metrics import Metrics
+from bagpipe.models import build_model
+from bagpipe.reference import Reference
+from bagpipe.state import State, of_reference, of_store
+from bagpipe.trainer.batches import Batches
+from bagpipe.types import Batch
+
+Report = Callable[[int, str], None]
+Summary = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs, opened and checked."""
+
+    config: Config
+    source: str
+    train: Dataset
+    held_out: Dataset
+    iterations: int
+    run_dir: Path
+
+    def model(self) -> tuple[nn.Module, Binding, list[RowLayout]]:
+        """A fresh model, its embedding tables on the meta device, and the layout of their rows."""
+        config = self.config
+        tables = self.train.tables
+        model = build_model(
+            config.model.name, tables, self.train.num_dense, config.model.dim, torch.device("meta"), seed=config.seed
+        )
+        features = [feature for table in tables for feature in table.features]
+        binding = bind(model, features, tables=tables)
+        optimizer = config.row_optimizer.build()
+        scale = 1 / config.model.dim**0.5
+        layouts = [
+            RowLayout(table, binding.dims(number), optimizer, Uniform(config.seed, table.name, scale))
+            for number, table in enumerate(binding.tables)
+        ]
+        return model, binding, layouts
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of the run, in order."""
+        config = self.config
+        epochs = -(-self.iterations // -(-self.train.num_samples // config.batch_size))
+        seed = config.seed if config.data.shuffle else None
+        reading = self.train.batches(config.batch_size, epochs=epochs, seed=seed, workers=config.data.workers)
+        return islice(reading, self.iterations)
+
+
+def prepare(config: Config, run_dir: Path | None = None) -> Job:
+    """Open the data and claim the run directory."""
+    source, data = _open(config)
+    held_out = int(data.num_samples * config.data.held_out)
+    if held_out == 0 or held_out == data.num_samples:
+        raise DataError(
+            f"{source} has {data.num_samples} samples, too few to hold out {config.data.held_out:.0%} of them"
+        )
+    split = data.num_samples - held_out
+    train = data.part(0, split)
+    an_epoch = -(-split // config.batch_size)
+    iterations = config.iterations or (config.epochs or 1) * an_epoch
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return Job(config, source, train, data.part(split, data.num_samples), iterations, _claim(run_dir, config))
+
+
+def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
+    """Train with the reference, on the trainers that the job asks for."""
+    model, binding, layouts = job.model()
+    reference = Reference(model, binding, layouts, dense_optimizer(job.config.dense_optimizer), job.config.trainers)
+    untrained = evaluate(job, reference.predict)
+    clock = Clock()
+    for batch in job.batches():
+        clock.loss = reference.step(batch)
+        clock.tick(batch, report)
+    clock.stop()
+    trained = evaluate(job, reference.predict)
+    return of_reference(reference), clock.summary() | metrics_summary(trained, untrained)
+
+
+def train_accelerated(job: Job, report: Report) -> tuple[State, Summary]:
+    """Train with the configured system."""
+    config = job.config
+    model, _, layouts = job.model()
+    optimizer = layouts[0].optimizer
+    initials = {layout.table.name: layout.initial for layout in layouts}
+    batches = accelerate(
+        model,
+        job.batches(),
+        optimizer,
+        cache=config.cache,
+        lookahead=config.lookahead,
+        policy=config.policy,
+        store="memory" if config.store == "memory" else job.run_dir / "rows",
+        tables=job.train.tables,
+        initial=lambda table: initials[table.name],
+        check=config.check,
+    )
+    dense = dense_optimizer(config.dense_optimizer)(list(model.parameters()))
+    loss_fn = nn.BCEWithLogitsLoss()
+    with batches:
+        untrained = evaluate_accelerated(job, batches)
+        clock = Clock()
+        for batch in batches:
+            loss = loss_fn(model(batch.dense, batch.sparse), batch.labels)
+            dense.zero_grad(set_to_none=True)
+            loss.backward()
+            dense.step()
+            optimizer.step()
+            clock.loss = loss.item()
+            clock.tick(batch, report)
+        clock.stop()
+        trained = evaluate_accelerated(job, batches)
+    stats = batches.stats()
+    summary = clock.summary() | metrics_summary(trained, untrained)
+    summary |= {key: stats[key] for key in ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows")}
+    summary["stall_fraction"] = stats["stall_seconds"] / clock.seconds
+    state = of_store(model, [layout.table.name for layout in layouts], batches.store)
+    batches.store.close()
+    return state, summary
+
+
+def train(job: Job, report: Report) -> Summary:
+    """Train as configured, write summary.json, return it."""
+    state, summary = train_accelerated(job, report)
+    summary["parameters_sha256"] = state.sha256()
+    return write_summary(job, summary)
+
+
+def verify(job: Job, report: Report) -> Summary:
+    """Train with the reference and with the configured system, and compare every bit."""
+    expected, _ = train_reference(job, report)
+    found, _ = train_accelerated(job, lambda done, note: report(job.iterations + done, note))
+    differing = expected.differing(found)
+    return {
+        "identical": not differing,
+        "tensors": len(expected.dense),
+        "rows": sum(len(ids) for ids, _ in expected.rows.values()),
+        "differing": len(differing),
+        "first_difference": differing[0] if differing else None,
+        "parameters_sha256": expected.sha256(),
+    }
+
+
+class Clock:
+    """Counts what a run has done and how long it took."""
+
+    def __init__(self) -> None:
+        self.iterations, self.samples, self.loss, self.seconds = 0, 0, math.nan, math.nan
+        self._start = time.perf_counter()
+
+    def tick(self, batch: Batch, report: Report) -> None:
+        """One more iteration."""
+        self.iterations += 1
+        self.samples += len(batch)
+        report(self.iterations, f"loss {self.loss:.4f}")
+
+    def stop(self) -> None:
+        """Training is over."""
+        self.seconds = time.perf_counter() - self._start
+
+    def summary(self) -> Summary:
+        """For people and for summary.json."""
+        return {
+            "iterations": self.iterations,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "samples_per_second": self.samples / self.seconds,
+            "loss": self.loss,
+        }
+
+
+def evaluate(job: Job, predict: Callable[[Batch], Tensor]) -> Metrics:
+    """Metrics on the held-out samples."""
+    metrics = Metrics()
+    for batch in job.held_out.batches(job.config.batch_size):
+        metrics.add(batch.labels, predict(batch))
+    return metrics
+
+
+def evaluate_accelerated(job: Job, batches: Batches) -> Metrics:
+    """The same for a model whose rows are cached."""
+    metrics = Metrics()
+    with torch.no_grad():
+        for batch in batches.evaluate(job.held_out.batches(job.config.batch_size)):
+            metrics.add(batch.labels, batches.model(batch.dense, batch.sparse))
+    return metrics
+
+
+def metrics_summary(trained: Metrics, untrained: Metrics) -> Summary:
+    """How good the model is, and how good it was before."""
+    return {"log_loss": trained.log_loss(), "auc": trained.auc(), "auc_untrained": untrained.auc()}
+
+
+def write_summary(job: Job, summary: Summary) -> Summary:
+    """Keep what a run has shown, beside the configuration that led to it."""
+    summary["run_dir"] = str(job.run_dir)
+    path = job.run_dir / "summary.json"
+    text = json.dumps(summary | {"config": job.config.model_dump(mode="json")}, indent=2)
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text + "\n")
+    return summary
+
+
+def dense_optimizer(config: DenseOptimizerConfig) -> Callable[[Any], torch.optim.Optimizer]:
+    """Makes the torch optimizer of the dense parameters."""
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    return lambda parameters: kinds[config.name](parameters, lr=config.lr)
+
+
+def _open(config: Config) -> tuple[str, Dataset]:
+    if config.data.path is not None:
+        return str(config.data.path), open_shards(config.data.path)
+    preset = config.data.preset or DEFAULT_PRESET
+    return preset, generated(preset, config.data.samples or DEFAULT_SAMPLES, config.seed)
+
+
+def _claim(run_dir: Path | None, config: Config) -> Path:
+    """Make the run directory; one that holds something already is never written into."""
+    if run_dir is not None:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            occupied = any(run_dir.iterdir())
+        except OSError as error:
+            raise ConfigError(f"can't make the run directory {run_dir}: {error.strerror}: choose another") from error
+        if occupied:
+            raise ConfigError(f"the run directory {run_dir} is not empty: choose another, or remove it first")
+        return run_dir
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
+    for number in range(1000):
+        path = Path("runs") / (stem if number == 0 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError(f"runs/{stem} is taken a thousand times over: give --run-dir")
