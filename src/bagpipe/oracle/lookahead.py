@@ -1,0 +1,301 @@
+"""The oracle: reads batches ahead and turns the order of the data into plans, one an iteration (paper, Algorithm 1).
+
+A pure function of data order and settings. It remembers the window and where each row is, nothing else; the cache can't
+overflow because slots are only handed out while they are free, and `stats` tells what the oracle holds (I5).
+
+`plans` is the loop of Algorithm 1, `read` its lines 5 to 10, `emit` its lines 11 to 24.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagpipe.errors import CapacityError, ConfigError
+from bagpipe.kernels.plan import KEEP, count_gaps, find_uniques, link, look_up, settle
+from bagpipe.oracle.batch import CheckedIds, check_ids
+from bagpipe.oracle.parts import Part, Workers, make_parts
+from bagpipe.oracle.plan import Fetch, Plan, RowList, Victims
+from bagpipe.oracle.slots import Group
+from bagpipe.oracle.tables import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MappedRows, OracleTable
+from bagpipe.oracle.tenants import Tenants
+from bagpipe.oracle.window import Window
+from bagpipe.policies import make_policy
+from bagpipe.policies.base import Demand, Lookahead
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Ids = Sequence[NDArray[np.integer]]
+Payload = TypeVar("Payload")
+
+
+class Oracle:
+    """From batches of ids to plans. One thread at a time may call it; `threads` share the work of each batch."""
+
+    def __init__(
+        self,
+        tables: Sequence[OracleTable],
+        capacity: Sequence[int],
+        lookahead: Lookahead = 200,
+        policy: str = "lookahead",
+        *,
+        threads: int = 1,
+        ahead: int = 2,
+        start: int = 0,
+        rows_direct_max: int = ROWS_DIRECT_MAX,
+        bytes_direct_max: int = BYTES_DIRECT_MAX,
+    ) -> None:
+        """Take the slots of each group, and how many plans may be prefetched ahead of the one that trains.
+
+        `start` is the first iteration; those before it count as acknowledged. Tables beyond the direct limits cost
+        memory only for rows in use, and some speed.
+        """
+        _check_settings(tables, capacity, threads, ahead, start)
+        self.tables = tuple(tables)
+        self.groups = tuple(
+            Group(g, [t for t, table in enumerate(tables) if table.group == g], size) for g, size in enumerate(capacity)
+        )
+        self.policy = make_policy(policy)
+        self.policy.bind(self.groups, lookahead, ahead)
+        self._window = Window(len(tables), self.policy.target_max, start)
+        self._parts = make_parts(tables, threads, rows_direct_max, bytes_direct_max)
+        self._tenants = Tenants(tables, capacity, self._parts)
+        self._workers = Workers(threads)
+        self._scratch = _Scratch(len(tables), self.policy.target_max)
+        self._nothing = _unfilled_list(np.zeros(len(tables), np.int64))
+        features = iter(range(sum(len(table.features) for table in tables)))
+        self._features = [[next(features) for _ in table.features] for table in tables]
+
+    def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
+        """A plan for each batch, with the payload that came with its ids (one array a feature, in order of tables).
+
+        A batch that can't be used ends the data: all batches before it get their plans, then its error is raised.
+        """
+        source = iter(batches)
+        payloads: deque[Payload] = deque()
+        error: Exception | None = None
+        ended = False
+        while True:
+            while not ended and len(self._window) < self.policy.target:
+                try:
+                    ids, payload = next(source)
+                    self.read(ids)
+                    payloads.append(payload)
+                except StopIteration:
+                    ended = True
+                except Exception as unusable:
+                    error, ended = unusable, True
+            if not payloads:
+                break
+            yield self.emit(last=ended and len(payloads) == 1), payloads.popleft()
+        if error is not None:
+            raise error
+
+    def read(self, ids: Ids) -> None:
+        """Look at one more batch: find its unique rows, and note at their previous uses in the window how long to stay.
+
+        An error of the ids changes nothing; after any other, only plans of the batches read before can follow.
+        """
+        window, scratch = self._window, self._scratch
+        iteration, length = window.first + len(window), len(window)
+        batch = check_ids(self.tables, ids, iteration)
+        scratch.fit(batch.num_ids)
+        counts = np.zeros(len(self.tables), np.int64)
+        inverse = np.empty(batch.num_ids, np.int32)
+
+        def find(part: Part) -> None:
+            for t in part.tables.tolist():
+                counts[t] = self._find_uniques(part, t, batch, iteration, inverse)
+            count_gaps(part.tables, batch.starts, counts, scratch.previous, iteration, length, scratch.gaps)
+
+        self._workers.run(find, self._parts)
+        self._check_capacity(iteration, counts)
+        self.policy.admit(iteration, length, counts, scratch.gaps)
+        window.push(counts, batch.split(inverse))
+
+        def note_stays(part: Part) -> None:
+            link(
+                part.tables, batch.starts, counts, scratch.entries, scratch.previous, iteration, length, scratch.gaps,
+                KEEP if self.policy.keeps else 0, window.begins, window.entries, window.stays,
+            )  # fmt: skip
+
+        self._workers.run(note_stays, self._parts)
+
+    def emit(self, *, last: bool = False, flush: bool = False) -> Plan:
+        """The plan of the oldest batch read. `last`: no batch follows; `flush`: all rows that stay are written back."""
+        iteration, length = self._window.first, len(self._window)
+        bounds, entries, stays = self._window.oldest()
+        rows = RowList(np.empty(len(entries), np.int64), np.empty(len(entries), np.int32), bounds)
+        misses, leaves = np.zeros((2, len(self.tables)), np.int64)
+
+        def find_places(part: Part) -> None:
+            look_up(part.tables, bounds, entries, stays, part.rows.places, rows.slots, misses, leaves)
+
+        self._workers.run(find_places, self._parts)
+        fetch = _unfilled_fetch(misses)
+        victims = self._assign_slots(iteration, rows, entries, fetch)
+        evict = _unfilled_list(leaves)
+
+        def settle_rows(part: Part) -> None:
+            noted, tenants = part.rows, self._tenants
+            settle(
+                part.tables, bounds, entries, stays, noted.places, noted.bases, noted.keys,
+                iteration, max(-1, iteration - 1 - self.policy.horizon), rows.ids, rows.slots,
+                fetch.bounds, fetch.ids, fetch.slots, fetch.after, evict.bounds, evict.ids, evict.slots,
+                tenants.begins, tenants.codes,
+            )  # fmt: skip
+
+        self._workers.run(settle_rows, self._parts)
+        if self.policy.keeps:
+            for group in self.groups:
+                self.policy.planned(iteration, group, group.collect(rows.slots, bounds))
+            if last:
+                evict = self._tenants.residents()
+                self._tenants.evict_rows(evict, iteration)
+        for group in self.groups:
+            group.slots.free(group.collect(evict.slots, evict.bounds), iteration)
+        lookahead = self.policy.lookahead_at(iteration, length)
+        self.policy.advance()
+        kept = self._tenants.residents() if flush else self._nothing
+        hits = len(rows) - len(fetch)
+        return Plan(iteration, rows, self._window.pop(), fetch, evict, victims, kept, lookahead, hits)
+
+    def stats(self) -> OracleStats:
+        """What the oracle holds right now."""
+        owners = [*{id(part.rows): part.rows for part in self._parts}.values(), self._window, self._scratch]
+        slots = [group.slots for group in self.groups]
+        return OracleStats(
+            window=len(self._window),
+            window_rows=self._window.num_rows,
+            resident_rows=tuple(own.num_resident for own in slots),
+            memory_bytes=sum(owner.nbytes for owner in (*owners, *slots)) + self._tenants.codes.nbytes,
+        )
+
+    def close(self) -> None:
+        """Let the oracle's threads go."""
+        self._workers.close()
+
+    def _find_uniques(self, part: Part, table: int, batch: CheckedIds, iteration: int, inverse: Int32s) -> int:
+        """One walk over a table's ids; the number of its unique rows."""
+        noted, scratch, start = part.rows, self._scratch, int(batch.starts[table])
+        if isinstance(noted, MappedRows):
+            oldest = self._window.first
+            num_ids = int(batch.starts[table + 1]) - start
+            noted.map.reserve(num_ids, keep_read=oldest, keep_plan=oldest - self.policy.horizon)
+        count = 0
+        for feature in self._features[table]:
+            entries = noted.entries(batch.features[feature])
+            count = find_uniques(
+                entries, noted.bases[table], noted.words, iteration, scratch.entries, scratch.previous, start, count,
+                inverse, batch.positions[feature],
+            )  # fmt: skip
+        return count
+
+    def _check_capacity(self, iteration: int, counts: Int64s) -> None:
+        for group in self.groups:
+            needed = int(counts[group.tables].sum())
+            if needed > group.slots.capacity:
+                names = ", ".join(repr(self.tables[t].name) for t in group.tables[:3])
+                raise CapacityError(
+                    f"iteration {iteration} needs {needed:,} rows of group {group.number} (tables {names}"
+                    f"{', ...' if len(group.tables) > 3 else ''}) at once, and the cache has {group.slots.capacity:,} "
+                    f"slots for them: raise `cache` to at least {needed:,} rows of this width, or lower the batch size"
+                )
+
+    def _assign_slots(self, iteration: int, rows: RowList, entries: Int32s, fetch: Fetch) -> Victims:
+        """Let the policy choose slots for the rows to fetch; `rows.slots` still holds places."""
+        leaving, evict_after = [], -1
+        for group in self.groups:
+            places = group.collect(rows.slots, rows.bounds) if self.policy.keeps else rows.slots[:0]
+            num_misses = int(np.diff(fetch.bounds)[group.tables].sum())
+            misses = partial(self._missing, group, rows, entries)
+            slots, slot_after = np.empty((2, num_misses), np.int32)
+            demand = Demand(iteration, group, places[places > 0] - 1, num_misses, misses)
+            victims, last_use = self.policy.assign(demand, slots, slot_after)
+            group.spread(slots, fetch.slots, fetch.bounds)
+            group.spread(slot_after, fetch.slot_after, fetch.bounds)
+            leaving.append(victims)
+            evict_after = max(evict_after, last_use)
+        out = self._tenants.evict(leaving, iteration) if evict_after >= 0 else self._nothing
+        return Victims(out.ids, out.slots, out.bounds, evict_after)
+
+    def _missing(self, group: Group, rows: RowList, entries: Int32s) -> tuple[Int64s, Int64s]:
+        """Table and id of each row of the group that has no slot yet."""
+        ids = []
+        for t in group.tables.tolist():
+            here = slice(rows.bounds[t], rows.bounds[t + 1])
+            ids.append(self._tenants.noted[t].ids(t, entries[here][rows.slots[here] <= 0].astype(np.int64)))
+        return np.repeat(group.tables, [len(own) for own in ids]), np.concatenate(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class OracleStats:
+    """What an oracle holds."""
+
+    window: int
+    """Batches read that have no plan yet."""
+    window_rows: int
+    """Their unique rows, counted once a batch."""
+    resident_rows: tuple[int, ...]
+    """Slots with a tenant, for each group."""
+    memory_bytes: int
+
+
+class _Scratch:
+    """Arrays that each `read` fills anew."""
+
+    def __init__(self, num_tables: int, window_max: int) -> None:
+        self.entries: Int32s = np.empty(0, np.int32)
+        self.previous: Int64s = np.empty(0, np.int64)
+        self.gaps: Int64s = np.zeros((num_tables, window_max + 1), np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries.nbytes + self.previous.nbytes + self.gaps.nbytes
+
+    def fit(self, num_ids: int) -> None:
+        if num_ids > len(self.entries):
+            self.entries, self.previous = np.empty(num_ids, np.int32), np.empty(num_ids, np.int64)
+
+
+def _unfilled_list(counts: Int64s) -> RowList:
+    bounds = _bounds(counts)
+    return RowList(np.empty(bounds[-1], np.int64), np.empty(bounds[-1], np.int32), bounds)
+
+
+def _unfilled_fetch(counts: Int64s) -> Fetch:
+    bounds = _bounds(counts)
+    slots, after, slot_after = np.empty((3, bounds[-1]), np.int32)
+    return Fetch(np.empty(bounds[-1], np.int64), slots, bounds, after, slot_after)
+
+
+def _bounds(counts: Int64s) -> Int64s:
+    bounds = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds
+
+
+def _check_settings(
+    tables: Sequence[OracleTable], capacity: Sequence[int], threads: int, ahead: int, start: int
+) -> None:
+    if not tables:
+        raise ConfigError("there are no tables: give at least one")
+    if {table.group for table in tables} != set(range(len(capacity))):
+        raise ConfigError(
+            f"tables are in groups {sorted({table.group for table in tables})} and the cache has {len(capacity)} slot "
+            "spaces: number the groups from 0 and give a capacity for each"
+        )
+    for name, value, least in (
+        *((f"the capacity of group {g}", size, 1) for g, size in enumerate(capacity)),
+        ("threads", threads, 1),
+        ("ahead", ahead, 0),
+        ("start", start, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} is {value}: give at least {least}")

@@ -1,0 +1,85 @@
+"""A plan: everything that one iteration does to the cache, as data. Pure records, in memory as they would travel.
+
+Exactness rests on three waits that the plan names (I3): an eviction is copied out after the iteration that last updated
+its rows, an insertion happens after the slot's last tenant is copied out, and a fetch after the write-backs that it
+must see are acknowledged. Who keeps these waits, in whatever order and on however many threads, reads no stale row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowList:
+    """Rows of all tables, table by table, with the cache slot of each."""
+
+    ids: Int64s
+    slots: Int32s
+    """Slots of tables of one group (equal row width) come from one slot space."""
+    bounds: Int64s
+    """Table t has positions bounds[t] to bounds[t + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def of_table(self, table: int) -> tuple[Int64s, Int32s]:
+        """Ids and slots of one table."""
+        start, stop = self.bounds[table], self.bounds[table + 1]
+        return self.ids[start:stop], self.slots[start:stop]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch(RowList):
+    """Rows to bring from the store into their slots before the iteration trains."""
+
+    after: Int32s
+    """For each row: reading it waits until all iterations up to this one are acknowledged; -1: no wait. It is at least
+    the iteration whose eviction last wrote the row, and less than the plan's own, so no wait can be circular."""
+    slot_after: Int32s
+    """For each row: inserting it waits until this plan's evictions are copied out; -1: no wait beyond the order of the
+    prefetch stage, in which the plan's own victims leave before its rows are inserted and plans come one by one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Victims(RowList):
+    """Rows that make room for this plan's fetches: they leave before the iteration trains, in its prefetch stage."""
+
+    evict_after: int = -1
+    """They are copied out once this earlier iteration is updated: no later one before this plan's uses them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What iteration `iteration` needs and does; a pure function of the data order and the oracle's settings."""
+
+    iteration: int
+    rows: RowList
+    """The unique rows of the batch; those of a table in order of first occurrence."""
+    inverse: tuple[Int32s, ...]
+    """For each feature and id occurrence, the index into its table's part of `rows`."""
+    fetch: Fetch
+    evict: RowList
+    """Rows whose stay ends here: copied out once this iteration is updated, then written back."""
+    victims: Victims
+    """Written back under this iteration's number too, which is acknowledged when both are in the store."""
+    flush: RowList
+    """Rows to write back and keep, once this iteration is updated. A barrier: until this iteration is acknowledged the
+    next does not train and no later plan's victims leave, so that their slots hold them and no write-back overtakes."""
+    lookahead: int
+    """Rows used again in fewer than this many iterations stay in the cache; 1: nothing had to."""
+    hits: int
+    """Rows of the batch that were in the cache already when it was planned."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arrays."""
+        lists = (self.rows, self.fetch, self.evict, self.victims, self.flush)
+        arrays = [getattr(part, field.name) for part in lists for field in fields(part)]
+        return sum(a.nbytes for a in (*arrays, *self.inverse) if isinstance(a, np.ndarray))

@@ -1,0 +1,85 @@
+"""The slot spaces of the cache, one a group of tables: which slots are free, and who lives in the others.
+
+Slots are only ever handed out from the ring of free ones, so a cache can't overflow and a slot has one tenant (I5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Value = TypeVar("Value", bound=np.generic)
+
+
+class Slots:
+    """The free slots of one group, oldest first, so that reuse rarely waits for the last tenant to be copied out."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._ring: Int32s = np.arange(capacity, dtype=np.int32)
+        self._freed_by: Int32s = np.full(capacity, -1, np.int32)
+        self._first = 0
+        self.num_free = capacity
+
+    @property
+    def num_resident(self) -> int:
+        """Slots that have a tenant."""
+        return self.capacity - self.num_free
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use."""
+        return self._ring.nbytes + self._freed_by.nbytes
+
+    def take(self, slots: Int32s, freed_by: Int32s) -> None:
+        """Fill `slots` with the oldest free slots, and with the plan that freed each (-1: none, or as a victim)."""
+        count = len(slots)
+        assert count <= self.num_free, "the policy left too few free slots"
+        first, split = self._first, min(count, self.capacity - self._first)
+        for target, ring in ((slots, self._ring), (freed_by, self._freed_by)):
+            target[:split] = ring[first : first + split]
+            target[split:] = ring[: count - split]
+        self._first = (first + count) % max(1, self.capacity)
+        self.num_free -= count
+
+    def free(self, slots: Int32s, plan: int) -> None:
+        """Put slots behind the free ones, as freed by this plan."""
+        count = len(slots)
+        first = (self._first + self.num_free) % max(1, self.capacity)
+        split = min(count, self.capacity - first)
+        self._ring[first : first + split] = slots[:split]
+        self._ring[: count - split] = slots[split:]
+        self._freed_by[first : first + split] = plan
+        self._freed_by[: count - split] = plan
+        self.num_free += count
+        assert self.num_free <= self.capacity, "a slot was freed twice"
+
+
+class Group:
+    """Tables of equal row width and the slot space that they share."""
+
+    def __init__(self, number: int, tables: Sequence[int], capacity: int) -> None:
+        self.number = number
+        self.tables: Int64s = np.array(tables, np.int64)
+        self.slots = Slots(capacity)
+        firsts = [t for t in tables if t - 1 not in tables]
+        lasts = [t for t in tables if t + 1 not in tables]
+        self._runs = [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
+
+    def collect(self, values: NDArray[Value], bounds: Int64s) -> NDArray[Value]:
+        """The group's part of an array in which table t has positions bounds[t] to bounds[t + 1]."""
+        pieces = [values[bounds[first] : bounds[stop]] for first, stop in self._runs]
+        return pieces[0] if len(pieces) == 1 else np.concatenate([values[:0], *pieces])
+
+    def spread(self, own: NDArray[Value], values: NDArray[Value], bounds: Int64s) -> None:
+        """The reverse of `collect`."""
+        done = 0
+        for first, stop in self._runs:
+            piece = values[bounds[first] : bounds[stop]]
+            piece[:] = own[done : done + len(piece)]
+            done += len(piece)

@@ -1,0 +1,40 @@
+"""The ideal: every row is fetched once and stays for good, in a cache that must hold all of them.
+
+What an iteration costs with no embedding traffic at all; other policies are measured against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bagpipe.errors import CapacityError
+from bagpipe.oracle.slots import Group
+from bagpipe.policies.base import Int64s, Lookahead, Policy
+
+
+class IdealPolicy(Policy):
+    """Keeps everything; no victims."""
+
+    name = "ideal"
+    keeps = True
+
+    def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
+        """Begin a run."""
+        super().bind(groups, lookahead, ahead)
+        self.target = self.target_max = 2  # the second batch only tells whether the first is the last one
+        self._num_seen = np.zeros(len(groups), np.int64)
+
+    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> None:
+        """Count the rows seen so far: nobody will leave, so all of them need a slot."""
+        num_seen = self._num_seen + [gaps[group.tables, 0].sum() for group in self.groups]
+        for group, needed in zip(self.groups, num_seen, strict=True):
+            if needed > group.slots.capacity:
+                raise CapacityError(
+                    f"policy 'ideal' keeps every row, and iteration {iteration} raises them to {needed:,} in group "
+                    f"{group.number}, whose cache has {group.slots.capacity:,} slots: raise `cache`, or choose another "
+                    "policy"
+                )
+        self._num_seen = num_seen
+        super().admit(iteration, window, counts, gaps)

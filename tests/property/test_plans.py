@@ -1,0 +1,249 @@
+"""Plans of every policy, executed in any order that their waits allow, give what synchronous training gives."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_execution import ADVERSARIES, Corruption, Execution, Waits, any_order, delaying, listed, preferring
+
+from bagpipe.kernels import window_map
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.simple import SimpleOracle
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies import POLICIES
+from bagpipe.policies.base import Policy
+
+Batches = Sequence[Sequence[Sequence[int]]]
+"""Ids by batch and feature."""
+ONE_TABLE = [OracleTable("only", 8)]
+
+
+def make_plans(
+    tables: Sequence[OracleTable], capacity: Sequence[int], batches: Batches, **options: object
+) -> list[Plan]:
+    oracle = Oracle(tables, capacity, **options)  # type: ignore[arg-type]
+    source = [([np.array(ids, np.int64) for ids in batch], number) for number, batch in enumerate(batches)]
+    plans = []
+    for plan, number in oracle.plans(source):
+        assert plan.iteration == number
+        plans.append(plan)
+    oracle.close()
+    return plans
+
+
+def fields_of(plan: Plan) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "iteration": plan.iteration,
+        "lookahead": plan.lookahead,
+        "hits": plan.hits,
+        "inverse": [feature.tolist() for feature in plan.inverse],
+        "after": plan.fetch.after.tolist(),
+        "slot_after": plan.fetch.slot_after.tolist(),
+        "evict_after": plan.victims.evict_after,
+    }
+    for name in ("rows", "fetch", "evict", "victims", "flush"):
+        rows = getattr(plan, name)
+        fields[name] = (rows.ids.tolist(), rows.slots.tolist(), rows.bounds.tolist())
+    return fields
+
+
+def assert_same(ours: Sequence[Plan], theirs: Sequence[Plan]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert fields_of(one) == fields_of(other)
+
+
+def check_contract(plans: Sequence[Plan], groups: Sequence[int], capacity: Sequence[int], batches: Batches) -> None:
+    """Every row of x is in its slot at x; slots have one tenant and lie within the cache; all rows leave at the end."""
+    tenant: dict[tuple[int, int], tuple[int, int]] = {}
+    for plan, batch in zip(plans, batches, strict=True):
+        for row, slot in listed(plan.victims, groups):
+            assert tenant.pop(slot) == row
+            assert plan.victims.evict_after < plan.iteration
+        for row, slot in listed(plan.fetch, groups):
+            assert slot not in tenant
+            assert 0 <= slot[1] < capacity[slot[0]]
+            tenant[slot] = row
+        assert all(-1 <= after < plan.iteration for after in [*plan.fetch.after, *plan.fetch.slot_after])
+        rows = listed(plan.rows, groups)
+        assert all(tenant[slot] == row for row, slot in rows)
+        assert len(set(rows)) == len(rows) == plan.hits + len(plan.fetch)
+        features = iter(zip(batch, plan.inverse, strict=True))
+        for t in range(len(groups)):
+            ids, _ = plan.rows.of_table(t)
+            num_features = len(batch) // len(groups)
+            for values, inverse in itertools.islice(features, num_features):
+                assert ids[inverse].tolist() == list(values)
+        for row, slot in listed(plan.evict, groups):
+            assert tenant.pop(slot) == row
+        assert sorted(listed(plan.flush, groups)) in ([], sorted((row, slot) for slot, row in tenant.items()))
+    assert not tenant
+
+
+def run_in_several_orders(plans: list[Plan], groups: Sequence[int], seed: int) -> None:
+    chance = random.Random(seed)
+    for schedule in [any_order(chance), *chance.sample(list(ADVERSARIES.values()), 2)]:
+        Execution(plans, groups).run(schedule)
+
+
+def subsets(num_rows: int) -> list[list[int]]:
+    return [[row for row in range(num_rows) if bits >> row & 1] for bits in range(2**num_rows)]
+
+
+def all_small_cases() -> list[tuple[int, list[list[int]]]]:
+    """All sequences of up to 4 batches of 2 rows, 3 batches of 3 rows, and a sample of 5 batches of 4 rows."""
+    cases = [(2, list(case)) for length in range(5) for case in itertools.product(subsets(2), repeat=length)]
+    cases += [(3, list(case)) for case in itertools.product(subsets(3), repeat=3)]
+    chance = random.Random(7)
+    return cases + [(4, [chance.choice(subsets(4)) for _ in range(5)]) for _ in range(500)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_small_cases_are_exact_under_every_schedule(policy: str) -> None:
+    for seed, (num_rows, batches) in enumerate(all_small_cases()):
+        largest = max([len(batch) for batch in batches], default=0)
+        distinct = len({row for batch in batches for row in batch})
+        capacity = max(1, distinct if policy == "ideal" else largest + seed % 3)
+        nested = [[batch] for batch in batches]
+        plans = make_plans(
+            [OracleTable("only", num_rows)], [capacity], nested, lookahead=1 + seed % 4, policy=policy, ahead=seed % 3
+        )
+        check_contract(plans, [0], [capacity], nested)
+        run_in_several_orders(plans, [0], seed)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[OracleTable], list[int], Batches, dict[str, object]]:
+    """Some tables in one or two groups, batches of several features, any policy, a cache from just enough to ample."""
+    num_features = draw(st.integers(1, 2))
+    groups = draw(st.sampled_from([[0], [0, 0], [0, 1], [0, 1, 0]]))
+    tables = [
+        OracleTable(f"t{t}", 30, tuple(f"f{t}{f}" for f in range(num_features)), group)
+        for t, group in enumerate(groups)
+    ]
+    # Sizes and ids come from a seed: drawn one by one they would rarely fill a cache.
+    chance = draw(st.randoms(use_true_random=True))
+    num_ids, reach = chance.randint(1, 6), chance.randint(4, 30)
+    batches = [
+        [
+            [chance.randrange(reach) for _ in range(chance.randint(0, num_ids))]
+            for _ in range(num_features * len(tables))
+        ]
+        for _ in range(chance.choice([24, 16, 8, 1, 0]))
+    ]
+    policy = draw(st.sampled_from(["lookahead", "lookahead", *POLICIES]))
+    capacity = []
+    for group in range(max(groups) + 1):
+        unique = [
+            sum(len({*itertools.chain(*batch[t * num_features : (t + 1) * num_features])}) for t in members)
+            for batch in batches
+            for members in [[t for t in range(len(tables)) if groups[t] == group]]
+        ]
+        rows = 30 * groups.count(group)
+        capacity.append(rows if policy == "ideal" else max(1, max(unique, default=1) + chance.randint(0, 6)))
+    options: dict[str, object] = {
+        "policy": policy,
+        "lookahead": draw(st.one_of(st.integers(1, 12), st.just("auto"))),
+        "ahead": draw(st.integers(0, 3)),
+    }
+    return tables, capacity, batches, options
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget rows after three iterations, and begin with maps of four entries, so that small cases meet both."""
+    monkeypatch.setattr(Policy, "horizon", 3)
+    monkeypatch.setattr(window_map, "NUM_ENTRIES_MIN", 4)
+
+
+MANY = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@MANY
+@given(case=cases(), seed=st.integers(0, 2**32))
+def test_plans_equal_the_simple_oracle_and_are_exact(short_memory: None, case: tuple, seed: int) -> None:
+    tables, capacity, batches, options = case
+    groups = [table.group for table in tables]
+    plans = make_plans(tables, capacity, batches, **options)
+    assert_same(plans, list(SimpleOracle(tables, capacity, **options).plans(batches)))
+    check_contract(plans, groups, capacity, batches)
+    run_in_several_orders(plans, groups, seed)
+
+
+@MANY
+@given(case=cases())
+def test_mapped_tables_and_threads_change_no_plan(short_memory: None, case: tuple) -> None:
+    tables, capacity, batches, options = case
+    plans = make_plans(tables, capacity, batches, **options)
+    assert_same(plans, make_plans(tables, capacity, batches, rows_direct_max=0, **options))
+    assert_same(plans, make_plans(tables, capacity, batches, threads=2, **options))
+    assert_same(plans, make_plans(tables, capacity, batches, threads=3, bytes_direct_max=12 * 30, **options))
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), barriers=st.sets(st.integers(0, 23)), seed=st.integers(0, 2**32))
+def test_flushes_in_between_lose_nothing(case: tuple, barriers: set[int], seed: int) -> None:
+    tables, capacity, batches, options = case
+    oracle = Oracle(tables, capacity, **options)
+    plans, waiting, source = [], 0, iter(batches)
+    left = len(batches)
+    while left:
+        while waiting < oracle.policy.target and (batch := next(source, None)) is not None:
+            oracle.read([np.array(ids, np.int64) for ids in batch])
+            waiting += 1
+        waiting -= 1
+        left -= 1
+        plans.append(oracle.emit(last=left == 0, flush=len(plans) in barriers))
+    groups = [table.group for table in tables]
+    check_contract(plans, groups, capacity, batches)
+    Execution(plans, groups).run(any_order(random.Random(seed)))
+
+
+def is_corrupted(batches: Batches, waits: Waits, schedule: object, **options: object) -> bool:
+    plans = make_plans(ONE_TABLE, [2], batches, **options)
+    Execution(plans, [0]).run(schedule)  # type: ignore[arg-type]
+    try:
+        Execution(plans, [0], waits).run(schedule)  # type: ignore[arg-type]
+    except Corruption:
+        return True
+    return False
+
+
+def test_copying_out_before_the_update_is_caught() -> None:
+    assert is_corrupted([[[0]], [[1]]], Waits(updated=False), preferring("copy"), lookahead=1)
+
+
+def test_copying_victims_out_before_their_update_is_caught() -> None:
+    batches = [[[0, 1]], [[2, 3]], [[0]]]
+    assert is_corrupted(batches, Waits(updated=False), delaying("update"), policy="lru")
+
+
+def test_inserting_before_the_last_tenant_is_copied_out_is_caught() -> None:
+    assert is_corrupted([[[0, 1]], [[2, 3]]], Waits(copied_out=False), preferring("read", "insert"), lookahead=1)
+
+
+def test_fetching_before_the_write_back_is_acknowledged_is_caught() -> None:
+    assert is_corrupted([[[0]], [[1]], [[0]]], Waits(acknowledged=False), delaying("write"), lookahead=1)
+
+
+def test_fetching_after_the_newest_write_back_alone_is_caught() -> None:
+    """Row 0's older write-back is still under way when row 1's is acknowledged."""
+    batches = [[[0]], [[1]], [[0, 1]]]
+    assert is_corrupted(batches, Waits(watermark=False), delaying("write"), lookahead=1)
+
+
+@pytest.mark.parametrize("waits", [Waits(updated=False), Waits(copied_out=False), Waits(acknowledged=False)])
+def test_random_schedules_find_every_weakened_wait(waits: Waits) -> None:
+    chance = random.Random(3)
+    for seed in range(200):
+        batches = [[chance.sample(range(8), 2)] for _ in range(6)]
+        if is_corrupted(batches, waits, any_order(random.Random(seed)), lookahead=2):
+            return
+    pytest.fail("no schedule was corrupted")

@@ -1,0 +1,97 @@
+"""What each policy keeps and lets go; that all are exact is in tests/property/test_plans.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bagpipe.errors import CapacityError, ConfigError
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies import POLICIES, make_policy
+from bagpipe.policies.lru import Uses
+
+
+def plans_of(policy: str, batches: list[list[int]], capacity: int, lookahead: int = 4) -> list[Plan]:
+    oracle = Oracle([OracleTable("only", 1000)], [capacity], lookahead, policy)
+    return [plan for plan, _ in oracle.plans(([np.array(batch, np.int64)], None) for batch in batches)]
+
+
+def fetched(plans: list[Plan]) -> list[list[int]]:
+    return [plan.fetch.ids.tolist() for plan in plans]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_are_made_by_name(name: str) -> None:
+    assert make_policy(name).name == name
+
+
+def test_an_unknown_policy_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(ConfigError, match="no policy 'lifo': choose one of lookahead, lru, nocache, ideal"):
+        make_policy("lifo")
+
+
+def test_nocache_fetches_everything_after_the_iteration_before() -> None:
+    plans = plans_of("nocache", [[1, 2], [2, 3], [9]], capacity=9)
+    assert fetched(plans) == [[1, 2], [2, 3], [9]]
+    assert [plan.fetch.after.tolist() for plan in plans] == [[-1, -1], [0, 0], [1]]
+    assert [plan.evict.ids.tolist() for plan in plans] == [[1, 2], [2, 3], [9]]
+    assert {plan.lookahead for plan in plans} == {1}
+
+
+def test_ideal_fetches_each_row_once_and_writes_all_back_at_the_end() -> None:
+    plans = plans_of("ideal", [[1, 2], [2, 3], [1]], capacity=3)
+    assert fetched(plans) == [[1, 2], [3], []]
+    assert [plan.evict.ids.tolist() for plan in plans] == [[], [], [1, 2, 3]]
+
+
+def test_ideal_needs_a_cache_for_all_rows() -> None:
+    oracle = Oracle([OracleTable("only", 9)], [2], policy="ideal")
+    plans = oracle.plans([([np.array([row])], None) for row in range(3)])
+    assert next(plans)[0].evict.ids.tolist() == []
+    assert next(plans)[0].evict.ids.tolist() == [0, 1], "everything is written back before the error"
+    with pytest.raises(CapacityError, match="iteration 2 raises them to 3 in group 0, whose cache has 2 slots"):
+        next(plans)
+
+
+def test_lru_lets_the_row_go_that_was_used_longest_ago() -> None:
+    plans = plans_of("lru", [[1, 2, 3], [1], [4], [3], [5, 2]], capacity=3)
+    assert [plan.victims.ids.tolist() for plan in plans] == [[], [], [2], [], [1, 4]]
+    assert [plan.victims.evict_after for plan in plans] == [-1, -1, 0, -1, 2]
+    assert fetched(plans) == [[1, 2, 3], [], [4], [], [5, 2]]
+    assert plans[4].fetch.after.tolist() == [-1, 2]
+    assert sorted(plans[4].evict.ids.tolist()) == [2, 3, 5]
+    assert plans[2].fetch.slots.tolist() == plans[2].victims.slots.tolist()
+    assert plans[2].fetch.slot_after.tolist() == [-1]
+
+
+def test_lru_never_picks_a_row_of_the_batch() -> None:
+    plans = plans_of("lru", [[1, 2], [3, 1], [1, 4]], capacity=2)
+    assert [plan.victims.ids.tolist() for plan in plans] == [[], [2], [3]]
+
+
+def test_the_order_of_use_survives_compaction() -> None:
+    random = np.random.default_rng(0)
+    uses, last = Uses(10), {slot: (0, slot) for slot in range(10)}
+    uses.push(np.arange(10, dtype=np.int32), 0)
+    for iteration in range(1, 500):
+        hits = random.permutation(10)[: random.integers(0, 5)].astype(np.int32)
+        others = sorted(set(last) - set(hits.tolist()), key=lambda slot: last[slot])[: random.integers(0, 4)]
+        uses.last[hits] = iteration
+        victims, last_use = uses.pop_oldest(len(others))
+        assert victims.tolist() == others
+        assert last_use == max([last[slot][0] for slot in others], default=-1)
+        slots = np.concatenate([victims, hits])
+        uses.push(slots, iteration)
+        last |= {int(slot): (iteration, position) for position, slot in enumerate(slots)}
+
+
+def test_lookahead_fetches_no_more_than_lru_with_the_same_cache() -> None:
+    random = np.random.default_rng(4)
+    batches = [(random.zipf(1.2, 20) % 300).tolist() for _ in range(200)]
+    totals = {
+        policy: sum(len(plan.fetch) for plan in plans_of(policy, batches, capacity=60, lookahead=50))
+        for policy in ("lookahead", "lru", "nocache")
+    }
+    assert totals["lookahead"] < totals["lru"] < totals["nocache"]
