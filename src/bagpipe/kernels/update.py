@@ -198,8 +198,9 @@ def _rowwise_adagrad(
             total = np.float32(0.0)
             for c in range(first, first + dim):
                 total += grads[u, c] * grads[u, c]
-            cache[slot, state] += total / np.float32(dim)
-            rate = lr / (root(cache[slot, state]) + eps)
+            mean_square = cache[slot, state] + total / np.float32(dim)
+            cache[slot, state] = mean_square
+            rate = lr / (root(mean_square) + eps)
             rate_lanes, whole = spread(rate), first + dim - dim % LANES
             for c in range(first, whole, LANES):
                 prefetch(cache, coming, c)
