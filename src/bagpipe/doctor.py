@@ -81,7 +81,7 @@ def _kernel_cache() -> Check:
     """Kernels are compiled once if Numba can write beside the package or into its own directory."""
     import bagpipe
 
-    places = [os.environ.get("NUMBA_CACHE_DIR"), str(Path(bagpipe.__file__).parent / "__pycache__"), str(Path.home())]
+    places = [os.environ.get("NUMBA_CACHE_DIR"), str(Path(bagpipe.__file__).parent), str(Path.home())]
     writable = next((place for place in places if place and os.access(place, os.W_OK)), None)
     if writable:
         return Check("compiled kernels", True, f"kept under {writable}")

@@ -33,22 +33,18 @@ class Rows:
     def read(self, ids: Keys) -> Floats:
         """Vector and state of each row; rows that were never written are not created."""
         values = np.empty((len(ids), self.layout.width), np.float32)
-        missing = []
+        missing = [position for position, row in enumerate(ids.tolist()) if row not in self.written]
+        fresh = np.empty((len(missing), self.layout.width), np.float32)
+        self.layout.define(ids[missing], fresh)
+        values[missing] = fresh
         for position, row in enumerate(ids.tolist()):
             if row in self.written:
                 values[position] = self.written[row]
-            else:
-                missing.append(position)
-        if missing:
-            fresh = np.empty((len(missing), self.layout.width), np.float32)
-            self.layout.define(ids[missing], fresh)
-            values[missing] = fresh
         return values
 
     def write(self, ids: Keys, values: Floats) -> None:
         """Replace rows as they are after an update."""
-        for row, value in zip(ids.tolist(), values, strict=True):
-            self.written[row] = value
+        self.written.update(zip(ids.tolist(), values, strict=True))
 
 
 class Call(NamedTuple):
@@ -56,7 +52,7 @@ class Call(NamedTuple):
 
     ids: Keys
     bags: Keys
-    """For each id the position in `output` that it was added to."""
+    """For each id the place in `output` that it was added to."""
     factors: Floats | None
     lengths: Floats | None
     output: Tensor
@@ -73,40 +69,36 @@ class Lookup(nn.Module):
         self.padding_idx = layer.padding_idx
         self.calls: list[Call] = []
 
-    def forward(
-        self, values: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """As the layer it replaces."""
-        ids = values.detach().numpy().reshape(-1)
-        shape, bags = self._shape(values, offsets)
-        factors = None if per_sample_weights is None else per_sample_weights.detach().numpy().reshape(-1)
-        used = np.ones(len(ids), bool) if self.padding_idx is None else ids != self.padding_idx
-        vectors = self.rows.read(ids)[:, self.columns]
+        keys = ids.numpy().reshape(-1)
+        vectors = self.rows.read(keys)[:, self.columns]
+        counted = np.full(len(keys), True) if self.padding_idx is None else keys != self.padding_idx
+        factors = None if per_sample_weights is None else per_sample_weights.numpy().reshape(-1)
+        bags = self._bags(ids, offsets)
+        shape = ids.shape if self.mode is None else (len(ids if offsets is None else offsets),)
         output = torch.zeros(*shape, vectors.shape[1])
-        pooled = output.numpy().reshape(-1, vectors.shape[1])
+        pooled, lengths = output.numpy().reshape(-1, vectors.shape[1]), None
         if self.mode is None:
             pooled += vectors
         else:
-            np.add.at(pooled, bags[used], vectors[used] if factors is None else (vectors * factors[:, None])[used])
-        lengths = None
+            np.add.at(pooled, bags[counted], (vectors if factors is None else vectors * factors[:, None])[counted])
         if self.mode == "mean":
-            lengths = np.maximum(np.bincount(bags[used], minlength=len(pooled)), 1).astype(np.float32)
+            lengths = np.maximum(np.bincount(bags[counted], minlength=len(pooled)), 1).astype(np.float32)
             pooled /= lengths[:, None]
         if torch.is_grad_enabled():
             output.requires_grad_()
-            kept = factors if factors is None else factors[used]
-            self.calls.append(Call(ids[used], bags[used], kept, lengths, output))
+            of_counted = factors if factors is None else factors[counted]
+            self.calls.append(Call(keys[counted], bags[counted], of_counted, lengths, output))
         return output
 
-    def _shape(self, values: Tensor, offsets: Tensor | None) -> tuple[tuple[int, ...], Keys]:
-        """Shape of the output without its last dimension, and for each id its place there."""
+    def _bags(self, ids: Tensor, offsets: Tensor | None) -> Keys:
+        """For each id the bag that it belongs to."""
         if self.mode is None:
-            return tuple(values.shape), np.arange(values.numel())
+            return np.arange(ids.numel())
         if offsets is None:
-            return (values.shape[0],), np.repeat(np.arange(values.shape[0]), values.shape[1])
-        starts = offsets.numpy()
-        lengths = np.diff(np.append(starts, values.shape[0]))
-        return (len(starts),), np.repeat(np.arange(len(starts)), lengths)
+            return np.repeat(np.arange(ids.shape[0]), ids.shape[1])
+        return np.repeat(np.arange(len(offsets)), np.diff(np.append(offsets.numpy(), ids.shape[0])))
 
 
 class Reference:
@@ -117,14 +109,12 @@ class Reference:
     ) -> None:
         self.model, self.trainers, self.binding = model, trainers, binding
         self.tables = [Rows(layout) for layout in layouts]
-        self.lookups: list[Lookup] = []
-        for layer in binding.layers:
-            self.lookups.append(Lookup(self.tables[layer.table], layer.module, layer.part))
-            swap(model, layer.name, self.lookups[-1])
+        self.lookups = [Lookup(self.tables[layer.table], layer.module, layer.part) for layer in binding.layers]
+        for layer, lookup in zip(binding.layers, self.lookups, strict=True):
+            swap(model, layer.name, lookup)
         self.dense = list(model.parameters())
         self.dense_optimizer = dense_optimizer(self.dense) if self.dense else None
         self.iteration = 0
-        self.loss = nn.BCEWithLogitsLoss()
         self.random_states = [torch.get_rng_state()] * trainers  # each trainer has a random generator of its own
 
     def step(self, batch: Batch) -> float:
@@ -153,36 +143,33 @@ class Reference:
         self.iteration += 1
         return float(np.average(losses, weights=weights))
 
-    def predict(self, batch: Batch) -> Tensor:
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
         """Logits of a batch; changes nothing."""
-        with torch.no_grad():
-            logits: Tensor = self.model(batch.dense, batch.sparse)
-        return logits
+        return self.model(batch.dense, batch.sparse)
 
     def _backward(self, rank: int, part: Batch) -> float:
         torch.set_rng_state(self.random_states[rank])
         self.model.zero_grad(set_to_none=True)
         for lookup in self.lookups:
             lookup.calls.clear()
-        loss = self.loss(self.model(part.dense, part.sparse), part.labels)
+        loss = nn.functional.binary_cross_entropy_with_logits(self.model(part.dense, part.sparse), part.labels)
         loss.backward()
         self.random_states[rank] = torch.get_rng_state()
         return float(loss.item())
 
     def _row_gradients(self, table: int, part: Batch) -> tuple[Keys, Floats]:
         """The rows of the table that a trainer's part names, and the sum over their occurrences, in order."""
-        layout = self.tables[table].layout
         named = [part.sparse[name].values.numpy().reshape(-1) for name in self.binding.tables[table].features]
         ids = np.unique(np.concatenate(named))
-        grads = np.zeros((len(ids), layout.dim), np.float32)
+        grads = np.zeros((len(ids), self.tables[table].layout.dim), np.float32)
         for lookup in self.lookups:
             for call in lookup.calls if lookup.rows is self.tables[table] else ():
                 if call.output.grad is None:
                     continue
-                of_bags = call.output.grad.numpy().reshape(-1, call.output.shape[-1])
+                occurrences = call.output.grad.numpy().reshape(-1, call.output.shape[-1])[call.bags]
                 if call.lengths is not None:
-                    of_bags = of_bags / call.lengths[:, None]
-                occurrences = of_bags[call.bags]
+                    occurrences /= call.lengths[call.bags, None]
                 if call.factors is not None:
                     occurrences *= call.factors[:, None]
                 np.add.at(grads[:, lookup.columns], np.searchsorted(ids, call.ids), occurrences)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from bagpipe.api import accelerate
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
-from bagpipe.data import Dataset, generated, open_shards
+from bagpipe.data import Dataset, Shards, generated
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.initial import Uniform
 from bagpipe.layers import Binding, bind
@@ -147,10 +149,16 @@ def train_accelerated(job: Job, report: Report) -> tuple[State, Summary]:
 
 
 def train(job: Job, report: Report) -> Summary:
-    """Train as configured, write summary.json, return it."""
-    state, summary = train_accelerated(job, report)
-    summary["parameters_sha256"] = state.sha256()
-    return write_summary(job, summary)
+    """Train as configured, write summary.json, return it; a run that fails leaves no directory behind."""
+    try:
+        state, summary = train_accelerated(job, report)
+        summary["parameters_sha256"] = state.sha256()
+        return write_summary(job, summary)
+    except BaseException:
+        shutil.rmtree(job.run_dir, ignore_errors=True)
+        with suppress(OSError):
+            Path("runs").rmdir()  # if no other run is in it
+        raise
 
 
 def verify(job: Job, report: Report) -> Summary:
@@ -242,7 +250,7 @@ def dense_optimizer(config: DenseOptimizerConfig) -> Callable[[Any], torch.optim
 
 def _open(config: Config) -> tuple[str, Dataset]:
     if config.data.path is not None:
-        return str(config.data.path), open_shards(config.data.path)
+        return str(config.data.path), Shards(config.data.path)
     preset = config.data.preset or DEFAULT_PRESET
     return preset, generated(preset, config.data.samples or DEFAULT_SAMPLES, config.seed)
 

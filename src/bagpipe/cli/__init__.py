@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from bagpipe.cli import bench, data, doctor, train, verify
+from bagpipe.cli import bench, compare, data, doctor, plan, train, verify
 from bagpipe.cli.output import fail
 from bagpipe.errors import BagpipeError
 
@@ -23,6 +23,8 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
+app.command("compare")(compare.compare)
+app.command("plan")(plan.plan)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typer
+from rich.markup import escape
 
 from bagpipe.cli.output import AsJson, console, print_json
 
@@ -18,7 +19,7 @@ def doctor(as_json: AsJson = False) -> None:
     else:
         marks = {True: "[green]ok  [/]", False: "[red]bad [/]", None: "[yellow]note[/]"}
         for check in checks:
-            console.print(f"{marks[check.ok]} [bold]{check.name}[/]: {check.found}", highlight=False)
+            console.print(f"{marks[check.ok]} [bold]{check.name}[/]: {escape(check.found)}", highlight=False)
             if check.remedy:
-                console.print(f"     {check.remedy}", highlight=False)
+                console.print(f"     {escape(check.remedy)}", highlight=False)
     raise typer.Exit(0 if ok else 1)

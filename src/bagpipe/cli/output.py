@@ -63,7 +63,7 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title=title, title_justify="left")
     for name in columns:
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left")
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", no_wrap=name == columns[0])
     for row in rows:
         table.add_row(*(show(row.get(name)) for name in columns))
     console.print(table)
@@ -107,4 +107,4 @@ def fail(error: BagpipeError, as_json: bool) -> None:
         print_json({"error": type(error).__name__, "message": str(error)})
     else:
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.print(str(error), markup=False, highlight=False)
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)

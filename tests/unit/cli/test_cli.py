@@ -1,0 +1,166 @@
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from bagpipe.cli import main
+
+CONTRACT = {
+    *("iterations", "samples", "samples_per_second", "loss", "auc", "hit_rate", "stall_fraction", "lookahead"),
+    *("cache_rows", "parameters_sha256", "run_dir"),
+}
+TINY = ["--set", "data.preset=tiny", "--set", "data.samples=3000", "--set", "batch_size=256", "--set", "model.dim=8"]
+
+
+@pytest.fixture
+def bagpipe(monkeypatch, capsys, tmp_path):
+    """The command, run in this process, in a directory of its own: imports cost seconds."""
+
+    def run(*arguments):
+        (tmp_path / "here").mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / "here")
+        monkeypatch.setattr(sys, "argv", ["bagpipe", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=ended.value.code or 0, stdout=out, stderr=err)
+
+    return run
+
+
+def test_the_installed_command_trains_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-c", "from bagpipe.cli import main; main()", "train", *TINY, "--json"]
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False, env=os.environ
+    )
+    assert result.returncode == 0, result.stderr
+    assert set(json.loads(result.stdout)) >= CONTRACT
+
+
+def test_train_prints_the_contracts_keys_as_one_json_object_and_keeps_them(bagpipe, tmp_path):
+    result = bagpipe("train", *TINY, "--json", "--run-dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert set(summary) >= CONTRACT
+    assert (summary["iterations"], summary["samples"]) == (11, 2700)
+    kept = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert kept["parameters_sha256"] == summary["parameters_sha256"]
+    assert kept["config"]["model"]["dim"] == 8
+
+
+def test_train_prints_a_table_for_people(bagpipe, tmp_path):
+    result = bagpipe("train", *TINY, "--set", "iterations=2")
+    assert result.returncode == 0, result.stderr
+    assert "samples per second" in result.stdout
+    assert len(list((tmp_path / "here" / "runs").iterdir())) == 1
+
+
+def test_equal_settings_give_equal_parameters_and_another_seed_others(bagpipe, tmp_path):
+    runs = [("a", 0), ("b", 0), ("c", 1)]
+    digests = []
+    for name, seed in runs:
+        result = bagpipe("train", *TINY, "--set", f"seed={seed}", "--json", "--run-dir", tmp_path / name)
+        digests.append(json.loads(result.stdout)["parameters_sha256"])
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_verify_compares_every_bit(bagpipe, tmp_path):
+    result = bagpipe("verify", *TINY, "--set", "model.name=deepfm", "--set", "store=mapped", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert found["identical"] is True
+    assert found["differing"] == 0
+    assert found["tensors"] > 0
+    assert found["rows"] > 0
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_generated_shards_train_to_the_same_bits_as_the_stream(bagpipe, tmp_path):
+    made = bagpipe("data", "generate", "tiny", tmp_path / "shards", "--samples", 3000, "--json")
+    assert json.loads(made.stdout) == {"samples": 3000, "shards": 1, "tables": 4}
+    again = bagpipe("data", "generate", "tiny", tmp_path / "shards", "--samples", 10)
+    assert again.returncode == 1
+    settings = ["--set", f"data.path={tmp_path / 'shards'}", *TINY[4:]]
+    results = [
+        bagpipe("train", *settings, "--json", "--run-dir", tmp_path / "a"),
+        bagpipe("train", *TINY, "--json", "--run-dir", tmp_path / "b"),
+    ]
+    digests = [json.loads(result.stdout)["parameters_sha256"] for result in results]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train", "--set", "model.name=foo"], ["model.name", "wide_deep"]),
+        (["train", "--set", "data.preset=foo"], ["foo", "tiny"]),
+        (["train", "--set", "data.path=/nowhere"], ["/nowhere"]),
+        (["train", "/nowhere.toml"], ["/nowhere.toml"]),
+        (["train", *TINY, "--set", "cache=10"], ["cache", "at least"]),
+        (["train", *TINY, "--set", "lookahead=0"], ["lookahead"]),
+        (["train", *TINY, "--set", "data.samples=3"], ["3 samples"]),
+        (["bench", "foo"], ["foo", "generator"]),
+        (["bench"], ["generator"]),
+        (["data", "generate", "foo", "/tmp/never-made"], ["foo", "tiny"]),
+    ],
+)
+def test_bad_input_ends_in_one_readable_line_and_exit_code_1(bagpipe, arguments, named):
+    result = bagpipe(*arguments)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    for part in named:
+        assert part in result.stderr
+    as_json = bagpipe(*arguments, "--json")
+    assert as_json.returncode == 1
+    assert json.loads(as_json.stdout).keys() == {"error", "message"}
+
+
+def test_an_occupied_run_directory_is_never_written_into(bagpipe, tmp_path):
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "mine.txt").write_text("precious")
+    result = bagpipe("train", *TINY, "--run-dir", occupied)
+    assert result.returncode == 1
+    assert "not empty" in result.stderr
+    assert [path.name for path in occupied.iterdir()] == ["mine.txt"]
+
+
+def test_a_failed_run_leaves_no_run_directory(bagpipe, tmp_path):
+    result = bagpipe("train", *TINY, "--set", "cache=10")
+    assert result.returncode == 1
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_doctor_reports_checks(bagpipe, tmp_path):
+    result = bagpipe("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert found["ok"] is (result.returncode == 0)
+    assert {"python", "torch", "numba", "memory", "disk"} <= {check["name"] for check in found["checks"]}
+    assert "torch" in bagpipe("doctor").stdout
+
+
+def test_every_command_explains_itself(bagpipe):
+    for command in (
+        [],
+        ["train"],
+        ["verify"],
+        ["bench"],
+        ["doctor"],
+        ["data"],
+        ["data", "generate"],
+        ["data", "presets"],
+    ):
+        result = bagpipe(*command, "--help")
+        assert result.returncode == 0
+        assert "Usage" in result.stdout
+
+
+def test_benchmarks_and_presets_can_be_listed(bagpipe):
+    names = [row["name"] for row in json.loads(bagpipe("bench", "--list", "--json").stdout)]
+    assert {"generator", "reader"} <= set(names)
+    presets = [row["preset"] for row in json.loads(bagpipe("data", "presets", "--json").stdout)]
+    assert {"tiny", "criteo-kaggle-like", "criteo-terabyte-like"} <= set(presets)
