@@ -3,7 +3,8 @@
 Open addressing with linear probing. A slot is one 64-bit word: the upper half of the id's mixed bits and its position
 plus one, so that a probe rarely looks beyond the word, and growing reads no id: slots lie in order of those mixed
 bits, hence it is one sweep over both arrays. Costs 19-25 B an id once past the smallest size, and at most twice that
-for a moment while it grows; finding an id costs one cache miss if it is absent and two if it is present.
+for a moment while it grows. Finding an id costs one cache miss if it is absent and two if it is present; a bulk of ids
+overlaps them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from bagpipe.errors import StoreError
 from bagpipe.kernels import inlined, kernel
+from bagpipe.kernels.lanes import prefetch
 
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
@@ -33,6 +35,9 @@ _HALF = np.uint64(32)
 _LOWER = np.uint64(0xFFFFFFFF)
 _EMPTY = np.uint64(0)
 _FACTOR = np.uint64(0xD6E8FEB86659FD93)
+
+_AHEAD = 8
+"""How many ids later a cache line that was asked for is used."""
 
 
 @inlined
@@ -59,31 +64,52 @@ def _home(bits: np.uint64, num_slots: int) -> Integer:
 
 
 @inlined
+def _seek(slots: UInt64s, slot: Integer, bits: np.uint64) -> Integer:
+    """The first slot from this one on that is empty or has these bits."""
+    while slots[slot] != _EMPTY and slots[slot] >> _HALF != bits:
+        slot += 1
+        if slot == slots.shape[0]:
+            slot = 0
+    return slot
+
+
+@inlined
+def _position(word: np.uint64) -> Integer:
+    """-1 for an empty slot."""
+    return np.int64(word & _LOWER) - 1
+
+
+@inlined
 def _probe(slots: UInt64s, keys: Int64s, key: np.int64, bits: np.uint64) -> tuple[Integer, Integer]:
     """The slot that holds the id and its position; or the empty slot where it belongs and -1."""
-    num_slots = slots.shape[0]
-    slot = _home(bits, num_slots)
-    word = slots[slot]
-    while word != _EMPTY:
-        if word >> _HALF == bits:
-            position = np.int64(word & _LOWER) - 1
-            if keys[position] == key:
-                return slot, position
-        slot += 1
-        if slot == num_slots:
-            slot = 0
-        word = slots[slot]
-    return slot, -1
+    slot = _seek(slots, _home(bits, slots.shape[0]), bits)
+    position = _position(slots[slot])
+    while position >= 0 and keys[position] != key:  # another id with the same bits
+        slot = _seek(slots, (slot + 1) % slots.shape[0], bits)
+        position = _position(slots[slot])
+    return slot, position
 
 
 @kernel
 def _find(slots: UInt64s, keys: Int64s, ids: Int64s, positions: Int64s) -> int:
+    """Three ids at work at once: one's slot is on its way from memory, one's key, and one is compared."""
+    num_ids, num_slots = ids.shape[0], slots.shape[0]
     num_missing = 0
-    for i in range(ids.shape[0]):
-        _, position = _probe(slots, keys, ids[i], _mix(ids[i]))
-        positions[i] = position
-        if position < 0:
-            num_missing += 1
+    for ahead in range(num_ids + 2 * _AHEAD):
+        if ahead < num_ids:
+            prefetch(slots, _home(_mix(ids[ahead]), num_slots), 0)
+        i = ahead - _AHEAD
+        if 0 <= i < num_ids:
+            bits = _mix(ids[i])
+            positions[i] = _position(slots[_seek(slots, _home(bits, num_slots), bits)])
+            if positions[i] >= 0:
+                prefetch(keys, positions[i], 0)
+        i -= _AHEAD
+        if i >= 0:
+            if positions[i] >= 0 and keys[positions[i]] != ids[i]:
+                _, positions[i] = _probe(slots, keys, ids[i], _mix(ids[i]))
+            if positions[i] < 0:
+                num_missing += 1
     return num_missing
 
 
@@ -93,6 +119,8 @@ def _find_or_insert(
 ) -> tuple[int, int]:
     """Work from ids[start] until all are done or keys are full; how many ids are done, how many keys there are."""
     for i in range(start, ids.shape[0]):
+        if i + _AHEAD < ids.shape[0]:
+            prefetch(slots, _home(_mix(ids[i + _AHEAD]), slots.shape[0]), 0)
         bits = _mix(ids[i])
         slot, position = _probe(slots, keys, ids[i], bits)
         if position < 0:

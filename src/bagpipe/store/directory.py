@@ -105,15 +105,14 @@ class TableFiles:
 class StoreDirectory:
     """A directory that belongs to this store alone, until it is closed or the process ends."""
 
-    def __init__(self, path: Path, num_tables: int, *, new: bool, keep: bool, made: bool = False) -> None:
+    def __init__(self, path: Path, num_tables: int, *, new: bool, keep: bool) -> None:
         self.path = path
         self.keep = keep
         self.tables: list[TableFiles] = []
-        self._made = made
         self._fd = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._closed = False
         with ExitStack() as undo:
-            undo.callback(self.close, remove=new)
+            undo.callback(self._close_files, unlink=new)
             self._lock()
             if new and any(path.iterdir()):
                 raise StoreError(f"{path} is not empty: give another directory, or open the store that is in it")
@@ -130,7 +129,12 @@ class StoreDirectory:
         with _failing("creating", path):
             made = not path.exists()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return cls(path, num_tables, new=True, keep=keep, made=made)
+        with ExitStack() as undo:
+            if made:
+                undo.callback(_remove_if_empty, path)
+            directory = cls(path, num_tables, new=True, keep=keep)
+            undo.pop_all()
+        return directory
 
     @classmethod
     def open(cls, path: Path, widths: Sequence[int]) -> tuple[StoreDirectory, Index]:
@@ -175,19 +179,19 @@ class StoreDirectory:
             (self.path / INDEX_NAME).unlink()
             self._sync_names()
 
-    def close(self, *, remove: bool | None = None) -> None:
-        """Close all files; remove them and the directory if asked, by default those of a temporary store."""
-        if self._closed:
-            return
+    def close(self) -> None:
+        """Close all files, and remove the directory of a temporary store; a second call does nothing."""
+        if not self._closed:
+            self._close_files(unlink=not self.keep)
+            if not self.keep:
+                _remove_if_empty(self.path)
+
+    def _close_files(self, *, unlink: bool) -> None:
         self._closed = True
-        remove = not self.keep if remove is None else remove
         for files in self.tables:
             files.close()
-            if remove:
+            if unlink:
                 files.unlink()
-        if remove and self._made:
-            with suppress(OSError):  # someone else put a file there: theirs to remove
-                self.path.rmdir()
         os.close(self._fd)
 
     def _lock(self) -> None:
@@ -231,6 +235,11 @@ def _read_index(path: Path) -> Index:
     if index.byte_order != sys.byteorder:
         raise StoreError(f"{file} is from a {index.byte_order}-endian machine: read it on one of that kind")
     return index
+
+
+def _remove_if_empty(path: Path) -> None:
+    with suppress(OSError):  # someone else put a file there: theirs to remove
+        path.rmdir()
 
 
 def _open(path: Path, flags: int) -> int:

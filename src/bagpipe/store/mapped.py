@@ -71,11 +71,14 @@ class MappedStore(LocalStore):
                 self._publish()
 
     def close(self) -> None:
-        """Sync and keep the files, or remove them; a second call does nothing."""
+        """Sync and keep the files, or remove them; a second call does nothing.
+
+        After a failure the files are left as they are, without an index: nobody can take them for whole.
+        """
         if not self._finalizer.alive:
             return
         try:
-            if self._directory.keep and self._refusal is None:
+            if self._directory.keep and self._refusal is None and self._residency.failure is None:
                 self.sync()
                 for part, file in zip(self._tables, self._row_files, strict=True):
                     file.trim(len(part.positions))

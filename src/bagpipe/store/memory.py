@@ -12,34 +12,38 @@ from contextlib import suppress
 
 import numpy as np
 
-from bagpipe.kernels import kernel
+from bagpipe.kernels import inlined, kernel
 from bagpipe.store.base import Floats, Int64s, RowSource
-from bagpipe.store.libc import memcpy
+from bagpipe.store.libc import memcpy, prefetch_bytes
 from bagpipe.store.local import Backing, LocalStore
 
 CHUNK_BYTES = 16 << 20
 _HUGE_PAGE_BYTES = 2 << 20
+_AHEAD = 8
+
+
+@inlined
+def _address(chunks: Int64s, shift: int, row_bytes: int, position: int) -> int:
+    return chunks[position >> shift] + (position & ((1 << shift) - 1)) * row_bytes  # type: ignore[no-any-return]
 
 
 @kernel
 def _gather(chunks: Int64s, shift: int, row_bytes: int, positions: Int64s, out: Floats) -> None:
-    """About one cache miss a row, and the copy."""
-    mask = (1 << shift) - 1
-    target = out.ctypes.data
+    """The copy, at about half of memory's speed: the cache misses of eight rows overlap."""
     for i in range(positions.shape[0]):
-        position = positions[i]
-        if position >= 0:
-            memcpy(target + i * row_bytes, chunks[position >> shift] + (position & mask) * row_bytes, row_bytes)
+        if i + _AHEAD < positions.shape[0] and positions[i + _AHEAD] >= 0:
+            prefetch_bytes(_address(chunks, shift, row_bytes, positions[i + _AHEAD]), row_bytes)
+        if positions[i] >= 0:
+            memcpy(out.ctypes.data + i * row_bytes, _address(chunks, shift, row_bytes, positions[i]), row_bytes)
 
 
 @kernel
 def _scatter(chunks: Int64s, shift: int, row_bytes: int, positions: Int64s, values: Floats) -> None:
-    """About one cache miss a row, and the copy."""
-    mask = (1 << shift) - 1
-    source = values.ctypes.data
+    """As `_gather`, the other way."""
     for i in range(positions.shape[0]):
-        position = positions[i]
-        memcpy(chunks[position >> shift] + (position & mask) * row_bytes, source + i * row_bytes, row_bytes)
+        if i + _AHEAD < positions.shape[0]:
+            prefetch_bytes(_address(chunks, shift, row_bytes, positions[i + _AHEAD]), row_bytes)
+        memcpy(_address(chunks, shift, row_bytes, positions[i]), values.ctypes.data + i * row_bytes, row_bytes)
 
 
 def gather_by_numpy(chunks: Sequence[Floats], positions: Int64s, out: Floats) -> None:

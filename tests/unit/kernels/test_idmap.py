@@ -62,6 +62,21 @@ def test_a_call_of_no_ids_does_nothing() -> None:
     assert len(ours) == 0
 
 
+def test_ids_whose_mixed_bits_are_equal_are_told_apart() -> None:
+    ids = np.arange(300_000)
+    in_order = np.argsort(mixed_by_numpy(ids), kind="stable")
+    bits = mixed_by_numpy(ids)[in_order]
+    equal = np.flatnonzero(bits[1:] == bits[:-1])
+    assert len(equal) > 3
+    first, second = ids[in_order[equal]], ids[in_order[equal + 1]]
+    ours, positions = IdMap(), np.empty(len(equal), np.int64)
+    ours.find_or_insert(first, positions)
+    assert ours.find(second, positions) == len(equal)
+    assert ours.find_or_insert(second, positions) == len(equal)
+    assert ours.find(second, positions) == 0
+    assert np.array_equal(ours.ids()[positions], second)
+
+
 def test_reserving_makes_room_so_that_inserting_allocates_nothing() -> None:
     ours = IdMap()
     ours.reserve(10_000)

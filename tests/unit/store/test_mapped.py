@@ -70,7 +70,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 # A full disk
 
 
-def test_a_small_disk_is_named_before_any_row_changes(small_disk: Path) -> None:
+def test_a_full_disk_is_named_before_any_row_changes(small_disk: Path) -> None:
     with MappedStore.create(small_disk / "store", TABLES, keep=True) as store:
         store.write(0, np.arange(1000), values(0, 1000))
         before = contents(store)
@@ -96,8 +96,10 @@ def test_the_last_free_bytes_are_used_when_a_whole_step_does_not_fit(small_disk:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_an_allocation_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    allocate = os.posix_fallocate
+
     def fails(fd: int, offset: int, length: int) -> None:
-        os.truncate(fd, offset + length // 2)  # as real ones do: part of it is done
+        allocate(fd, offset, length // 2)  # part of it is done, as on a real disk
         raise OSError(number, os.strerror(number))
 
     with MappedStore.create(tmp_path / "store", TABLES) as store:
@@ -182,6 +184,39 @@ def test_rows_lost_on_their_way_to_the_disk_are_never_published(
         monkeypatch.undo()
         with pytest.raises(StoreError, match="failed"):
             store.sync()
+    with pytest.raises(StoreError, match="was not closed"):
+        MappedStore.open(tmp_path / "store", TABLES)
+
+
+def test_rows_lost_while_others_were_read_are_never_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MappedStore.create(tmp_path / "store", TABLES, keep=True, resident_bytes_max=4 << 20) as store:
+        store.write(0, np.arange(50_000), values(0, 50_000))
+        with monkeypatch.context() as patch:
+            patch.setattr("bagpipe.store.residency._let_go", lambda *_: errno.EIO)
+            with pytest.raises(StoreError, match=r"writing out .* failed"):
+                store.read(0, np.arange(50_000), values(0, 50_000))
+        for call in (store.sync, lambda: store.num_rows(0), lambda: store.write(0, np.arange(1), values(0, 1))):
+            with pytest.raises(StoreError, match="writing out"):
+                call()
+    with pytest.raises(StoreError, match="was not closed"):
+        MappedStore.open(tmp_path / "store", TABLES)
+
+
+def test_rows_that_do_not_reach_the_disk_at_sync_are_never_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = MappedStore.create(tmp_path / "store", TABLES, keep=True)
+    store.write(0, np.arange(10), values(0, 10))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fails)
+        with pytest.raises(StoreError, match=r"writing out .*table-00000\.rows failed"):
+            store.sync()
+    with pytest.raises(StoreError, match="writing out"):  # the kernel would say nothing a second time
+        store.sync()
+    store.close()
     with pytest.raises(StoreError, match="was not closed"):
         MappedStore.open(tmp_path / "store", TABLES)
 
@@ -363,20 +398,28 @@ def test_a_temporary_store_leaves_nothing_even_if_nobody_closes_it(tmp_path: Pat
     assert num_open_files() == num_open
 
 
-def test_a_directory_that_was_there_stays(tmp_path: Path) -> None:
-    MappedStore.create(tmp_path, TABLES).close()
-    assert tmp_path.exists()
+def test_the_directory_of_a_temporary_store_goes_with_it_but_not_what_others_put_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    MappedStore.create(tmp_path / "empty", TABLES).close()
+    assert not (tmp_path / "empty").exists()
+    with MappedStore.create(tmp_path / "shared", TABLES):
+        (tmp_path / "shared" / "note").touch()
+    assert (tmp_path / "shared" / "note").exists()
 
 
-def test_when_creation_fails_nothing_is_left(tmp_path: Path) -> None:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    num_open = num_open_files()
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 6, limit[1]))
-        with pytest.raises(StoreError, match=r"opening .*table-0000.\.(rows|ids) failed \(Too many open files"):
-            MappedStore.create(tmp_path / "store", [Zeros(1)] * 50, keep=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+@pytest.mark.parametrize("num_opened", [0, 1, 2, 3, 4])
+def test_when_creation_fails_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_opened: int) -> None:
+    real, left, num_open = os.open, iter(range(num_opened)), num_open_files()
+
+    def limited(path: Path, flags: int, mode: int) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", limited)
+    with pytest.raises(StoreError, match=r"opening .*store.* failed \(Too many open files\)"):
+        MappedStore.create(tmp_path / "store", [Zeros(1)] * 50, keep=True)
+    monkeypatch.undo()
     assert not (tmp_path / "store").exists()
     assert num_open_files() == num_open
 
