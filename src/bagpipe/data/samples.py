@@ -1,0 +1,84 @@
+"""Samples as columns: NumPy arrays, feature by feature, from which batches are cut without work per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bagpipe.kernels import kernel
+from bagpipe.types import Batch, Ids
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The ids of one feature for a run of samples."""
+
+    values: Ints
+    """(samples, ids a sample), or all bags one after the other."""
+    offsets: Ints | None = None
+    """Of bags: bag i is values[offsets[i]:offsets[i + 1]]; one more than there are samples."""
+    weights: Floats | None = None
+    """One factor an id, same shape as `values`."""
+
+    def ids(self, start: int, stop: int) -> Ids:
+        """The ids of samples start to stop; they share this column's memory."""
+        if self.offsets is None:
+            first, last, offsets = start, stop, None
+        else:
+            first, last = int(self.offsets[start]), int(self.offsets[stop])
+            offsets = torch.from_numpy(self.offsets[start:stop] - first)
+        weights = None if self.weights is None else torch.from_numpy(self.weights[first:last])
+        return Ids(torch.from_numpy(self.values[first:last]), offsets, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """A run of samples, column by column."""
+
+    dense: Floats
+    """(samples, numeric features)"""
+    columns: Mapping[str, Column]
+    labels: Floats
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, start: int, stop: int, number: int) -> Batch:
+        """Samples start to stop as the batch of this number."""
+        # Copied into memory of torch's own: the alignment of what enters a matrix product can change bits (I1).
+        dense = torch.empty((stop - start, self.dense.shape[1]), dtype=torch.float32)
+        dense.copy_(torch.from_numpy(self.dense[start:stop]))
+        labels = torch.empty(stop - start, dtype=torch.float32)
+        labels.copy_(torch.from_numpy(self.labels[start:stop]))
+        sparse = {name: column.ids(start, stop) for name, column in self.columns.items()}
+        return Batch(dense, sparse, labels, number=number)
+
+
+def spans(starts: Ints, lengths: Ints) -> Ints:
+    """The numbers starts[i], starts[i] + 1, ... (lengths[i] of them) for each i, one run after the other."""
+    ends: Ints = np.cumsum(lengths)
+    places: Ints = np.arange(ends[-1] if len(ends) else 0)
+    places += np.repeat(starts - (ends - lengths), lengths)
+    return places
+
+
+@kernel
+def copy_places(values: NDArray[Any], places: Ints, width: int, out: NDArray[Any], slots: Ints) -> None:
+    """Copy groups of `width` neighbours, groups `places` of `values` to groups `slots` of `out`; about 3 ns a group."""
+    for i in range(len(places)):
+        for j in range(width):
+            out[slots[i] * width + j] = values[places[i] * width + j]
+
+
+def copy_places_reference(values: NDArray[Any], places: Ints, width: int, out: NDArray[Any], slots: Ints) -> None:
+    """`copy_places` in NumPy."""
+    steps = np.arange(width)
+    out[(slots[:, None] * width + steps).ravel()] = values[(places[:, None] * width + steps).ravel()]
