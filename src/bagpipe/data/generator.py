@@ -108,8 +108,10 @@ class Generated(IndexedDataset):
         moving = feature.follows is None
         days = max(0, self.num_samples - 1) // self.preset.day_samples if self.preset.drift and moving else 0
         if days > DAYS_MAX:
-            raise ConfigError(f"{self.num_samples} samples are {days} days of drift: give day_samples of at least "
-                              f"{self.num_samples // DAYS_MAX + 1}, for at most {DAYS_MAX} days")  # fmt: skip
+            raise ConfigError(
+                f"{self.num_samples} samples are {days} days of drift, more than {DAYS_MAX}: give day_samples of at "
+                f"least {self.num_samples // DAYS_MAX + 1}"
+            )
         return Law(
             key=self._key("ids", name),
             keep=drawn.keep,

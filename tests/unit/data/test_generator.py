@@ -240,7 +240,7 @@ def test_a_simple_model_learns_from_the_popular_rows():
         ({"burst": -0.1}, "burst is -0.1"),
         ({"burst_samples": 0}, "burst_samples is 0"),
         ({"day_samples": 0}, "day_samples is 0"),
-        ({"drift": 0.1, "day_samples": 1}, "days of drift: give day_samples of at least"),
+        ({"drift": 0.1, "day_samples": 1}, "days of drift, more than 4096: give day_samples"),
     ],
 )
 def test_a_dial_that_makes_no_sense_is_refused_by_name(dials, message):
