@@ -89,7 +89,7 @@ def test_the_avazu_preset_starts_as_skewed_as_published():
     ("name", "fraction", "share"),
     [("random", 0.02, 0.02), ("low", 0.02, 0.085), ("low", 0.65, 0.90), ("medium", 0.02, 0.45), ("high", 0.02, 0.88)],
 )
-def test_the_scratchpipe_traces_have_the_localities_of_the_paper(name, fraction, share):
+def test_the_scratchpipe_traces_have_the_localities_that_are_documented(name, fraction, share):
     preset = find_preset(f"scratchpipe-{name}")
     assert expected_top_share(preset, fraction) == pytest.approx(share, abs=0.002)
     assert [table.rows for table in preset.tables] == [10_000_000] * 8
@@ -104,7 +104,7 @@ def test_the_scratchpipe_traces_have_the_localities_of_the_paper(name, fraction,
         ("criteo-terabyte-like", 26, 13, 882.77e6),
     ],
 )
-def test_the_presets_have_the_published_sizes(name, tables, dense, rows):
+def test_the_presets_have_the_published_totals(name, tables, dense, rows):
     preset = PRESETS[name]
     assert (len(preset.tables), preset.num_dense) == (tables, dense)
     assert sum(table.rows for table in preset.tables) == pytest.approx(rows, rel=0.006)
