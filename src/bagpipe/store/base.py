@@ -100,6 +100,14 @@ class Store(ABC):
         self.close()
 
 
+def check_widths(tables: Sequence[RowSource]) -> tuple[RowSource, ...]:
+    """The tables, each of which has rows of some width."""
+    for number, source in enumerate(tables):
+        if source.width < 1:
+            raise StoreError(f"table {number}: rows of {source.width} floats can't be stored: give at least 1")
+    return tuple(tables)
+
+
 def check_table(tables: Sequence[RowSource], table: int) -> RowSource:
     """The table of this number."""
     if not 0 <= table < len(tables):

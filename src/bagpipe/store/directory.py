@@ -110,6 +110,7 @@ class StoreDirectory:
         self.keep = keep
         self.tables: list[TableFiles] = []
         self._fd = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._pid = os.getpid()
         self._closed = False
         with ExitStack() as undo:
             undo.callback(self._close_files, unlink=new)
@@ -181,10 +182,16 @@ class StoreDirectory:
 
     def close(self) -> None:
         """Close all files, and remove the directory of a temporary store; a second call does nothing."""
-        if not self._closed:
-            self._close_files(unlink=not self.keep)
-            if not self.keep:
-                _remove_if_empty(self.path)
+        if self._closed:
+            return
+        if self.mine and not self.keep:
+            _remove_if_empty(self.path)
+        self._close_files(unlink=False)
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process opened it: one that was forked has the descriptors too, and must leave things alone."""
+        return os.getpid() == self._pid
 
     def _close_files(self, *, unlink: bool) -> None:
         self._closed = True
@@ -192,6 +199,8 @@ class StoreDirectory:
             files.close()
             if unlink:
                 files.unlink()
+        if self.mine:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # else it would stay while a forked process lives
         os.close(self._fd)
 
     def _lock(self) -> None:

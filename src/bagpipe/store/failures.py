@@ -10,6 +10,14 @@ from pathlib import Path
 from bagpipe.errors import StoreError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REMEDIES = {
+    **dict.fromkeys(_FULL, "free space or raise the limit, and try again"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    **dict.fromkeys(
+        (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS),
+        "check the path and its permissions",
+    ),
+}
 
 
 def no_room(path: Path, num_bytes: int, error: OSError) -> StoreError:
@@ -29,10 +37,8 @@ def no_room(path: Path, num_bytes: int, error: OSError) -> StoreError:
 
 def medium_failure(path: Path, doing: str, number: int) -> StoreError:
     """An operation on the file failed with this error number."""
-    return StoreError(
-        number,
-        f"{doing} {path} failed ({os.strerror(number)}): check the disk, then start again from a checkpoint",
-    )
+    remedy = _REMEDIES.get(number, "check the disk, then start again from a checkpoint")
+    return StoreError(number, f"{doing} {path} failed ({os.strerror(number)}): {remedy}")
 
 
 def too_short(path: Path, num_bytes: int, needed_bytes: int) -> StoreError:

@@ -24,6 +24,7 @@ from bagpipe.store.base import (
     check_distinct,
     check_rows,
     check_table,
+    check_widths,
 )
 
 
@@ -66,7 +67,7 @@ class LocalStore(Store):
 
     def __init__(self, tables: Sequence[RowSource], make_backing: Callable[[int, int], Backing]) -> None:
         """`make_backing(table, width)` makes the backing of a table."""
-        self._sources = tuple(tables)
+        self._sources = check_widths(tables)
         self._tables = [_Table(source, make_backing(number, source.width)) for number, source in enumerate(tables)]
         self._refusal: str | None = None
 

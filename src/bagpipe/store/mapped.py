@@ -1,7 +1,8 @@
 """Rows on disk, for tables larger than memory: one file a table, rows in order of first write.
 
 Disk and memory follow the rows touched: a row takes its own size on disk and 19-25 B of memory for its id; the page
-cache that the files take stays under `resident_bytes_max` (on a file system that is memory itself it can't).
+cache that the files take stays under `resident_bytes_max` (on a file system that is memory itself it can't). A full
+disk is noticed before a row changes (as far as a copy-on-write file system keeps what it allocated).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from threading import Lock
 import numpy as np
 
 from bagpipe.errors import StoreError
-from bagpipe.store.base import RowSource, StoreStats
+from bagpipe.store.base import RowSource, StoreStats, check_widths
 from bagpipe.store.directory import Index, StoreDirectory, TableIndex
 from bagpipe.store.local import LocalStore
 from bagpipe.store.residency import Residency
@@ -27,11 +28,11 @@ _IDS_PER_APPEND = 1 << 20
 class MappedStore(LocalStore):
     """Rows in files of a directory of its own; `create` a new one or `open` one that was kept."""
 
-    def __init__(self, tables: Sequence[RowSource], directory: StoreDirectory, resident_bytes_max: int) -> None:
+    def __init__(self, tables: Sequence[RowSource], directory: StoreDirectory, residency: Residency) -> None:
         self._directory = directory
         # Also when nobody closes the store: descriptors, lock and temporary directory go with it.
         self._finalizer = weakref.finalize(self, directory.close)
-        self._residency = Residency(resident_bytes_max)
+        self._residency = residency
         self._index_lock = Lock()
         self._published = False
         self._row_files: list[RowFile] = []
@@ -47,15 +48,17 @@ class MappedStore(LocalStore):
         resident_bytes_max: int = RESIDENT_BYTES_MAX,
     ) -> MappedStore:
         """A store without rows, in a directory that is new or empty; removed on close unless `keep`."""
-        return cls(tables, StoreDirectory.create(Path(path), len(tables), keep=keep), resident_bytes_max)
+        tables, residency = check_widths(tables), Residency(resident_bytes_max)
+        return cls(tables, StoreDirectory.create(Path(path), len(tables), keep=keep), residency)
 
     @classmethod
     def open(
         cls, path: str | Path, tables: Sequence[RowSource], *, resident_bytes_max: int = RESIDENT_BYTES_MAX
     ) -> MappedStore:
         """A store that was kept, as it was when it was closed or last synced."""
+        residency = Residency(resident_bytes_max)
         directory, index = StoreDirectory.open(Path(path), [table.width for table in tables])
-        store = cls(tables, directory, resident_bytes_max)
+        store = cls(tables, directory, residency)
         try:
             store._load(index)
         except BaseException:
@@ -78,7 +81,8 @@ class MappedStore(LocalStore):
         if not self._finalizer.alive:
             return
         try:
-            if self._directory.keep and self._refusal is None and self._residency.failure is None:
+            whole = self._refusal is None and self._residency.failure is None
+            if self._directory.keep and self._directory.mine and whole:
                 self.sync()
                 for part, file in zip(self._tables, self._row_files, strict=True):
                     file.trim(len(part.positions))
@@ -99,6 +103,11 @@ class MappedStore(LocalStore):
 
     def _check_usable(self) -> None:
         super()._check_usable()
+        if not self._directory.mine:
+            raise StoreError(
+                f"{self._directory.path} belongs to the process that opened it, and this one was forked from it: "
+                "use the store there"
+            )
         if self._residency.failure is not None:
             raise self._residency.failure
 

@@ -8,6 +8,7 @@ turn, like the hand of a clock.
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from threading import Lock
@@ -21,7 +22,7 @@ from bagpipe.store.base import Int64s
 from bagpipe.store.failures import medium_failure
 from bagpipe.store.libc import DONTNEED, START_WRITE, WRITE_AND_WAIT, errno_now, posix_fadvise, sync_file_range
 
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE
 EXTENT_BYTES = 4 << 20  # holds whole pages also where the kernel uses larger ones, up to 2 MiB
 _PAGES_PER_EXTENT = EXTENT_BYTES // PAGE_BYTES
 RESIDENT_BYTES_MIN = 4 << 20

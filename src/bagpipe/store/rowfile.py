@@ -216,7 +216,10 @@ class RowFile(Backing):
 
     def trim(self, num_rows: int) -> None:
         """Give back the disk that is allocated beyond that many rows."""
-        os.ftruncate(self._fd, num_rows * self._row_bytes)
+        try:
+            os.ftruncate(self._fd, num_rows * self._row_bytes)
+        except OSError as error:
+            raise medium_failure(self.path, "shortening", error.errno or 0) from error
         self._num_bytes = num_rows * self._row_bytes
 
     def _allocate(self, num_bytes: int) -> None:
