@@ -172,9 +172,9 @@ _ALL = (
     ),
     _avazu(),
     _movielens(),
-    # The top 2 % of rows take 2, 8.5, 45 and 88 % of the draws. Sections III-A and III-B of the paper state 8.5 % and "more
-    # than 80 %"; 88 is read from a miss rate of 12 % at a cache size that is not stated, 45 is ours. For the low trace it
-    # says that 90 % of hits need more than 65 % of the rows: ours needs 65 %.
+    # The top 2 % of rows take 2, 8.5, 45 and 88 % of the draws. Sections III-A and III-B of the paper state 8.5 % and
+    # "more than 80 %"; 88 is read from a miss rate of 12 % at a cache size that is not stated, 45 is ours. For the low
+    # trace it says that 90 % of hits need more than 65 % of the rows: ours needs 65 %.
     _scratchpipe("random", PowerLaw(exponent=0.0)),
     _scratchpipe("low", PowerLaw(exponent=2.25, shift=3_351_000.0)),
     _scratchpipe("medium", PowerLaw(exponent=1.2, shift=40_092.0)),
