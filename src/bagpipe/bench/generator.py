@@ -17,8 +17,7 @@ from bagpipe.data.presets import Preset, find_preset
 PRESET = "criteo-kaggle-like"
 BATCH_SIZE = 16_384
 PUBLISHED_ROWS = {1: 65e3, 5: 206e3, 10: 347e3, 50: 1.225e6, 100: 2.138e6, 200: 3.753e6, 300: 5.226e6}
-"""Unique rows of so many batches: of one as Bagpipe (the paper) states them, of more from the cache sizes of its table 3
-at 192 bytes a row."""
+"""Unique rows of so many batches: of one as the paper states them, of more from its table 3, at 192 bytes a row."""
 PUBLISHED_TOP_SHARE = 0.90
 PUBLISHED_SHARED_ROWS = 22.7e3
 PUBLISHED_DRIFT = {1: 0.91, 9: 0.82}
