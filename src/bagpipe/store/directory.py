@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -53,105 +53,102 @@ class Index(BaseModel):
 
 
 class TableFiles:
-    """The files of one table, open."""
+    """The files of one table: rows are open all the time, ids only while they are written or read."""
 
     def __init__(self, directory: Path, number: int, *, new: bool) -> None:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if new else 0)
         self.rows_path = directory / f"table-{number:05d}.rows"
         self.ids_path = directory / f"table-{number:05d}.ids"
         self.num_ids = 0
         self.ids_crc32 = 0
-        with ExitStack() as undo:
-            self.rows_fd = _open(self.rows_path, flags)
-            undo.callback(os.close, self.rows_fd)
-            if new:
-                undo.callback(self.rows_path.unlink)
-            self.ids_fd = _open(self.ids_path, flags)
-            undo.pop_all()
+        self.rows_fd = _open(self.rows_path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0))
 
-    def close(self) -> None:
-        """Close both."""
-        os.close(self.rows_fd)
-        os.close(self.ids_fd)
-
-    def unlink(self) -> None:
-        """Take the names away; the files live while they are open."""
-        self.rows_path.unlink(missing_ok=True)
-        self.ids_path.unlink(missing_ok=True)
-
-    def append_ids(self, ids: Int64s) -> None:
+    def save_ids(self, ids: Iterable[Int64s]) -> None:
         """Write the ids that follow those already there; they count once the index says so."""
-        with _failing("writing", self.ids_path):
-            data, offset = ids.data.cast("B"), self.num_ids * ids.itemsize
-            while data:
-                done = os.pwrite(self.ids_fd, data, offset)
-                data, offset = data[done:], offset + done
-        self.ids_crc32 = zlib.crc32(ids.data, self.ids_crc32)
-        self.num_ids += len(ids)
+        fd = _open(self.ids_path, os.O_WRONLY | os.O_CREAT)
+        try:
+            with _failing("writing", self.ids_path):
+                for some in ids:
+                    self._append_ids(fd, some)
+                os.fsync(fd)
+        finally:
+            os.close(fd)
 
-    def read_ids(self, table: TableIndex) -> Int64s:
+    def load_ids(self, table: TableIndex) -> Int64s:
         """All ids, as many as the index says and as it sums them up."""
-        num_bytes = os.fstat(self.ids_fd).st_size
-        if num_bytes != table.num_rows * 8:
-            raise too_short(self.ids_path, num_bytes, table.num_rows * 8)
-        with _failing("reading", self.ids_path), open(self.ids_fd, "rb", closefd=False) as file:
+        with open(_open(self.ids_path, os.O_RDONLY), "rb") as file, _failing("reading", self.ids_path):
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes != table.num_rows * 8:
+                raise too_short(self.ids_path, num_bytes, table.num_rows * 8)
             ids = np.fromfile(file, np.int64)
         self.num_ids, self.ids_crc32 = len(ids), zlib.crc32(ids.data)
         if self.ids_crc32 != table.ids_crc32:
             raise StoreError(f"{self.ids_path} is damaged (its checksum differs): start again from a checkpoint")
         return ids
 
+    def _append_ids(self, fd: int, ids: Int64s) -> None:
+        data, offset = ids.data.cast("B"), self.num_ids * ids.itemsize
+        while data:
+            done = os.pwrite(fd, data, offset)
+            data, offset = data[done:], offset + done
+        self.ids_crc32 = zlib.crc32(ids.data, self.ids_crc32)
+        self.num_ids += len(ids)
+
 
 class StoreDirectory:
     """A directory that belongs to this store alone, until it is closed or the process ends."""
 
-    def __init__(self, path: Path, num_tables: int, *, new: bool, keep: bool) -> None:
+    def __init__(self, path: Path, *, keep: bool) -> None:
         self.path = path
         self.keep = keep
         self.tables: list[TableFiles] = []
-        self._fd = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._pid = os.getpid()
+        self._fd = _open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._closed = False
-        with ExitStack() as undo:
-            undo.callback(self._close_files, unlink=new)
-            self._lock()
-            if new and any(path.iterdir()):
-                raise StoreError(f"{path} is not empty: give another directory, or open the store that is in it")
-            for number in range(num_tables):
-                self.tables.append(TableFiles(path, number, new=new))
-                if not keep:
-                    self.tables[-1].unlink()
-            undo.pop_all()
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._fd)
+            raise StoreError(f"{path} is in use by another store: close that one, or give another directory") from error
 
     @classmethod
     def create(cls, path: Path, num_tables: int, *, keep: bool) -> StoreDirectory:
         """A directory without rows, where there is none yet or an empty one."""
-        path = path.absolute()
-        with _failing("creating", path):
-            made = not path.exists()
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = path.resolve()
         with ExitStack() as undo:
-            if made:
-                undo.callback(_remove_if_empty, path)
-            directory = cls(path, num_tables, new=True, keep=keep)
+            with _failing("creating", path):
+                if not path.exists():
+                    path.mkdir(mode=0o700, parents=True)
+                    undo.callback(_remove_if_empty, path)
+            directory = cls(path, keep=keep)
+            undo.callback(directory._close_files)
+            if any(path.iterdir()):
+                raise StoreError(f"{path} is not empty: give another directory, or open the store that is in it")
+            for number in range(num_tables):
+                files = TableFiles(path, number, new=True)
+                directory.tables.append(files)
+                if keep:
+                    undo.callback(files.rows_path.unlink)
+                else:
+                    files.rows_path.unlink()
             undo.pop_all()
         return directory
 
     @classmethod
     def open(cls, path: Path, widths: Sequence[int]) -> tuple[StoreDirectory, Index]:
         """A directory that was kept, whose tables have these widths, and what is in it."""
-        path = path.absolute()
-        index = _read_index(path)
-        found = [table.width for table in index.tables]
-        if found != list(widths):
-            raise StoreError(
-                f"{path} holds rows of {found} floats by table, and {list(widths)} are asked for: "
-                "use the model and row optimizer that it was written with"
-            )
-        directory = cls(path, len(found), new=False, keep=True)
+        directory = cls(path.resolve(), keep=True)
         with ExitStack() as undo:
             undo.callback(directory.close)
-            for files, table in zip(directory.tables, index.tables, strict=True):
+            index = _read_index(directory.path)
+            found = [table.width for table in index.tables]
+            if found != list(widths):
+                raise StoreError(
+                    f"{path} holds rows of {found} floats by table, and {list(widths)} are asked for: "
+                    "use the model and row optimizer that it was written with"
+                )
+            for number, table in enumerate(index.tables):
+                files = TableFiles(directory.path, number, new=False)
+                directory.tables.append(files)
                 num_bytes, needed = os.fstat(files.rows_fd).st_size, table.num_rows * table.width * 4
                 if num_bytes < needed:
                     raise too_short(files.rows_path, num_bytes, needed)
@@ -159,26 +156,25 @@ class StoreDirectory:
         return directory, index
 
     def publish(self, index: Index) -> None:
-        """Make the directory readable as the index says, once rows are on the disk."""
-        for files in self.tables:
-            with _failing("writing out", files.ids_path):
-                os.fsync(files.ids_fd)
+        """Make the directory readable as the index says, once rows and ids are on the disk."""
         line = index.model_dump_json().encode()
         path, draft = self.path / INDEX_NAME, self.path / f"{INDEX_NAME}.new"
         with _failing("writing", path), ExitStack() as undo:
+            undo.callback(path.unlink, missing_ok=True)
             undo.callback(draft.unlink, missing_ok=True)
             with draft.open("wb") as file:
                 file.write(b"%s\n%08x\n" % (line, zlib.crc32(line)))
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
-            self._sync_names()
+            os.fsync(self._fd)
+            undo.pop_all()
 
     def withdraw(self) -> None:
         """Take the index away, because what it says is about to change."""
         with _failing("removing", self.path / INDEX_NAME):
-            (self.path / INDEX_NAME).unlink()
-            self._sync_names()
+            (self.path / INDEX_NAME).unlink(missing_ok=True)
+            os.fsync(self._fd)
 
     def close(self) -> None:
         """Close all files, and remove the directory of a temporary store; a second call does nothing."""
@@ -186,33 +182,20 @@ class StoreDirectory:
             return
         if self.mine and not self.keep:
             _remove_if_empty(self.path)
-        self._close_files(unlink=False)
+        self._close_files()
 
     @property
     def mine(self) -> bool:
         """Whether this process opened it: one that was forked has the descriptors too, and must leave things alone."""
         return os.getpid() == self._pid
 
-    def _close_files(self, *, unlink: bool) -> None:
+    def _close_files(self) -> None:
         self._closed = True
         for files in self.tables:
-            files.close()
-            if unlink:
-                files.unlink()
+            os.close(files.rows_fd)
         if self.mine:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # else it would stay while a forked process lives
         os.close(self._fd)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(
-                f"{self.path} is in use by another store: close that one, or give another directory"
-            ) from error
-
-    def _sync_names(self) -> None:
-        os.fsync(self._fd)
 
 
 def _read_index(path: Path) -> Index:
@@ -239,7 +222,7 @@ def _read_index(path: Path) -> Index:
                 "use the Bagpipe that wrote it"
             )
         index = Index.model_validate_json(line)
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
         raise StoreError(f"{file} is not the index of a store: start again from a checkpoint ({error})") from error
     if index.byte_order != sys.byteorder:
         raise StoreError(f"{file} is from a {index.byte_order}-endian machine: read it on one of that kind")
@@ -253,7 +236,7 @@ def _remove_if_empty(path: Path) -> None:
 
 def _open(path: Path, flags: int) -> int:
     with _failing("opening", path):
-        return os.open(path, flags, 0o600)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 @contextmanager

@@ -119,8 +119,8 @@ class MappedStore(LocalStore):
     def _publish(self) -> None:
         self._residency.write_out()
         for part, files in zip(self._tables, self._directory.tables, strict=True):
-            while files.num_ids < len(part.positions):
-                files.append_ids(part.positions.ids(files.num_ids, files.num_ids + _IDS_PER_APPEND))
+            starts = range(files.num_ids, len(part.positions), _IDS_PER_APPEND)
+            files.save_ids(part.positions.ids(start, start + _IDS_PER_APPEND) for start in starts)
         tables = [
             TableIndex(width=source.width, num_rows=files.num_ids, ids_crc32=files.ids_crc32)
             for source, files in zip(self.tables, self._directory.tables, strict=True)
@@ -130,7 +130,7 @@ class MappedStore(LocalStore):
 
     def _load(self, index: Index) -> None:
         for part, files, table in zip(self._tables, self._directory.tables, index.tables, strict=True):
-            ids = files.read_ids(table)
+            ids = files.load_ids(table)
             part.positions.reserve(len(ids))
             if part.positions.find_or_insert(ids, np.empty(len(ids), np.int64)) < len(ids):
                 raise StoreError(f"{files.ids_path} is damaged (an id repeats): start again from a checkpoint")

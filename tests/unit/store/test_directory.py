@@ -92,36 +92,38 @@ class Zeros:
     def initialise(self, ids, out):
         out[:] = 0
 
-store = MappedStore.create(sys.argv[1], [Zeros()], keep=sys.argv[2] != "temporary")
-store.write(0, np.arange(100), np.ones((100, 48), np.float32))
-store.sync()
-if sys.argv[2] == "after write":
-    store.write(0, np.arange(1), np.zeros((1, 48), np.float32))
+for when in ("after sync", "after write", "temporary"):
+    store = MappedStore.create(f"{sys.argv[1]}/{when}", [Zeros()], keep=when != "temporary")
+    store.write(0, np.arange(100), np.ones((100, 48), np.float32))
+    store.sync()
+    if when == "after write":
+        store.write(0, np.arange(1), np.zeros((1, 48), np.float32))
+    globals()[when] = store  # or it would be closed here
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def killed(path: Path, when: str) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path), when], check=False, timeout=120)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("killed")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL
+    return path
 
 
-def test_a_process_killed_after_sync_leaves_what_was_synced(tmp_path: Path) -> None:
-    killed(tmp_path / "store", "after sync")
-    with MappedStore.open(tmp_path / "store", TABLES[:1]) as store:
+def test_a_process_killed_after_sync_leaves_what_was_synced(killed: Path) -> None:
+    with MappedStore.open(killed / "after sync", TABLES[:1]) as store:
         assert store.num_rows(0) == 100
 
 
-def test_a_process_killed_after_a_later_write_leaves_a_directory_that_says_so(tmp_path: Path) -> None:
-    killed(tmp_path / "store", "after write")
+def test_a_process_killed_after_a_later_write_leaves_a_directory_that_says_so(killed: Path) -> None:
     with pytest.raises(StoreError, match=r"was not closed.*from a checkpoint"):
-        MappedStore.open(tmp_path / "store", TABLES[:1])
+        MappedStore.open(killed / "after write", TABLES[:1])
 
 
-def test_a_process_killed_leaves_no_temporary_rows(tmp_path: Path) -> None:
-    killed(tmp_path / "store", "temporary")
-    assert list((tmp_path / "store").iterdir()) == []
-    with MappedStore.create(tmp_path / "store", TABLES) as store:  # and its place can be taken again
+def test_a_process_killed_leaves_no_temporary_rows(killed: Path) -> None:
+    assert list((killed / "temporary").iterdir()) == []
+    with MappedStore.create(killed / "temporary", TABLES) as store:  # and its place can be taken again
         assert store.num_rows(0) == 0
 
 
@@ -152,7 +154,7 @@ if os.fork() == 0:
     os.read(go_on[0], 1)
     os._exit(0)
 os.read(ready[0], 6)
-assert sorted(os.listdir(sys.argv[1] + "kept")) == ["table-00000.ids", "table-00000.rows"]
+assert sorted(os.listdir(sys.argv[1] + "kept")) == ["table-00000.rows"]
 assert os.path.exists(sys.argv[1] + "temporary")
 stores[0].write(0, np.arange(200), np.ones((200, 48), np.float32))
 stores[0].close()
@@ -193,7 +195,8 @@ def replace_by_link(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no directory": (lambda path: path.rename(path.parent / "away"), "holds no store"),
+    "no directory": (lambda path: path.rename(path.parent / "away"), r"opening .*store failed \(No such file"),
+    "empty directory": (lambda path: [file.unlink() for file in path.iterdir()], "holds no store"),
     "no index": (lambda path: (path / "index.json").unlink(), "was not closed"),
     "empty index": (replaced("index.json", lambda _: b""), "index.json is damaged"),
     "index cut off": (replaced("index.json", lambda data: data[:-20]), "index.json is damaged"),
@@ -203,6 +206,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index that is not JSON": (replaced("index.json", lambda _: b"x\n%08x\n" % zlib.crc32(b"x")), "not the index"),
     "index that is a number": (replaced("index.json", lambda _: b"1\n%08x\n" % zlib.crc32(b"1")), "not the index"),
+    "index of many brackets": (
+        replaced("index.json", lambda _: b"[" * 10**6 + b"\n%08x\n" % zlib.crc32(b"[" * 10**6)),
+        "not the index",
+    ),
     "newer version": (edited_index(lambda index: index.update(version=2)), r"version 2.*reads version 1"),
     "no version": (edited_index(lambda index: index.pop("version")), "not the index"),
     "another format": (edited_index(lambda index: index.update(format="x")), "not the index"),
@@ -221,6 +228,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "ids changed": (replaced("table-00000.ids", lambda data: b"\1" + data[1:]), r"table-00000\.ids is damaged"),
     "an id twice": (repeat_an_id, r"table-00001\.ids is damaged \(an id repeats"),
     "rows missing": (lambda path: (path / "table-00000.rows").unlink(), r"opening .*table-00000\.rows failed"),
+    "ids missing": (lambda path: (path / "table-00000.ids").unlink(), r"opening .*table-00000\.ids failed"),
     "rows behind a link": (replace_by_link, r"opening .*table-00000\.rows failed"),
 }
 
@@ -255,7 +263,7 @@ def test_a_directory_in_use_or_not_empty_is_refused(tmp_path: Path, kept: Path) 
     with MappedStore.create(tmp_path / "other", TABLES), pytest.raises(StoreError, match="in use"):
         MappedStore.create(tmp_path / "other", TABLES)
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"creating .*file failed"):
+    with pytest.raises(StoreError, match=r"opening .*file failed"):
         MappedStore.create(tmp_path / "file", TABLES)
     MappedStore.open(kept, TABLES).close()
 
@@ -300,3 +308,32 @@ def test_when_creation_fails_nothing_is_left(tmp_path: Path, monkeypatch: pytest
 def test_every_error_is_one_of_ours(tmp_path: Path) -> None:
     with pytest.raises(BagpipeError):
         MappedStore.open(tmp_path / "nowhere", TABLES)
+
+
+def test_a_path_may_lead_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "here").symlink_to(tmp_path / "large disk")
+    with MappedStore.create(tmp_path / "here", TABLES, keep=True) as store:
+        store.write(0, np.arange(10), values(0, 10))
+    with MappedStore.open(tmp_path / "here", TABLES) as store:
+        assert store.num_rows(0) == 10
+
+
+def test_an_index_that_could_not_be_published_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MappedStore.create(tmp_path / "store", TABLES, keep=True)
+    store.write(0, np.arange(10), values(0, 10))
+    real = os.fsync
+
+    def fails_for_directories(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").is_dir():
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails_for_directories)
+        with pytest.raises(StoreError, match=r"writing .*index\.json failed"):
+            store.sync()
+    assert not list(tmp_path.glob("store/index*"))
+    store.close()
+    with MappedStore.open(tmp_path / "store", TABLES) as again:
+        assert again.num_rows(0) == 10
