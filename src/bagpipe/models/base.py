@@ -98,10 +98,18 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int | None = None, *, norma
     sizes = [inputs, *hidden]
     layers: list[nn.Module] = []
     for fan_in, fan_out in itertools.pairwise(sizes):
-        layers += [nn.Linear(fan_in, fan_out), *([nn.LayerNorm(fan_out)] if normalise else []), nn.ReLU()]
+        layers += [_linear(fan_in, fan_out), *([nn.LayerNorm(fan_out)] if normalise else []), nn.ReLU()]
     if outputs is not None:
-        layers.append(nn.Linear(sizes[-1], outputs))
+        layers.append(_linear(sizes[-1], outputs))
     return nn.Sequential(*layers)
+
+
+def _linear(fan_in: int, fan_out: int) -> nn.Linear:
+    """A layer that starts as DLRM's do (Glorot's normal): from torch's default, plain SGD hardly moves in an epoch."""
+    layer = nn.Linear(fan_in, fan_out)
+    nn.init.normal_(layer.weight, 0.0, (2 / (fan_in + fan_out)) ** 0.5)
+    nn.init.normal_(layer.bias, 0.0, (1 / fan_out) ** 0.5)
+    return layer
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
