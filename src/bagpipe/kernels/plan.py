@@ -132,6 +132,7 @@ def link(
     iteration: int,
     window: int,
     quotas: Int64s,
+    limited: bool,
     default: int,
     begins: Int64s,
     window_entries: Int32s,
@@ -139,7 +140,7 @@ def link(
 ) -> None:
     """Move a batch's unique rows into the window and tell their previous uses there that they stay until this one.
 
-    At most quotas[t, g] rows of table t may stay over g iterations; the first in the batch are served first.
+    If stays are limited, at most quotas[t, g] rows of table t may stay over g iterations: the first of the batch.
     """
     mask = begins.shape[1] - 1
     column = iteration & mask
@@ -150,9 +151,13 @@ def link(
             stays[target + i] = default
         for i in range(starts[t], starts[t] + counts[t]):
             gap = iteration + 1 - (previous[i] >> HALF)
-            if gap <= window and quotas[t, gap] > 0:
+            there = begins[t, (iteration - gap) & mask] + (previous[i] & LOWER)
+            if not limited:
+                # Without a branch: a row that is not in the window sets its own stay, to what it is already.
+                stays[there if gap <= window else target + i] = gap if gap <= window else default
+            elif gap <= window and quotas[t, gap] > 0:
                 quotas[t, gap] -= 1
-                stays[begins[t, (iteration - gap) & mask] + (previous[i] & LOWER)] = gap
+                stays[there] = gap
 
 
 def link_by_numpy(
@@ -164,6 +169,7 @@ def link_by_numpy(
     iteration: int,
     window: int,
     quotas: Int64s,
+    limited: bool,
     default: int,
     begins: Int64s,
     window_entries: Int32s,
@@ -178,9 +184,9 @@ def link_by_numpy(
         stays[there] = default
         gap = iteration + 1 - (previous[here] >> HALF)
         for g in range(1, window + 1):
-            staying = previous[here][gap == g][: quotas[t, g]] & LOWER
+            staying = previous[here][gap == g][: quotas[t, g] if limited else None] & LOWER
             stays[begins[t, (iteration - g) & mask] + staying] = g
-            quotas[t, g] -= len(staying)
+            quotas[t, g] -= len(staying) if limited else 0
 
 
 @kernel
@@ -256,14 +262,20 @@ def settle(
     An entry's id is keys[entry], or entry - bases[t] where there are no keys. A fetch waits for the plan that evicted
     its row, and at least for iteration `acknowledged`.
     """
+    mapped = keys.shape[0] > 0
     for t in tables:
         fetched = fetch_bounds[t]
         evicted = evict_bounds[t]
+        last, last_fetch = bounds[t + 1] - 1, fetch_bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
+            prefetch(places, entries[min(i + FAR, last)])
+            if mapped:
+                prefetch(keys, entries[min(i + FAR, last)])
             place = slots[i]
             entry = entries[i]
-            row = keys[entry] if keys.shape[0] > 0 else entry - bases[t]
+            row = keys[entry] if mapped else entry - bases[t]
             if place <= 0:
+                prefetch(tenants, tenant_begins[t] + fetch_slots[min(fetched + FAR, last_fetch)])
                 fetch_ids[fetched] = row
                 fetch_after[fetched] = max(-place - 1, acknowledged)
                 place = fetch_slots[fetched] + 1

@@ -132,3 +132,17 @@ class WindowMap:
     def find_or_take(self, ids: Int64s, entries: Int64s) -> None:
         """Write the entry of each id; `reserve` came before."""
         self._num_free = find_or_take(self._index, self.keys, self._free, self._num_free, ids, entries)
+
+
+class WindowMapByDict(WindowMap):
+    """Twin of `WindowMap` that looks ids up in a plain dict of the entries in use."""
+
+    def find_or_take(self, ids: Int64s, entries: Int64s) -> None:
+        """Write the entry of each id; `reserve` came before."""
+        entry_of = {int(self.keys[entry]): int(entry) for entry in np.flatnonzero(self.words)}
+        for i, key in enumerate(ids.tolist()):
+            if key not in entry_of:
+                self._num_free -= 1
+                entry_of[key] = int(self._free[self._num_free])
+                self.keys[entry_of[key]] = key
+            entries[i] = entry_of[key]

@@ -68,6 +68,7 @@ class Oracle:
         self._tenants = Tenants(tables, capacity, self._parts)
         self._workers = Workers(threads)
         self._scratch = _Scratch(len(tables), self.policy.target_max)
+        self._half_read = False
         self._nothing = _unfilled_list(np.zeros(len(tables), np.int64))
         features = iter(range(sum(len(table.features) for table in tables)))
         self._features = [[next(features) for _ in table.features] for table in tables]
@@ -102,10 +103,12 @@ class Oracle:
 
         An error of the ids changes nothing; after any other, only plans of the batches read before can follow.
         """
+        assert not self._half_read, "a batch failed half-way: only plans of the batches before it can follow"
         window, scratch = self._window, self._scratch
         iteration, length = window.first + len(window), len(window)
         batch = check_ids(self.tables, ids, iteration)
         scratch.fit(batch.num_ids)
+        self._half_read = True
         counts = np.zeros(len(self.tables), np.int64)
         inverse = np.empty(batch.num_ids, np.int32)
 
@@ -116,16 +119,17 @@ class Oracle:
 
         self._workers.run(find, self._parts)
         self._check_capacity(iteration, counts)
-        self.policy.admit(iteration, length, counts, scratch.gaps)
+        limited = not self.policy.admit(iteration, length, counts, scratch.gaps)
         window.push(counts, batch.split(inverse))
 
         def note_stays(part: Part) -> None:
             link(
                 part.tables, batch.starts, counts, scratch.entries, scratch.previous, iteration, length, scratch.gaps,
-                KEEP if self.policy.keeps else 0, window.begins, window.entries, window.stays,
+                limited, KEEP if self.policy.keeps else 0, window.begins, window.entries, window.stays,
             )  # fmt: skip
 
         self._workers.run(note_stays, self._parts)
+        self._half_read = False
 
     def emit(self, *, last: bool = False, flush: bool = False) -> Plan:
         """The plan of the oldest batch read. `last`: no batch follows; `flush`: all rows that stay are written back."""

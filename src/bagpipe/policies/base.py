@@ -54,14 +54,15 @@ class Policy:
         """Begin a run; `ahead` is the number of plans whose rows may be on their way while an earlier one trains."""
         self.groups = groups
 
-    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> None:  # noqa: ARG002
+    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:  # noqa: ARG002
         """The batch of an iteration was read, behind `window` others without a plan; it has counts[t] rows of table t.
 
         gaps[t, g] of them were last used g iterations earlier (gaps[t, 0]: were never seen). Lower it to the number
         that may stay in the cache from that use to this: not more than there are slots for, as only a policy that
-        `keeps` has victims to offer.
+        `keeps` has victims to offer. Returns whether all may stay.
         """
         gaps[:, : window + 1] = 0
+        return False
 
     def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:
         """Choose the slots of the missing rows and the plans whose evictions freed them (-1: none, or victims now).

@@ -26,7 +26,7 @@ class IdealPolicy(Policy):
         self.target = self.target_max = 2  # the second batch only tells whether the first is the last one
         self._num_seen = np.zeros(len(groups), np.int64)
 
-    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> None:
+    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
         """Count the rows seen so far: nobody will leave, so all of them need a slot."""
         num_seen = self._num_seen + [gaps[group.tables, 0].sum() for group in self.groups]
         for group, needed in zip(self.groups, num_seen, strict=True):
@@ -37,4 +37,4 @@ class IdealPolicy(Policy):
                     "policy"
                 )
         self._num_seen = num_seen
-        super().admit(iteration, window, counts, gaps)
+        return super().admit(iteration, window, counts, gaps)

@@ -42,14 +42,17 @@ class LookaheadPolicy(Policy):
         self._loads = [np.zeros((2, columns), np.int64) for _ in groups]
         self._shortest_refused = np.zeros(columns, np.int64)
 
-    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> None:
+    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
         """Grant stays from the shortest to the longest while they fit, prefetches in flight included."""
         self._shortest_refused[iteration & (len(self._shortest_refused) - 1)] = 0
+        num_refused = 0
         for group, (load, total) in zip(self.groups, self._loads, strict=True):
             need, capacity = int(counts[group.tables].sum()), group.slots.capacity
-            self._num_refused += admit(
+            num_refused += admit(
                 group.tables, iteration, window, need, capacity, self._ahead, load, total, gaps, self._shortest_refused
             )
+        self._num_refused += num_refused
+        return num_refused == 0
 
     def lookahead_at(self, iteration: int, window: int) -> int:
         """The window, or the shortest stay of this batch's rows that was not granted."""

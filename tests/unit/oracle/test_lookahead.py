@@ -177,6 +177,16 @@ def test_a_bad_batch_leaves_no_trace() -> None:
     assert ids(second.fetch) == [2]
 
 
+def test_after_a_batch_that_does_not_fit_only_plans_can_follow() -> None:
+    oracle = Oracle([OracleTable("only", 9)], [2], lookahead=4)
+    oracle.read([np.array([1])])
+    with pytest.raises(CapacityError):
+        oracle.read([np.array([1, 2, 3])])
+    with pytest.raises(AssertionError, match="only plans of the batches before it"):
+        oracle.read([np.array([1])])
+    assert ids(oracle.emit(last=True).evict) == [1]
+
+
 def test_an_error_of_the_source_comes_after_all_plans_before_it() -> None:
     def failing() -> Iterator[tuple[list[np.ndarray], None]]:
         yield [np.array([1])], None

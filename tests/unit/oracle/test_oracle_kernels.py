@@ -66,7 +66,8 @@ def test_gaps_are_counted_and_linked(seed: int) -> None:
     gaps[:, 3:] = np.minimum(gaps[:, 3:], 1)
     assert_twins(
         loops.link, loops.link_by_numpy, tables, starts, counts, np.arange(30, dtype=np.int32), previous, 20, window,
-        gaps, int(random.choice([0, loops.KEEP])), begins, np.zeros(200, np.int32), np.zeros(200, np.uint16),
+        gaps, bool(seed % 2), int(random.choice([0, loops.KEEP])), begins,
+        np.zeros(200, np.int32), np.zeros(200, np.uint16),
     )  # fmt: skip
 
 
@@ -178,6 +179,22 @@ def test_a_window_map_follows_the_rows_in_use() -> None:
     assert len(known.words) <= 512
     assert len(known) <= len(known.words)
     assert known.nbytes < 32_000
+
+
+def test_a_window_map_equals_its_twin_through_growth_and_forgetting() -> None:
+    random = np.random.default_rng(1)
+    known, twin = WindowMap(), window_map.WindowMapByDict()
+    for iteration in range(300):
+        ids = random.integers(0, 3 + 2 * iteration, random.integers(0, 60)) * 2**40
+        ours, theirs = np.empty((2, len(ids)), np.int64)
+        for one, entries in ((known, ours), (twin, theirs)):
+            one.reserve(len(ids), iteration, iteration - 5)
+            one.find_or_take(ids, entries)
+            one.words[entries] = (iteration + 1) << 32
+            one.places[entries] = np.where(ids % 7 == 0, 1, -(iteration + 1))
+        np.testing.assert_array_equal(ours, theirs)
+        assert len(known) == len(twin)
+    assert len(known.words) > window_map.NUM_ENTRIES_MIN
 
 
 @pytest.mark.parametrize("seed", SEEDS)
