@@ -134,6 +134,7 @@ class Oracle:
     def emit(self, *, last: bool = False, flush: bool = False) -> Plan:
         """The plan of the oldest batch read. `last`: no batch follows; `flush`: all rows that stay are written back."""
         iteration, length = self._window.first, len(self._window)
+        assert length, f"no batch was read for iteration {iteration}"
         bounds, entries, stays = self._window.oldest()
         rows = RowList(np.empty(len(entries), np.int64), np.empty(len(entries), np.int32), bounds)
         misses, leaves = np.zeros((2, len(self.tables)), np.int64)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import bagpipe
 from bagpipe.errors import BatchError, CapacityError, ConfigError, ValueRangeError
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan, RowList
@@ -261,6 +264,34 @@ def test_what_the_oracle_holds_is_bounded_and_told(rows: int | None) -> None:
         held.append(stats.memory_bytes)
     assert max(held) == max(held[:100])
     assert oracle.stats().resident_rows == (0,)
+
+
+def test_a_plan_without_a_batch_is_a_mistake_of_the_caller() -> None:
+    with pytest.raises(AssertionError, match="no batch was read for iteration 0"):
+        Oracle([OracleTable("only", 9)], [8]).emit()
+
+
+@pytest.mark.parametrize("package", ["oracle", "policies"])
+def test_the_oracle_is_pure(package: str) -> None:
+    """No tensors, files, sockets or clocks: its plans depend on data order and settings only."""
+    impure = {
+        "torch",
+        "socket",
+        "os",
+        "io",
+        "pathlib",
+        "tempfile",
+        "time",
+        "random",
+        "subprocess",
+        "pickle",
+        "datetime",
+    }
+    for path in (Path(bagpipe.__file__).parent / package).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not impure & {name.partition(".")[0] for name in names}, path
 
 
 @pytest.mark.parametrize(
