@@ -6,6 +6,7 @@ from bagpipe.api import accelerate
 from bagpipe.errors import BagpipeError
 from bagpipe.export import export
 from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.clip import clip_grad_norm_
 from bagpipe.types import Batch, Ids, Table
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Table",
     "__version__",
     "accelerate",
+    "clip_grad_norm_",
     "errors",
     "export",
     "initial",

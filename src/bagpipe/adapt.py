@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from bagpipe.errors import BatchError
 from bagpipe.types import Ids
 
 Path = tuple[str, ...]
-Leaf = Any
+Tree = dict[str, Any]
+"""What is to be replaced within a value: for each part a tree, or the name of the feature that it is."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -30,87 +31,69 @@ class Adapter:
     """Knows where a loader's batches hold their ids; learnt from the first one."""
 
     def __init__(self, example: object) -> None:
-        paths = [path for path, _ in _leaves(example, ())]
+        paths = list(_leaves(example, (), ()))
         last = Counter(path[-1] if path else "" for path in paths)
         self.paths: dict[str, Path] = {
             path[-1] if path and last[path[-1]] == 1 else ".".join(path): path for path in paths
         }
 
-    def extract(self, batch: object, names: tuple[str, ...], number: int) -> dict[str, npt.NDArray[np.int64]]:
+    def require(self, names: Sequence[str]) -> None:
+        """BatchError if a feature was not there in the first batch."""
+        for name in names:
+            if name not in self.paths:
+                found = ", ".join(map(repr, self.paths)) or "none"
+                raise BatchError(f"the batches have no ids of feature {name!r}; they have {found}")
+
+    def extract(self, batch: object, names: Sequence[str], number: int) -> dict[str, npt.NDArray[np.int64]]:
         """The ids of the named features, one after another as they stand in the batch."""
-        found = dict(_leaves(batch, ()))
         ids = {}
         for name in names:
-            leaf = found.get(self.paths[name])
-            if leaf is None:
-                raise BatchError(f"batch {number} has no ids of feature {name!r}; it has {_names(found)}")
-            ids[name] = values_of(leaf).detach().to("cpu", torch.int64).contiguous().numpy().reshape(-1)
+            value: Any = batch
+            try:
+                for step in self.paths[name]:
+                    value = _child(value, step)
+                values = values_of(value)
+            except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+                raise BatchError(
+                    f"batch {number} has no ids of feature {name!r} at {'.'.join(self.paths[name]) or 'its top'}, "
+                    f"where batch 0 had them; it has {_names(batch)}"
+                ) from error
+            ids[name] = values.detach().to("cpu", torch.int64).contiguous().numpy().reshape(-1)
         return ids
 
     def replace(self, batch: Any, values: Mapping[str, Tensor]) -> Any:
         """The same batch with other numbers in the place of the named features' ids, shapes as they were."""
-        return _rebuild(batch, (), {self.paths[name]: tensor for name, tensor in values.items()})
+        tree: Tree = {}
+        for name in values:
+            branch, *steps = tree, *self.paths[name]
+            if not steps:
+                return _with_values(batch, values[name])
+            for step in steps[:-1]:
+                branch = branch.setdefault(step, {})
+            branch[steps[-1]] = name
+        return _rebuild(batch, tree, values)
 
 
-def values_of(leaf: Leaf) -> Tensor:
+def values_of(leaf: Any) -> Tensor:
     """The tensor of ids in a leaf."""
     if isinstance(leaf, Ids):
         return leaf.values
-    if isinstance(leaf, tuple):
-        return leaf[0] if isinstance(leaf[0], Tensor) else torch.as_tensor(leaf[0])
-    assert isinstance(leaf, Tensor)
-    return leaf
+    values = leaf[0] if isinstance(leaf, list | tuple) else leaf
+    if not isinstance(values, Tensor) or values.dtype not in INTEGERS:
+        raise TypeError(f"ids are {values.dtype if isinstance(values, Tensor) else type(values).__name__}")
+    return values
 
 
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Leaf]]:
-    if _is_ids(value) and (path or not isinstance(value, tuple)):
-        yield path, value
+def _leaves(value: Any, path: Path, within: tuple[int, ...]) -> Iterator[Path]:
+    if id(value) in within:
+        return  # an object that refers to one that holds it
+    if isinstance(value, Ids) or _is_integers(value) or (path and _is_bags(value)):
+        yield path
     elif _is_keyed(value):
-        for key in value.keys():  # noqa: SIM118  (not a mapping)
-            yield (*path, key), value[key].values()
+        yield from ((*path, key) for key in value.keys())  # noqa: SIM118  (not a mapping)
     else:
         for name, part in _parts(value):
-            yield from _leaves(part, (*path, name))
-
-
-def _rebuild(value: Any, path: Path, new: Mapping[Path, Tensor]) -> Any:
-    if not any(target[: len(path)] == path for target in new):
-        return value
-    if path in new:
-        return _with_values(value, new[path])
-    if _is_keyed(value):
-        return _rebuild_keyed(value, path, new)
-    parts = {name: _rebuild(part, (*path, name), new) for name, part in _parts(value)}
-    if isinstance(value, Mapping):
-        return {key: parts.get(str(key), part) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_replace"):
-        return value._replace(**parts)
-    if isinstance(value, list | tuple):
-        return type(value)(parts.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **parts)
-    other = copy.copy(value)
-    for name, part in parts.items():
-        setattr(other, name, part)
-    return other
-
-
-def _with_values(leaf: Leaf, values: Tensor) -> Leaf:
-    shaped = values.reshape(values_of(leaf).shape)
-    if isinstance(leaf, Ids):
-        return Ids(shaped, leaf.offsets, leaf.weights)
-    return (shaped, *leaf[1:]) if isinstance(leaf, tuple) else shaped
-
-
-def _rebuild_keyed(value: Any, path: Path, new: Mapping[Path, Tensor]) -> Any:
-    parts = [new.get((*path, key), value[key].values()).reshape(-1) for key in value.keys()]  # noqa: SIM118
-    weights: Callable[[], Tensor | None] | None = getattr(value, "weights_or_none", None)
-    return type(value)(
-        keys=list(value.keys()),
-        values=torch.cat(parts),
-        weights=weights() if weights else None,
-        lengths=value.lengths(),
-    )
+            yield from _leaves(part, (*path, name), (*within, id(value)))
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -126,20 +109,88 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(value).items()
 
 
-def _is_ids(value: Any) -> bool:
-    if isinstance(value, Ids):
-        return True
-    if isinstance(value, Tensor):
-        return value.dtype in INTEGERS
+def _child(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return value[name] if name in value else value[_key(value, name)]
+    if _is_keyed(value):
+        return value[name].values()
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return value[int(name)]
+    return getattr(value, name)
+
+
+def _key(value: Mapping[Any, Any], name: str) -> Any:
+    """The key of a mapping whose text this is."""
+    return next((key for key in value if str(key) == name), name)
+
+
+def _rebuild(value: Any, tree: Tree, values: Mapping[str, Tensor]) -> Any:
+    if _is_keyed(value):
+        return _rebuild_keyed(value, tree, values)
+    new = {}
+    for name, inner in tree.items():
+        part = _child(value, name)
+        new[name] = _rebuild(part, inner, values) if isinstance(inner, dict) else _with_values(part, values[inner])
+    if isinstance(value, Mapping):
+        return _with_items(value, {name if name in value else _key(value, name): part for name, part in new.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return value._replace(**new)  # type: ignore[attr-defined]
+    if isinstance(value, list | tuple):
+        return type(value)(new.get(str(position), part) for position, part in enumerate(value))
+    return _with_attributes(value, new)
+
+
+def _with_items(value: Mapping[Any, Any], new: Mapping[Any, Any]) -> Any:
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return {**value, **new}
+    other = copy.copy(value)
+    other.update(new)
+    return other
+
+
+def _with_attributes(value: Any, new: Mapping[str, Any]) -> Any:
+    other = copy.copy(value)
+    set_attribute = object.__setattr__ if dataclasses.is_dataclass(value) else setattr  # some are frozen
+    for name, part in new.items():
+        set_attribute(other, name, part)
+    return other
+
+
+def _with_values(leaf: Any, values: Tensor) -> Any:
+    shaped = values.reshape(values_of(leaf).shape)
+    if isinstance(leaf, Ids):
+        return _with_attributes(leaf, {"values": shaped})
+    return type(leaf)((shaped, *leaf[1:])) if isinstance(leaf, list | tuple) else shaped
+
+
+def _rebuild_keyed(value: Any, tree: Tree, values: Mapping[str, Tensor]) -> Any:
+    parts = [values[tree[key]] if key in tree else value[key].values() for key in value.keys()]  # noqa: SIM118
+    weights = getattr(value, "weights_or_none", None)
+    return type(value)(
+        keys=list(value.keys()),
+        values=torch.cat([part.reshape(-1) for part in parts]),
+        weights=weights() if weights else None,
+        lengths=value.lengths(),
+    )
+
+
+def _is_integers(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in INTEGERS
+
+
+def _is_bags(value: Any) -> bool:
+    """Whether this is (values, offsets) or (values, offsets, weights), and not two features side by side."""
+    if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) not in (2, 3):
+        return False
+    if not all(isinstance(part, Tensor) and part.dim() == 1 for part in value):
+        return False
+    values, offsets = value[:2]
+    ends = [*offsets[:1].tolist(), *offsets[-1:].tolist()]
     return (
-        isinstance(value, tuple)
-        and not hasattr(value, "_fields")
-        and len(value) in (2, 3)
-        and all(isinstance(part, Tensor) and part.dim() == 1 for part in value)
-        and value[0].dtype in INTEGERS
-        and value[1].dtype in (torch.int64, torch.int32)
-        and (len(value[1]) == 0 or int(value[1][0]) == 0)
-        and (len(value) == 2 or (value[2].is_floating_point() and value[2].shape == value[0].shape))
+        values.dtype in INTEGERS
+        and offsets.dtype in (torch.int64, torch.int32)
+        and (not ends or (ends[0] == 0 and ends[1] <= len(values) and bool((offsets[1:] >= offsets[:-1]).all())))
+        and (len(value) == 2 or (value[2].is_floating_point() and value[2].shape == values.shape))
     )
 
 
@@ -149,5 +200,5 @@ def _is_keyed(value: Any) -> bool:
     )
 
 
-def _names(found: Mapping[Path, Leaf]) -> str:
-    return ", ".join(repr(".".join(path)) for path in found) or "none"
+def _names(batch: Any) -> str:
+    return ", ".join(repr(".".join(path)) for path in _leaves(batch, (), ())) or "none"

@@ -1,13 +1,12 @@
 """`bagpipe.accelerate`: swap the embedding layers of a model, and iterate over batches whose rows are on the device.
 
-Everything that can be refused is refused here, before the first iteration (I8): the first batch is read, features are
-mapped to layers, sizes are checked. Then the pipeline runs in the background until the loop ends, breaks or fails.
+Everything that can be refused is refused here, before the first iteration and before the model is touched (I8): the
+first batch is read, features are mapped to layers, sizes are checked. The pipeline starts with the first batch.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,11 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from bagpipe.cache import RowCache, group_by_width
+from bagpipe.cache import RowCache, divide, group_by_width
 from bagpipe.config import cache_size
-from bagpipe.errors import BatchError, CapacityError, ConfigError, ModelError
+from bagpipe.embedding import CachedLayer
+from bagpipe.errors import BatchError, ConfigError, ModelError
 from bagpipe.initial import Given, Initial, Normal
-from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, FeatureMap, bind
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, PerTable, RowOptimizer
@@ -45,6 +44,7 @@ def accelerate(
     lookahead: int | Literal["auto"] = "auto",
     policy: str = "lookahead",
     store: str | Path = "memory",
+    device: torch.device | str | None = None,
     features: FeatureMap | None = None,
     tables: Sequence[Table] = (),
     keep: Collection[str] = (),
@@ -60,44 +60,57 @@ def accelerate(
     """Move the embedding tables of a model out of the way and iterate over its loader with the rows in a small cache.
 
     The embedding layers are swapped at once, so build the dense optimizer afterwards. Use the result as a context
-    manager around the training loop; leaving it, also by `break` or an exception, writes every row back.
+    manager around the training loop; leaving it, also by `break` or an exception, writes every row back. A model whose
+    earlier loop has ended can be accelerated again, and goes on with its rows.
 
     Args:
         model: Has `nn.EmbeddingBag` or `nn.Embedding` layers; those on the meta device take no memory.
-        loader: Yields batches of any shape (dicts, tuples, dataclasses, `bagpipe.Batch`, KeyedJaggedTensors).
+        loader: Yields batches of any shape (dicts, tuples, dataclasses, `bagpipe.Batch`, KeyedJaggedTensors), each in
+            tensors of its own; it is read ahead, by another thread.
         rows: The optimizer of the embedding rows, or a `bagpipe.optim.PerTable`.
         cache: Size of the cache on the device: a number of rows, or bytes such as "2GB", optimizer state included.
         lookahead: How many batches the oracle reads ahead; "auto" fills the cache.
         policy: What the oracle keeps: "lookahead", "lru", "nocache" or "ideal".
         store: Where all rows live: "memory", "mapped" (files in a temporary directory), or a directory for the files.
+        device: Where the cache is; by default where the model's other parameters are. Other devices than the CPU use
+            torch operations, equal to float tolerance only; untested on a GPU.
         features: Which layer or layers each feature feeds, where names do not tell.
         tables: Names and sizes of the data's tables, where known; ids of a table without a size are any 64-bit number.
         keep: Layers to leave as they are.
         initial: Makes the first values of a table whose layers are on the meta device; by default N(0, 1), as PyTorch.
         epochs: How often to go through the loader, in one window.
-        accumulate: Batches an iteration; call `rows.step()` after so many.
+        accumulate: Batches an iteration; call `rows.step()` after so many, when `batches.step_due`.
         seed: Fixes the initial values.
         check: Follow every row and stop at the first wrong value; slow.
         depth: How many plans may be ready before they are trained.
         threads: For kernels; as torch uses by default.
         driver: Runs the background stages; for tests.
     """
-    _at_least("epochs", epochs, 1)
-    _at_least("accumulate", accumulate, 1)
-    _at_least("depth", depth, 1)
+    for name, value in (("epochs", epochs), ("accumulate", accumulate), ("depth", depth)):
+        _at_least(name, value, 1)
+    if lookahead != "auto":
+        _at_least("lookahead", lookahead, 1)
+    if threads is not None:
+        _at_least("threads", threads, 1)
+    size = cache_size(cache)
     source = Source(loader, epochs, accumulate)
-    if source.first is None:
+    if source.empty:
         raise BatchError("the loader is empty: there is nothing to train on")
     binding = bind(model, list(source.adapter.paths), features, tables, keep)
     _refuse_held_parameters(binding)
-    source.features = tuple(name for table in binding.tables for name in table.features)
-    layouts = _layouts(binding, rows, initial, seed)
-    capacity = _capacity(source, layouts, cache, policy)
-    workers = Workers(threads or torch.get_num_threads())
+    earlier = _earlier(model)
+    place = torch.device(device) if device is not None else _device_of(model, binding)
+    source.tables = binding.tables
+    layouts = _layouts(binding, rows, initial, seed, earlier)
+    widths = [layout.width for layout in layouts]
+    first = source.first_ids()
+    needed = [len(np.unique(np.concatenate([first[name] for name in table.features]))) for table in binding.tables]
+    most = [table.rows for table in binding.tables]
+    capacity = divide(size, widths, needed, most, whole=policy == "ideal")
     oracle = Oracle(
         [
-            OracleTable(layout.table.name, layout.table.rows, layout.table.features, group)
-            for layout, group in zip(layouts, group_by_width([layout.width for layout in layouts])[0], strict=True)
+            OracleTable(table.name, table.rows, table.features, group)
+            for table, group in zip(binding.tables, group_by_width(widths)[0], strict=True)
         ],
         capacity,
         lookahead=lookahead,
@@ -105,66 +118,84 @@ def accelerate(
     )
     return Batches(
         model,
-        source,
         binding,
         rows,
         layouts,
+        source,
         oracle,
-        RowCache([layout.width for layout in layouts], capacity, torch.device("cpu")),
-        _open_store(store, layouts),
-        workers,
+        RowCache(widths, capacity, place),
+        _open_store(store, layouts) if earlier is None else _same_store(store, earlier),
         driver or Threads(),
-        depth,
-        check,
+        depth=depth,
+        threads=threads or torch.get_num_threads(),
+        check=check,
     )
 
 
 def _layouts(
-    binding: Binding, rows: RowOptimizer | PerTable, initial: Callable[[Table], Initial] | None, seed: int
+    binding: Binding,
+    rows: RowOptimizer | PerTable,
+    initial: Callable[[Table], Initial] | None,
+    seed: int,
+    earlier: Batches | None,
 ) -> list[RowLayout]:
+    before = {layout.table.name: layout for layout in earlier.layouts} if earlier is not None else {}
     layouts = []
     for number, table in enumerate(binding.tables):
         layers = [layer for layer in binding.layers if layer.table == number]
-        optimizer = rows.for_table(table.name, [layer.name for layer in layers])
-        if binding.frozen(number):
-            optimizer = Frozen()
-        if all(layer.module.weight.is_meta for layer in layers):
+        on_meta = {layer.module.weight.is_meta for layer in layers}
+        first: Initial
+        if table.name in before:
+            first = before[table.name].initial
+        elif on_meta == {True}:
             first = Normal(seed, table.name) if initial is None else initial(table)
-        elif any(layer.module.weight.is_meta for layer in layers):
-            raise ModelError(
-                f"layers {[layer.name for layer in layers]} share rows: put all or none on the meta device"
-            )
-        else:
+        elif on_meta == {False}:
             first = Given([layer.module.weight.detach().cpu().numpy() for layer in layers])
+        else:
+            names = [layer.name for layer in layers]
+            raise ModelError(f"layers {names} share rows: put all or none on the meta device")
+        optimizer = Frozen() if binding.frozen(number) else rows.for_table(table.name, [layer.name for layer in layers])
         layouts.append(RowLayout(table, binding.dims(number), optimizer, first))
+    if earlier is not None:
+        _refuse_other_rows(layouts, earlier.layouts)
     return layouts
 
 
-def _capacity(source: Source, layouts: Sequence[RowLayout], cache: int | str, policy: str) -> list[int]:
-    """Slots of each row width: the cache is divided as the rows of the first batch are."""
-    rows_or_bytes = cache_size(cache)
-    ids = source.adapter.extract(source.first, source.features, 0)
-    unique = [len(np.unique(np.concatenate([ids[name] for name in layout.table.features]))) for layout in layouts]
-    group, widths = group_by_width([layout.width for layout in layouts])
-    capacity = []
-    weights = [1 if isinstance(rows_or_bytes, int) else 4 * width for width in widths]
-    shares = [sum(u for u, g in zip(unique, group, strict=True) if g == each) for each in range(len(widths))]
-    whole = max(1, sum(share * weight for share, weight in zip(shares, weights, strict=True)))
-    total = rows_or_bytes if isinstance(rows_or_bytes, int) else rows_or_bytes.num_bytes
-    for each, share in enumerate(shares):
-        sizes = [layout.table.rows for layout, g in zip(layouts, group, strict=True) if g == each]
-        known = None if None in sizes else sum(size for size in sizes if size is not None)
-        slots = total * share // whole
-        if policy == "ideal" and known is not None:
-            slots = known
-        capacity.append(max(1, slots if known is None else min(slots, known)))
-        if capacity[-1] < share:
-            needed = whole if isinstance(rows_or_bytes, int) else f"{math.ceil(whole / 1000)}KB"
-            raise CapacityError(
-                f"cache={cache!r} holds {capacity[-1]} rows of {widths[each]} floats, the first batch has {share}: "
-                f"give at least cache={needed!r}, or smaller batches"
-            )
-    return capacity
+def _earlier(model: nn.Module) -> Batches | None:
+    """The loop that has trained this model before, which must have ended."""
+    for name, part in model.named_modules():
+        if isinstance(part, CachedLayer):
+            earlier = part.lookups.reader
+            assert isinstance(earlier, Batches)
+            if not earlier.closed:
+                raise ModelError(
+                    f"layer {name!r} is in a training loop of bagpipe.accelerate already: leave its 'with' block first"
+                )
+            return earlier
+    return None
+
+
+def _refuse_other_rows(layouts: Sequence[RowLayout], before: Sequence[RowLayout]) -> None:
+    def described(layout: RowLayout) -> tuple[Any, ...]:
+        state = layout.optimizer.initial_state(layout.dims).tolist()
+        return layout.table.name, layout.table.rows, layout.dims, layout.optimizer.name, state
+
+    if [described(layout) for layout in layouts] != [described(layout) for layout in before]:
+        raise ModelError(
+            f"the rows of this model were laid out for {_summary(before)}, and now for {_summary(layouts)}: use the "
+            "features and row optimizers of its first bagpipe.accelerate, or load its weights into a new model"
+        )
+
+
+def _summary(layouts: Sequence[RowLayout]) -> str:
+    return ", ".join(f"{layout.table.name} {layout.dims} {layout.optimizer.name}" for layout in layouts)
+
+
+def _device_of(model: nn.Module, binding: Binding) -> torch.device:
+    """Where the dense parameters are."""
+    taken = {id(layer.module.weight) for layer in binding.layers}
+    dense = (part for part in model.parameters() if id(part) not in taken and not part.is_meta)
+    return next((part.device for part in dense), torch.device("cpu"))
 
 
 def _open_store(store: str | Path, layouts: Sequence[RowLayout]) -> Store:
@@ -177,18 +208,29 @@ def _open_store(store: str | Path, layouts: Sequence[RowLayout]) -> Store:
     return MappedStore.create(store, layouts, keep=True)
 
 
+def _same_store(store: str | Path, earlier: Batches) -> Store:
+    if store not in ("memory", "mapped"):
+        raise ConfigError(f"store={str(store)!r}: this model's rows are in a store already: leave store out")
+    return earlier.store
+
+
 def _refuse_held_parameters(binding: Binding) -> None:
     """A dense optimizer that was built before the swap would go on holding whole tables."""
     weights = {id(layer.module.weight): layer.name for layer in binding.layers}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer):
-            for group in thing.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) in weights:
-                        raise ModelError(
-                            f"a {type(thing).__name__} holds the weight of layer {weights[id(parameter)]!r}, which "
-                            "bagpipe takes over: build it from model.parameters() after bagpipe.accelerate"
-                        )
+    kinds = _with_subclasses(torch.optim.Optimizer)
+    for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        for group in getattr(optimizer, "param_groups", ()):
+            for parameter in group["params"]:
+                if id(parameter) in weights:
+                    raise ModelError(
+                        f"a {type(optimizer).__name__} holds the weight of layer {weights[id(parameter)]!r}, which "
+                        "bagpipe takes over: build it from model.parameters() after bagpipe.accelerate"
+                    )
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    below: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_with_subclasses, below))
 
 
 def _at_least(name: str, value: object, least: int) -> None:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bagpipe.config import Size
+from bagpipe.embedding_device import is_host
+from bagpipe.errors import CapacityError
 from bagpipe.kernels import move
 
 Floats = npt.NDArray[np.float32]
@@ -23,6 +28,7 @@ Ids = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
 
 VACANT = -1
+UNLIMITED = 2**62
 
 
 class TableRows(NamedTuple):
@@ -39,6 +45,45 @@ def group_by_width(widths: Sequence[int]) -> tuple[list[int], list[int]]:
     return [distinct.index(width) for width in widths], distinct
 
 
+def divide(
+    size: int | Size, widths: Sequence[int], needed: Sequence[int], most: Sequence[int | None], *, whole: bool = False
+) -> list[int]:
+    """Slots of each row width, for a cache of so many rows or bytes.
+
+    Each width gets what a batch needs of it (`needed` rows of each table), and of the rest a part in that proportion,
+    but not more than its tables have (`most`); what one can't use goes to the others. `whole`: all that they have.
+    """
+    group, distinct = group_by_width(widths)
+    in_bytes = isinstance(size, Size)
+    price = [4 * width if in_bytes else 1 for width in distinct]
+    total = size.num_bytes if isinstance(size, Size) else size
+    floor, limit = [0] * len(distinct), [0] * len(distinct)
+    for each, rows, known in zip(group, needed, most, strict=True):
+        floor[each] += rows
+        limit[each] += UNLIMITED if known is None else known
+    if whole and max(limit) < UNLIMITED:
+        return limit
+    floor = [max(1, rows) for rows in floor]
+    if sum(map(mul, floor, price)) > total:
+        raise _too_small(total, in_bytes, floor, distinct, sum(map(mul, floor, price)))
+    slots = list(floor)
+    while growing := [each for each in range(len(slots)) if slots[each] < limit[each]]:
+        left, shares = total - sum(map(mul, slots, price)), sum(floor[each] * price[each] for each in growing)
+        for each in growing:
+            slots[each] = min(slots[each] + floor[each] * left // shares, limit[each])
+        if all(slots[each] < limit[each] for each in growing):
+            break
+    return slots
+
+
+def _too_small(total: int, in_bytes: bool, floor: Sequence[int], widths: Sequence[int], least: int) -> CapacityError:
+    needs = ", ".join(f"{rows:,} rows of {width} floats" for rows, width in zip(floor, widths, strict=True))
+    return CapacityError(
+        f"a cache of {total:,} {'bytes' if in_bytes else 'rows'} is too small, the first batch needs {needs}: "
+        f"give at least cache={repr(f'{-(-least // 1000)}KB') if in_bytes else least}, or smaller batches"
+    )
+
+
 class RowCache:
     """Slots for rows, on one device."""
 
@@ -46,28 +91,24 @@ class RowCache:
         self.group, self.widths = group_by_width(widths)
         self.capacity = tuple(capacity)
         self.device = device
+        self.num_bytes = sum(4 * slots * width for slots, width in zip(capacity, self.widths, strict=True))
         self.data: list[Tensor] = [
             torch.zeros(slots, width, device=device) for slots, width in zip(capacity, self.widths, strict=True)
         ]
         self.tenant_table = [np.full(slots, VACANT, np.int32) for slots in capacity]
         self.tenant_id = [np.zeros(slots, np.int64) for slots in capacity]
         self.dirty = [np.zeros(slots, np.bool_) for slots in capacity]
-        self.moving = (
-            threading.Lock()
-        )  # held while tenants change outside of training, so that a flush sees all or none
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all slots."""
-        return sum(part.numel() * 4 for part in self.data)
+        # Held while tenants change outside of training, so that a flush sees all of a change or nothing.
+        self.moving = threading.Lock()
+        self._transfers = None if is_host(device) else Transfers(device)
 
     def insert(self, table: int, ids: Ids, slots: Slots, values: Floats) -> None:
         """Rows from the store take their slots."""
         group = self.group[table]
-        if self.device.type == "cpu":
+        if self._transfers is None:
             move.scatter(self.data[group].numpy(), slots, values)
         else:
-            _scatter_on_device(self.data[group], slots, values)
+            self._transfers.scatter(self.data[group], slots, values)
         self.tenant_table[group][slots] = table
         self.tenant_id[group][slots] = ids
         self.dirty[group][slots] = False
@@ -78,39 +119,87 @@ class RowCache:
 
     def copy_out(self, table: int, ids: Ids, slots: Slots) -> TableRows:
         """Rows leave their slots; those that were updated since they were last written are returned."""
+        rows = self.copy_kept(table, ids, slots)
+        self.tenant_table[self.group[table]][slots] = VACANT
+        return rows
+
+    def copy_kept(self, table: int, ids: Ids, slots: Slots) -> TableRows:
+        """Those of the rows that were updated since they were last written; they stay, and count as written now."""
         group = self.group[table]
         changed = self.dirty[group][slots]
-        self.tenant_table[group][slots] = VACANT
         self.dirty[group][slots] = False
-        return TableRows(table, ids[changed], self._read(group, slots[changed]))
+        return TableRows(table, ids[changed], self.read(group, slots[changed]))
 
     def take_dirty(self) -> Iterator[TableRows]:
         """Updated rows of all tables, which stay in their slots and count as written from now on."""
         for group, dirty in enumerate(self.dirty):
             slots = np.flatnonzero(dirty).astype(np.int32)
             tables = self.tenant_table[group][slots]
-            for table in np.unique(tables):
+            for table in np.unique(tables).tolist():
                 chosen = slots[tables == table]
-                values = self._read(group, chosen)
-                self.dirty[group][chosen] = False
-                yield TableRows(int(table), self.tenant_id[group][chosen], values)
+                yield self.copy_kept(table, self.tenant_id[group][chosen], chosen)
 
-    def _read(self, group: int, slots: Slots) -> Floats:
-        if self.device.type != "cpu":
-            return _gather_on_device(self.data[group], slots)
+    def read(self, group: int, slots: Slots) -> Floats:
+        """What is in these slots now."""
+        if self._transfers is not None:
+            return self._transfers.gather(self.data[group], slots)
         values = np.empty((len(slots), self.widths[group]), np.float32)
         move.gather(self.data[group].numpy(), slots, values)
         return values
 
+    def fence(self) -> None:
+        """The training thread has queued all of its work on the slots so far; transfers will wait for it."""
+        if self._transfers is not None:
+            self._transfers.fence()
 
-def _scatter_on_device(data: Tensor, slots: Slots, values: Floats) -> None:
-    index = torch.from_numpy(slots.astype(np.int64)).to(data.device)
-    staged = torch.from_numpy(values)
-    if data.device.type == "cuda":
-        staged = staged.pin_memory()
-    data.index_copy_(0, index, staged.to(data.device))
+    def release(self) -> None:
+        """Give the memory of the slots back."""
+        self.data = [part.new_empty(0, part.shape[1]) for part in self.data]
 
 
-def _gather_on_device(data: Tensor, slots: Slots) -> Floats:
-    index = torch.from_numpy(slots.astype(np.int64)).to(data.device)
-    return data.index_select(0, index).cpu().numpy()
+class Transfers:
+    """Rows to and from an accelerator, on a stream of its own where there is CUDA. Untested on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._queued: Any = None
+
+    def fence(self) -> None:
+        """Remember how far the training thread is."""
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._queued = event
+
+    def scatter(self, data: Tensor, slots: Slots, values: Floats) -> None:
+        """data[slots[i]] = values[i]; done when it returns, so that a prefetched batch needs no event."""
+        staged = torch.from_numpy(values)
+        if self._stream is not None:
+            staged = staged.pin_memory()
+        with self._streaming():
+            data.index_copy_(0, self._index(slots), staged.to(self._device, non_blocking=True))
+        self._finish()
+
+    def gather(self, data: Tensor, slots: Slots) -> Floats:
+        """The rows in these slots."""
+        pinned = self._stream is not None
+        values = torch.empty(len(slots), data.shape[1], pin_memory=pinned)
+        with self._streaming():
+            values.copy_(data.index_select(0, self._index(slots)), non_blocking=True)
+        self._finish()
+        return values.numpy()
+
+    def _streaming(self) -> Any:
+        if self._stream is None:
+            return nullcontext()
+        if self._queued is not None:
+            self._stream.wait_event(self._queued)
+        return torch.cuda.stream(self._stream)
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _index(self, slots: Slots) -> Tensor:
+        return torch.from_numpy(slots.astype(np.int64)).to(self._device)

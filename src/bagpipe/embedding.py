@@ -1,32 +1,33 @@
 """The layers that stand in for `nn.EmbeddingBag` and `nn.Embedding`, and what they look up.
 
-The ids of a batch have been rewritten to handles: numbers that name table and iteration in their upper half and the
-row's place in the plan in their lower, so that a layer that is given ids of another feature or batch notices (I8).
-Where rows lie is in a view: the cache while training, a private buffer while evaluating, the store after training.
+Where the rows of the current batch lie is in a view: in the cache while training, in a private buffer while evaluating.
+After training layers look rows up in the store. Ids that are not rows of the batch are refused, never guessed (I8).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from bagpipe.errors import ModelError
+from bagpipe import embedding_device
+from bagpipe.embedding_device import DeviceBags, is_host
+from bagpipe.errors import BatchError, ModelError, ValueRangeError
+from bagpipe.handles import STAMP_SHIFT, Handles, table_of
 from bagpipe.kernels.bag import NO_PADDING, Bags, pool
 from bagpipe.kernels.parallel import Workers
-from bagpipe.layers import BoundLayer
+from bagpipe.layers import BoundLayer, Replacement
 from bagpipe.layout import RowLayout
+from bagpipe.types import Table
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
-TABLE_SHIFT = 32
-ITERATION_SHIFT = 48
 ROWS_PER_BLOCK = 65_536
 WEIGHT_BYTES_MAX = 2 * 10**9
 """A state_dict holds plain weights up to this size; larger tables are exported row by row."""
@@ -34,28 +35,43 @@ SPLIT_BAGS = 2048
 """Fewer bags than this are pooled by one thread: handing over costs more than it saves."""
 
 
-def handle_base(table: int, iteration: int) -> int:
-    """What handles of this table begin at in this iteration."""
-    return ((iteration % 2**14 + 1) << ITERATION_SHIFT) | (table << TABLE_SHIFT)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TableView:
     """Where the rows of one table lie: row u of the batch is rows[slots[u]]."""
 
-    rows: Floats
+    rows: Tensor
     slots: npt.NDArray[np.int32]
     ids: Ids
     base: int
+    """The handle of row 0."""
+
+    def find(self, ids: Ids) -> Ids:
+        """Handles of raw ids; -1 for an id that is not a row of the batch."""
+        if not len(self.ids):
+            return np.full(ids.shape, -1)
+        order = np.argsort(self.ids)
+        at = order[np.searchsorted(self.ids, ids, sorter=order).clip(max=len(order) - 1)]
+        return np.where(self.ids[at] == ids, at + self.base, -1)
 
 
-@dataclass(frozen=True, slots=True)
 class Call:
-    """One look-up of a forward pass: what the backward pass needs."""
+    """One look-up of a forward pass: what the row update needs of it."""
 
-    bags: Bags
-    column: int
-    output: Tensor
+    __slots__ = ("bags", "column", "grad", "over")
+
+    def __init__(self, bags: Bags | DeviceBags, column: int) -> None:
+        self.bags, self.column = bags, column
+        self.grad: Tensor | None = None
+        self.over = False
+
+    def add(self, grad: Tensor) -> None:
+        """A backward pass has reached the output; a first gradient is kept as it is, whatever its strides."""
+        if self.over:
+            raise ModelError(
+                "a backward pass reaches look-ups of an iteration that is over, or whose rows were updated already: "
+                "call loss.backward() before rows.step(), and before the next batch"
+            )
+        self.grad = grad.detach() if self.grad is None else self.grad + grad.detach()
 
 
 class RowReader(Protocol):
@@ -76,28 +92,56 @@ class Lookups:
     """What the layers of a model look up now; all of them share it."""
 
     layouts: Sequence[RowLayout]
-    workers: Workers
     reader: RowReader
-    """Reads rows from the store."""
+    device: torch.device
+    workers: Workers | None = None
+    """Share the pooling of large batches while training goes on."""
     view: Sequence[TableView] | None = None
     """None: ids are looked up as they are, in the store."""
     recording: bool = False
     """Whether look-ups are remembered for a row update."""
-    training: bool = False
-    """Between the first batch and the end: raw ids can't be looked up then."""
     calls: list[list[Call]] = field(default_factory=list)
     """The look-ups of this iteration, a list for each table, in the order of the forward pass."""
+    anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
+    """What makes autograd call us: look-ups have no other input with a gradient."""
 
     def forget(self) -> None:
-        """Drop the remembered look-ups."""
+        """Drop the remembered look-ups; a backward pass that still reaches one is refused."""
+        for calls in self.calls:
+            for call in calls:
+                call.over = True
         self.calls = [[] for _ in self.layouts]
 
 
-class CachedLayer(nn.Module):
+class _Recorded(torch.autograd.Function):
+    """A look-up whose gradient is kept for the row update, without a copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _: Tensor,
+        layer: CachedLayer,
+        view: TableView,
+        bags: Bags | DeviceBags,
+        shape: tuple[int, ...],
+        call: Call,
+    ) -> Tensor:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return layer.pool(view, bags, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is not None:
+            ctx.call.add(grad)
+        return None, None, None, None, None, None
+
+
+class CachedLayer(Replacement):
     """Looks up rows in the place of an embedding layer; called exactly as the layer it replaces."""
 
     def __init__(self, bound: BoundLayer, lookups: Lookups) -> None:
-        super().__init__()
+        super().__init__(bound.module)
         layer = bound.module
         self.name, self.table, self.part = bound.name, bound.table, bound.part
         self.embedding_dim, self.num_embeddings = layer.embedding_dim, layer.num_embeddings
@@ -105,12 +149,28 @@ class CachedLayer(nn.Module):
         self.mode = layer.mode if isinstance(layer, nn.EmbeddingBag) else None
         self.include_last_offset = isinstance(layer, nn.EmbeddingBag) and layer.include_last_offset
         self.trainable = layer.weight.requires_grad
-        self._lookups = lookups
+        self.lookups = lookups
         self.column = lookups.layouts[bound.table].columns[bound.part]
+        self.placeholders = False
+        """Whether a state_dict gets an empty tensor instead of the weight; `export` fills it row by row."""
 
     def extra_repr(self) -> str:
         """As nn.EmbeddingBag prints itself."""
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, cached"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"layer {self.name!r} has no weight, its rows are in bagpipe's store: read them with "
+                "model.state_dict() or bagpipe.export"
+            )
+        return super().__getattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelError(
+            f"layer {self.name!r} can't be copied or pickled, its rows are in bagpipe's store: keep "
+            "model.state_dict(), or write the model with bagpipe.export(model, path)"
+        )
 
     def forward(
         self,
@@ -121,54 +181,116 @@ class CachedLayer(nn.Module):
         """Pool the rows of each bag, as `nn.EmbeddingBag` does, or look them up one by one, as `nn.Embedding`."""
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             raise ModelError(f"layer {self.name!r}: gradients for per_sample_weights are not computed: detach them")
-        view, handles = self._view(input)
+        lookups = self.lookups
+        view, handles = self._resolve(input)
         padding = self._padding(view)
-        weights = None if per_sample_weights is None else per_sample_weights.detach().cpu().numpy()
         if self.mode is None:
-            bags = Bags(handles.reshape(-1, 1), view.base)
+            if offsets is not None or per_sample_weights is not None:
+                raise ModelError(f"layer {self.name!r} is an nn.Embedding, which takes ids only")
+            bags = self._make(view, handles.reshape(-1, 1))
             shape = (*input.shape, self.embedding_dim)
+            counted = bags if padding == NO_PADDING else self._make(view, handles.reshape(-1, 1), padding=padding)
         else:
-            bags = Bags(handles, view.base, self._offsets(offsets), weights, self.mode == "mean", padding)
+            handles, offsets, weights = self._checked(handles, offsets, per_sample_weights)
+            bags = counted = self._make(view, handles, offsets, weights, self.mode == "mean", padding)
             shape = (len(bags), self.embedding_dim)
-        output = torch.empty(len(bags), self.embedding_dim)
-        self._pool(view, bags, output)
-        lookups = self._lookups
         if lookups.recording and self.trainable and torch.is_grad_enabled():
-            output.requires_grad_()
-            if self.mode is None and padding != NO_PADDING:
-                bags = Bags(handles.reshape(-1, 1), view.base, padding=padding)
-            lookups.calls[self.table].append(Call(bags, self.column, output))
-        return output.view(shape)
+            call = Call(counted, self.column)
+            lookups.calls[self.table].append(call)
+            output: Tensor = _Recorded.apply(lookups.anchor, self, view, bags, shape, call)  # type: ignore[no-untyped-call]
+        else:
+            output = self.pool(view, bags, shape)
+        return output if input.device.type == "cpu" else output.to(input.device)
 
-    def _view(self, given: Tensor) -> tuple[TableView, Ids]:
-        """Where the rows are, and the handles of the look-up."""
-        lookups = self._lookups
-        values = given.detach().to("cpu", torch.int64).contiguous().numpy()
-        if lookups.view is not None:
-            return lookups.view[self.table], values
-        if lookups.training:
-            raise ModelError(
-                f"layer {self.name!r} is called outside of the training loop while training goes on: "
-                "use `batches.evaluate(loader)`, or end the `with` block first"
-            )
-        ids, inverse = np.unique(values, return_inverse=True)
-        rows = lookups.reader.read_rows(self.table, ids)
-        return TableView(rows, np.arange(len(ids), dtype=np.int32), ids, 0), inverse.reshape(values.shape)
-
-    def _pool(self, view: TableView, bags: Bags, output: Tensor) -> None:
-        out = output.numpy()
-        workers = self._lookups.workers
-        parts = workers.num_threads if len(bags) >= SPLIT_BAGS else 1
+    def pool(self, view: TableView, bags: Bags | DeviceBags, shape: tuple[int, ...]) -> Tensor:
+        """The vectors of each bag, added up."""
+        if isinstance(bags, DeviceBags):
+            return embedding_device.pool(view.rows, view.slots, bags, self.column, self.embedding_dim).view(shape)
+        output = torch.empty(shape)
+        out, rows = output.view(len(bags), self.embedding_dim).numpy(), view.rows.numpy()
+        workers = self.lookups.workers
+        parts = workers.num_threads if workers is not None and len(bags) >= SPLIT_BAGS else 1
         edges = [len(bags) * part // parts for part in range(parts + 1)]
         bad = [-1] * parts
 
         def pool_part(part: int) -> None:
-            bad[part] = pool(view.rows, view.slots, bags, self.column, out, edges[part], edges[part + 1])
+            bad[part] = pool(rows, view.slots, bags, self.column, out, edges[part], edges[part + 1])
 
-        workers.run([lambda part=part: pool_part(part) for part in range(parts)])  # type: ignore[misc]
+        if workers is None or parts == 1:
+            pool_part(0)
+        else:
+            workers.run([lambda part=part: pool_part(part) for part in range(parts)])  # type: ignore[misc]
         wrong = [position for position in bad if position >= 0]
         if wrong:
-            raise ModelError(self._explain(int(bags.handles.reshape(-1)[wrong[0]])))
+            self.refuse(int(bags.handles.reshape(-1)[wrong[0]]))
+        return output
+
+    def _resolve(self, given: Tensor) -> tuple[TableView, Tensor]:
+        """Where the rows are, and the handles of the look-up."""
+        lookups = self.lookups
+        if lookups.view is not None:
+            view = lookups.view[self.table]
+            if isinstance(given, Handles):
+                return view, given.raw()
+            # Computed from the ids of the batch, perhaps: that is exact as long as the rows are here.
+            ids = given.detach().to("cpu", torch.int64).numpy()
+            handles = view.find(ids)
+            if (handles < 0).any():
+                raise ModelError(
+                    f"layer {self.name!r} is given id {ids[handles < 0][0]}, which is not a row of this batch: pass "
+                    f"the ids of {self._features()} as they come from the loop; to evaluate, use "
+                    "batches.evaluate(loader), or end the training loop first"
+                )
+            return view, torch.from_numpy(handles).to(lookups.device)
+        table = lookups.layouts[self.table].table
+        raw = given.ids() if isinstance(given, Handles) else given.detach()
+        values = raw.to("cpu", torch.int64).numpy()
+        check_range(table, [values.reshape(-1)])
+        ids, inverse = np.unique(values, return_inverse=True)
+        rows = torch.from_numpy(lookups.reader.read_rows(self.table, ids)).to(lookups.device)
+        view = TableView(rows, np.arange(len(ids), dtype=np.int32), ids, 0)
+        return view, torch.from_numpy(inverse.reshape(values.shape)).to(lookups.device)
+
+    def _make(
+        self,
+        view: TableView,
+        handles: Tensor,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        mean: bool = False,
+        padding: int = NO_PADDING,
+    ) -> Bags | DeviceBags:
+        if not is_host(self.lookups.device):
+            bags = DeviceBags.make(handles.to(self.lookups.device), view.base, offsets, weights, mean, padding)
+            bad = bags.first_outside(len(view.slots))
+            if bad is not None:
+                self.refuse(bad + view.base)
+            return bags
+        return Bags(_integers(handles), view.base, _integers(offsets), _floats(weights), mean, padding)
+
+    def _checked(
+        self, handles: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the layer is called with, once it has a shape that `nn.EmbeddingBag` takes."""
+        if handles.dim() != (2 if offsets is None else 1):
+            raise BatchError(
+                f"layer {self.name!r} is given ids of {handles.dim()} dimensions, offsets {offsets is not None}: "
+                "give (bags, ids a bag) without offsets, or one dimension with them"
+            )
+        if weights is not None and (weights.shape != handles.shape or weights.dtype != torch.float32):
+            raise BatchError(
+                f"layer {self.name!r} is given per_sample_weights {weights.dtype} of shape {tuple(weights.shape)} for "
+                f"ids of shape {tuple(handles.shape)}: give one float32 an id"
+            )
+        if offsets is None or not self.include_last_offset:
+            return handles, offsets, weights
+        end = int(offsets[-1]) if len(offsets) else -1
+        if not 0 <= end <= len(handles):
+            raise BatchError(
+                f"layer {self.name!r} has include_last_offset=True and is given {len(handles)} ids with offsets that "
+                f"end at {end if len(offsets) else 'nothing'}: the last offset is where the last bag ends"
+            )
+        return handles[:end], offsets[:-1], None if weights is None else weights[:end]
 
     def _padding(self, view: TableView) -> int:
         if self.padding_idx is None:
@@ -176,72 +298,89 @@ class CachedLayer(nn.Module):
         at = np.flatnonzero(view.ids == self.padding_idx)
         return view.base + int(at[0]) if len(at) else NO_PADDING
 
-    def _offsets(self, offsets: Tensor | None) -> Ids | None:
-        if offsets is None:
-            return None
-        kept = offsets[:-1] if self.include_last_offset else offsets
-        return kept.detach().to("cpu", torch.int64).contiguous().numpy()
-
-    def _explain(self, handle: int) -> str:
-        """Whose id this is, if it is one of ours."""
-        table = (handle >> TABLE_SHIFT) % 2 ** (ITERATION_SHIFT - TABLE_SHIFT)
-        mine = self._lookups.layouts[self.table].table
-        if handle < 2**ITERATION_SHIFT or table >= len(self._lookups.layouts):
-            return (
-                f"layer {self.name!r} is given {handle}, which is not an id of this batch: "
-                f"pass the ids of {', '.join(mine.features)} as they come from the loop, unchanged"
+    def refuse(self, handle: int) -> NoReturn:
+        """Raise for a handle that is none of this layer's rows in this batch."""
+        table = table_of(handle)
+        if table == self.table or handle < 2**STAMP_SHIFT or table >= len(self.lookups.layouts):
+            raise ModelError(
+                f"layer {self.name!r} is given ids of an earlier batch: use only the batch of the current iteration"
             )
-        if table == self.table:
-            return f"layer {self.name!r} is given ids of an earlier batch: use only the batch of the current iteration"
-        other = self._lookups.layouts[table].table
-        return (
-            f"layer {self.name!r} was mapped to {', '.join(mine.features)} and is given ids of "
-            f"{', '.join(other.features)}: correct the mapping with features={{...}}"
+        other = self.lookups.layouts[table].table
+        raise ModelError(
+            f"layer {self.name!r} was mapped to {self._features()} and is given ids of "
+            f"{', '.join(map(repr, other.features))}: correct the mapping with features={{...}}"
         )
 
-    def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """The plain weight, some rows at a time: (first row, vectors as trained so far)."""
-        reader, columns = self._lookups.reader, slice(self.column, self.column + self.embedding_dim)
+    def _features(self) -> str:
+        return ", ".join(map(repr, self.lookups.layouts[self.table].table.features))
+
+    def blocks(self) -> Iterator[Tensor]:
+        """The plain weight as trained so far, some rows at a time."""
+        reader, columns = self.lookups.reader, slice(self.column, self.column + self.embedding_dim)
         reader.barrier()
         for start in range(0, self.num_embeddings, ROWS_PER_BLOCK):
             ids = np.arange(start, min(start + ROWS_PER_BLOCK, self.num_embeddings), dtype=np.int64)
-            yield start, torch.from_numpy(reader.read_rows(self.table, ids)[:, columns])
+            yield torch.from_numpy(reader.read_rows(self.table, ids)[:, columns])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
+        shape = (self.num_embeddings, self.embedding_dim)
+        if self.placeholders:
+            destination[prefix + "weight"] = torch.empty(shape, device="meta")
+            return
         num_bytes = self.num_embeddings * self.embedding_dim * 4
         if num_bytes > WEIGHT_BYTES_MAX:
             raise ModelError(
                 f"layer {self.name!r} has {num_bytes / 1e9:.1f} GB of weights, too many for a state_dict "
                 f"(at most {WEIGHT_BYTES_MAX / 1e9:.0f} GB): write them with bagpipe.export(model, path)"
             )
-        weight = torch.empty(self.num_embeddings, self.embedding_dim)
-        for start, block in self.blocks():
-            weight[start : start + len(block)] = block
-        destination[prefix + "weight"] = weight
+        destination[prefix + "weight"] = torch.cat(list(self.blocks()))
 
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
         prefix: str,
         local_metadata: Any,  # noqa: ARG002
-        strict: bool,  # noqa: ARG002
+        strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],  # noqa: ARG002
         error_msgs: list[str],
     ) -> None:
         key, shape = prefix + "weight", (self.num_embeddings, self.embedding_dim)
         if key not in state_dict:
-            missing_keys.append(key)
+            if strict:
+                missing_keys.append(key)
         elif tuple(state_dict[key].shape) != shape:
             error_msgs.append(f"{key} has shape {tuple(state_dict[key].shape)}, the layer {shape}")
         else:
             self._set(state_dict[key].detach().to("cpu", torch.float32))
 
     def _set(self, weight: Tensor) -> None:
-        reader = self._lookups.reader
+        reader = self.lookups.reader
         for start in range(0, self.num_embeddings, ROWS_PER_BLOCK):
             block = weight[start : start + ROWS_PER_BLOCK].numpy()
             ids = np.arange(start, start + len(block), dtype=np.int64)
             rows = reader.read_rows(self.table, ids)
             rows[:, self.column : self.column + self.embedding_dim] = block
             reader.write_rows(self.table, ids, rows)
+
+
+def check_range(table: Table, parts: Sequence[Ids]) -> None:
+    """Refuse ids outside of a table; `parts` are of its features, or one of any of them."""
+    if table.rows is None:
+        return
+    for position, part in enumerate(parts):
+        bad = part[(part < 0) | (part >= table.rows)]
+        if len(bad):
+            named = table.features[position] if len(parts) == len(table.features) else ", ".join(table.features)
+            raise ValueRangeError(
+                f"feature {named!r} has id {bad[0]}, out of range for table {table.name!r} ({table.rows} rows): "
+                "check the data, or give the table more rows"
+            )
+
+
+def _integers(values: Tensor | None) -> Any:
+    return None if values is None else values.detach().to("cpu", torch.int64).contiguous().numpy()
+
+
+def _floats(values: Tensor | None) -> Any:
+    return None if values is None else values.detach().cpu().contiguous().numpy()

@@ -1,7 +1,7 @@
 """`bagpipe.export`: the trained model as plain PyTorch weights, for serving without Bagpipe.
 
 The file is safetensors, written row block by row block, so that tables larger than memory can be exported too. It
-appears under its name only when it is complete (I6).
+appears under its name only when it is complete, and an earlier file of that name stays until then (I6).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,55 +32,82 @@ def export(model: nn.Module, path: str | Path) -> None:
     Call it after training, or between iterations of the loop. Rows that were never touched have their initial value.
     """
     path = Path(path)
-    layers = {name: part for name, part in model.named_modules() if isinstance(part, CachedLayer)}
-    dense = dict(_dense(model))
-    shapes: dict[str, tuple[str, list[int], int]] = {}
-    for name, value in dense.items():
-        shapes[name] = DTYPES[value.dtype], list(value.shape), value.numel() * value.element_size()
+    layers = {f"{name}.weight" if name else "weight": part for name, part in _cached(model)}
+    values = _state(model, layers)
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ModelError(
+                f"{name} is {kind}, which safetensors can't hold: convert it, or leave it out of the model"
+            )
+        if value.is_meta and name not in layers:
+            raise ModelError(f"{name} is on the meta device and has no values: give it some before exporting")
     for name, layer in layers.items():
-        size = layer.num_embeddings * layer.embedding_dim * 4
-        shapes[f"{name}.weight"] = "F32", [layer.num_embeddings, layer.embedding_dim], size
-    partial = path.with_name(f".{path.name}.partial")
+        table = layer.lookups.layouts[layer.table].table
+        if table.rows is None:
+            raise ModelError(
+                f"{name} has a row for any 64-bit id of table {table.name!r}, so it has no plain weight: give the "
+                "table a size with tables=[...], or keep its rows with store='a/directory'"
+            )
+    try:
+        _write(path, values, layers)
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"can't write {path}: {error.strerror or error}: check the path and the free space") from error
+
+
+def _cached(model: nn.Module) -> Iterator[tuple[str, CachedLayer]]:
+    return ((name, part) for name, part in model.named_modules() if isinstance(part, CachedLayer))
+
+
+def _state(model: nn.Module, layers: Mapping[str, CachedLayer]) -> dict[str, Any]:
+    """The model's state_dict, with tensors on the meta device for the weights of cached layers."""
+    try:
+        for layer in layers.values():
+            layer.placeholders = True
+        return dict(model.state_dict())
+    finally:
+        for layer in layers.values():
+            layer.placeholders = False
+
+
+def _write(path: Path, values: Mapping[str, Tensor], layers: Mapping[str, CachedLayer]) -> None:
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:
-            file.write(_header(shapes))
-            for value in dense.values():
-                file.write(_bytes(value))
-            for layer in layers.values():
-                for _, block in layer.blocks():
+            file.write(_header(values))
+            for key, value in values.items():
+                for block in layers[key].blocks() if key in layers else [value]:
                     file.write(_bytes(block))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:
+    except BaseException:
         partial.unlink(missing_ok=True)
-        raise StoreError(f"can't write {path}: {error.strerror or error}: check the path and the free space") from error
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
-def _dense(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a state_dict holds besides the weights of cached layers."""
-    persistent = (
-        (f"{prefix}.{name}" if prefix else name, value)
-        for prefix, part in model.named_modules()
-        for name, value in [*part._parameters.items(), *part._buffers.items()]
-        if value is not None and name not in part._non_persistent_buffers_set
-    )
-    for name, value in persistent:
-        if value.dtype not in DTYPES:
-            raise ModelError(f"{name} is {value.dtype}, which safetensors can't hold: convert it")
-        yield name, value.detach()
-
-
-def _header(shapes: dict[str, tuple[str, list[int], int]]) -> bytes:
+def _header(values: Mapping[str, Tensor]) -> bytes:
     start = 0
     header: dict[str, Any] = {}
-    for name, (dtype, shape, size) in shapes.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + size]}
+    for name, value in values.items():
+        size = value.numel() * value.element_size()
+        header[name] = {
+            "dtype": DTYPES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [start, start + size],
+        }
         start += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes(value: Tensor) -> bytes:
-    return value.cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else _bytes(value.reshape(1))
+def _bytes(value: Tensor) -> memoryview:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

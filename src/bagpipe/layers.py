@@ -22,6 +22,19 @@ FeatureMap = Mapping[str, str | Sequence[str]]
 NOISE = {"bag", "bags", "emb", "embed", "embedding", "embeddings", "embs", "id", "ids", "lookup", "table", "tables"}
 
 
+class Replacement(nn.Module):
+    """What stands in the place of an embedding layer; it keeps the layer, but not as a part of the model."""
+
+    def __init__(self, replaced: EmbeddingLayer) -> None:
+        super().__init__()
+        self._replaced = (replaced,)
+
+    @property
+    def replaced(self) -> EmbeddingLayer:
+        """The layer as it was."""
+        return self._replaced[0]
+
+
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
     """An embedding layer of a model and where its vectors lie."""
@@ -94,8 +107,13 @@ def bind(
 
 
 def embedding_layers(model: nn.Module) -> dict[str, EmbeddingLayer]:
-    """The embedding layers of a model by qualified name, in the order in which the model defines them."""
-    return {name: part for name, part in model.named_modules() if isinstance(part, nn.EmbeddingBag | nn.Embedding)}
+    """The embedding layers of a model, replaced or not, by qualified name, in the order of the model."""
+    layers = {}
+    for name, part in model.named_modules():
+        layer = part.replaced if isinstance(part, Replacement) else part
+        if isinstance(layer, nn.EmbeddingBag | nn.Embedding):
+            layers[name] = layer
+    return layers
 
 
 def swap(model: nn.Module, name: str, replacement: nn.Module) -> None:

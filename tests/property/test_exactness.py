@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,15 @@ from support import OPTIMIZERS, assert_identical, make_batches, train_accelerate
 MODELS = ("dlrm", "wide_deep", "deep_cross", "deepfm")
 BATCHES = make_batches(14, last=3)
 EXPECTED = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread():
+    """Matrices this small gain nothing from a second thread, and where cores are few they wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def expected(model, optimizer):

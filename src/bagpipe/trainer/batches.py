@@ -1,25 +1,29 @@
 """The loop that users write: batches whose rows are in the cache, one update of rows an iteration, and barriers.
 
-It owns the pipeline from the first batch to `close`, which always runs: at the end of the data, on `break`, and on any
-exception, so that every updated row is in the store afterwards and nothing is left running (I4).
+It owns the pipeline from the first batch to `close`, which runs at the end of the data and when the `with` block is
+left, by `break` or any exception, so that every updated row is in the store and nothing is left running (I4).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from bagpipe.adapt import Adapter
 from bagpipe.cache import RowCache
 from bagpipe.checker import Checker
-from bagpipe.embedding import CachedLayer, Lookups, TableView, handle_base
-from bagpipe.errors import GradientError, ModelError, ValueRangeError
+from bagpipe.embedding import CachedLayer, Lookups, TableView
+from bagpipe.errors import ModelError
+from bagpipe.handles import training_base
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, swap
 from bagpipe.layout import RowLayout
@@ -27,14 +31,18 @@ from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.store import Store
+from bagpipe.trainer.evaluation import private_batches
+from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.saved import check_rows, save_rows
 from bagpipe.trainer.source import Source
 from bagpipe.trainer.stages import Driver
-from bagpipe.trainer.update import RowUpdate
-from bagpipe.types import Table
+from bagpipe.trainer.update import RowUpdate, squared_norm
 
-STATE_BYTES_MAX = 2 * 10**9
-"""Rows up to this size fit a state_dict."""
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+_sessions: weakref.WeakKeyDictionary[RowOptimizer | PerTable, weakref.ref[Batches]] = weakref.WeakKeyDictionary()
 
 
 class Batches:
@@ -43,30 +51,36 @@ class Batches:
     def __init__(
         self,
         model: nn.Module,
-        source: Source,
         binding: Binding,
         rows: RowOptimizer | PerTable,
         layouts: Sequence[RowLayout],
+        source: Source,
         oracle: Oracle,
         cache: RowCache,
         store: Store,
-        workers: Workers,
         driver: Driver,
+        *,
         depth: int,
+        threads: int,
         check: bool,
     ) -> None:
-        self.model, self.binding, self.layouts, self.cache, self.store = model, binding, layouts, cache, store
-        self._source, self._rows, self._oracle, self._workers = source, rows, oracle, workers
-        self._lookups = Lookups(layouts, workers, self)
-        self._update = RowUpdate(layouts, self._lookups, workers)
+        self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
+        self.closed = False
+        self._source, self._rows, self._oracle, self._threads = source, rows, oracle, threads
+        self._lookups = Lookups(layouts, self, cache.device)
+        self._update = RowUpdate(layouts, self._lookups)
         self._checker = Checker([layout.table.name for layout in layouts], cache) if check else None
-        self._pipeline: Pipeline[list[Any]] = Pipeline(self._plans(), cache, store, driver, depth, self._checker)
+        self._pipeline: Pipeline[list[Any]] = Pipeline(source.plans(oracle), cache, store, driver, depth, self._checker)
         self._plan: Plan | None = None
+        self._views: list[TableView] = []
         self._micro: list[Any] = []
-        self._stepped = self._started = self._closed = False
+        self._stepped = self._skipped = self._warned = self._unflushed = False
+        self._helpers: list[Workers] = []
+        attach(rows, self)
         for layer in binding.layers:
             swap(model, layer.name, CachedLayer(layer, self._lookups))
-        rows.attach(self.step)
+        # A session that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the session.
+        self._abandoned = weakref.finalize(self, _abandon, self._pipeline, rows, self._helpers)
 
     def __enter__(self) -> Batches:
         return self
@@ -81,40 +95,116 @@ class Batches:
                 raise  # otherwise the loop's own error says more than what it led to
 
     def __iter__(self) -> Iterator[Any]:
-        while (batch := self._next()) is not None:
-            yield batch
+        while True:
+            try:
+                more = self._advance()
+            except Exception:
+                with suppress(Exception):
+                    self.close()
+                raise
+            if not more:
+                break
+            yield self._micro.pop(0)
         self.close()
 
     def close(self) -> None:
         """Write every updated row back and stop the background work; the model then looks rows up in the store."""
-        if self._closed:
+        if self.closed:
             return
-        self._finish_iteration()
-        self._closed = True
-        self._lookups.view, self._lookups.training, self._lookups.recording = None, False, False
-        self._rows.detach()
+        self.closed = True
         try:
-            if self._started:
-                self._pipeline.close()
-                if self._checker is not None:
-                    self._checker.finished()
+            with uninterrupted():
+                self._finish_iteration()
+            self._pipeline.close()
+            self._source.close()
+            self._oracle.close()
+            self.cache.release()
+            if self._checker is not None:
+                self._checker.finished()
+            self.store.sync()
         finally:
-            self._workers.close()
+            self._abandoned()
+            self._lookups.workers = None
+
+    @property
+    def step_due(self) -> bool:
+        """Whether the current batch is the last of its iteration, so that the optimizers' steps follow it."""
+        return self._plan is not None and not self._micro
+
+    def step(self, scaler: Any = None) -> bool:
+        """Update the rows of this iteration; `rows.step()` calls it. False: there was nothing to do, or it was skipped.
+
+        With a `torch.amp.GradScaler` the gradients are unscaled first, and the update is skipped if one is not finite.
+        """
+        plan = self._in_iteration("step")
+        if self._micro:
+            raise ModelError(
+                f"step() with {len(self._micro)} batches of this iteration still to come: call it after them, when "
+                "batches.step_due is true"
+            )
+        if self._stepped:
+            raise ModelError(f"step() twice in iteration {plan.iteration}: call it once, after the backward pass")
+        if not self._update.any_gradient():
+            return False
+        if scaler is not None:
+            return bool(scaler.step(self))
+        self._skipped = True  # unless the next line lets it pass
+        self._update.check(self._views, plan.iteration)
+        optimizers = {id(layout.optimizer): layout.optimizer for layout in self.layouts}
+        scalars = {key: optimizer.scalars(optimizer.updates + 1) for key, optimizer in optimizers.items()}
+        with uninterrupted():
+            self._update.apply(self._views, [scalars[id(layout.optimizer)] for layout in self.layouts])
+            for optimizer in optimizers.values():
+                optimizer.advance()
+            for table in self._update.tables:
+                self.cache.mark_updated(table, self._views[table].slots)
+            self._stepped = self._unflushed = True
+        if self._checker is not None:
+            self._checker.updated(plan, self._update.tables)
+        return True
+
+    def zero_grad(self) -> None:
+        """Drop the row gradients of this iteration: it will have no step."""
+        self._in_iteration("zero_grad")
+        self._update.zero()
+
+    def grad_norm(self) -> float:
+        """Euclidean norm of the row gradients of this iteration."""
+        self._in_iteration("grad_norm")
+        return math.sqrt(squared_norm(list(self._update.collect(self._views).values())))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the row gradients of this iteration by one float32, for clipping."""
+        self._in_iteration("scale_gradients")
+        for grads in self._update.open(self._views):
+            grads.mul_(float(np.float32(factor)))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The row gradients as a `torch.amp.GradScaler` looks for them: `scaler.unscale_(batches)` works."""
+        self._in_iteration("param_groups")
+        self._skipped = True  # whoever asks may decide against a step
+        holders = []
+        for grads in self._update.open(self._views):
+            holder = torch.zeros(1, device=grads.device).expand(grads.shape)
+            holder.grad = grads
+            holders.append(holder)
+        return [{"params": holders}]
 
     def evaluate(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Batches of another loader, to be given to the model without training: a barrier that changes nothing."""
-        self.barrier()
-        before = self._lookups.view, self._lookups.recording
-        adapter: Adapter | None = None
+        lookups = self._lookups
+        own: list[TableView] | None = None
+        tables = [layout.table for layout in self.layouts]
         try:
-            for number, batch in enumerate(loader):
-                adapter = adapter or Adapter(batch)
-                ids = adapter.extract(batch, self._source.features, number)
-                self._lookups.view, handles = self._private_view(ids)
-                self._lookups.recording = False
-                yield adapter.replace(batch, handles)
+            for batch, views in private_batches(loader, tables, self._read_current, lookups.device):
+                lookups.view = own = views
+                lookups.recording = False
+                yield batch
         finally:
-            self._lookups.view, self._lookups.recording = before
+            if own is not None and lookups.view is own:
+                lookups.view = self._views if self._plan is not None else None
+                lookups.recording = self._plan is not None
 
     def stats(self) -> dict[str, Any]:
         """What has moved so far, and how long training waited for it."""
@@ -130,168 +220,127 @@ class Batches:
             "cache_bytes": self.cache.num_bytes,
         }
 
-    def step(self, scaler: Any = None) -> bool:
-        """Update the rows of this iteration; `rows.step()` calls it. False: skipped, a gradient was not finite."""
-        plan, views = self._in_iteration("step")
-        if self._micro:
-            raise ModelError(
-                f"step() with {len(self._micro)} batches of this iteration still to come: call it after them"
-            )
-        if self._stepped:
-            raise ModelError(f"step() twice in iteration {plan.iteration}: call it once, after the backward pass")
-        if not self._update.any_gradient():
-            return False
-        try:
-            self._update.collect(views, plan.iteration)
-        except GradientError:
-            if scaler is None:
-                raise
-            return False
-        if scaler is not None:
-            self._update.scale(1.0 / scaler.get_scale())
-        steps = {id(layout.optimizer): layout.optimizer for layout in self.layouts}
-        scalars = {key: optimizer.scalars(optimizer.updates + 1) for key, optimizer in steps.items()}
-        self._update.apply(views, [scalars[id(layout.optimizer)] for layout in self.layouts])
-        for optimizer in steps.values():
-            optimizer.advance()
-        for table in self._update.tables:
-            self.cache.mark_updated(table, views[table].slots)
-        if self._checker is not None:
-            self._checker.updated(plan, self._update.tables)
-        self._stepped = True
-        return True
-
-    def grad_norm(self) -> float:
-        """Euclidean norm of the row gradients of this iteration."""
-        plan, views = self._in_iteration("grad_norm")
-        self._update.collect(views, plan.iteration)
-        return math.sqrt(self._update.squared_norm())
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the row gradients of this iteration, for clipping."""
-        plan, views = self._in_iteration("scale_gradients")
-        self._update.collect(views, plan.iteration)
-        self._update.scale(factor)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that training has changed besides the dense part: rows with their state, and the counters."""
         self.barrier()
-        num_bytes = sum(self.store.num_rows(number) * layout.width * 4 for number, layout in enumerate(self.layouts))
-        if num_bytes > STATE_BYTES_MAX:
-            raise ModelError(
-                f"the touched rows take {num_bytes / 1e9:.1f} GB, too many for a state_dict (at most "
-                f"{STATE_BYTES_MAX / 1e9:.0f} GB): keep the store's files with store='a/directory', or "
-                "write the weights with bagpipe.export(model, path)"
-            )
-        tables = {}
-        for number, layout in enumerate(self.layouts):
-            ids = self.store.ids(number)
-            tables[layout.table.name] = {
-                "ids": torch.from_numpy(ids.copy()),
-                "rows": torch.from_numpy(self.read_rows(number, ids)),
-            }
-        return {"tables": tables, "optimizer": self._rows.state_dict()}
+        return {"tables": save_rows(self.layouts, self.store), "optimizer": self._rows.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; before the first batch only."""
-        names = {layout.table.name: number for number, layout in enumerate(self.layouts)}
-        if set(state["tables"]) != set(names):
-            raise ModelError(f"the saved state has tables {sorted(state['tables'])}, the model {sorted(names)}")
-        for name, part in state["tables"].items():
-            width = self.layouts[names[name]].width
-            if part["rows"].shape != (len(part["ids"]), width):
-                raise ModelError(
-                    f"rows of table {name!r} have shape {tuple(part['rows'].shape)} in the saved state, here they have "
-                    f"{width} floats: build the model and row optimizer that were saved"
-                )
+        check_rows(self.layouts, state)
+        self._refuse_while_training()
         self._rows.load_state_dict(state["optimizer"])
-        for name, part in state["tables"].items():
-            self.write_rows(names[name], part["ids"].numpy(), part["rows"].numpy())
+        for number, layout in enumerate(self.layouts):
+            part = state["tables"][layout.table.name]
+            self.write_rows(number, part["ids"].numpy(), part["rows"].numpy())
 
     def barrier(self) -> None:
         """Return when the store has every update so far."""
-        if self._started and not self._closed:
+        if self._unflushed and not self.closed:
             self._pipeline.flush()
+            self._unflushed = False
 
-    def read_rows(self, table: int, ids: Any) -> Any:
+    def read_rows(self, table: int, ids: Ids) -> Floats:
         """Rows as the store has them: vectors and optimizer state."""
         values = np.empty((len(ids), self.layouts[table].width), np.float32)
         self.store.read(table, ids, values)
         return values
 
-    def write_rows(self, table: int, ids: Any, values: Any) -> None:
+    def write_rows(self, table: int, ids: Ids, values: Floats) -> None:
         """Set rows in the store; refused while rows are cached."""
-        if self._started and not self._closed:
-            raise ModelError("rows can't be set while training goes on: do it before the first batch")
+        self._refuse_while_training()
         self.store.write(table, ids, values)
 
-    def _next(self) -> Any | None:
-        """The next batch, or None at the end."""
-        if self._closed:
+    def _read_current(self, table: int, ids: Ids) -> Floats:
+        self.barrier()
+        return self.read_rows(table, ids)
+
+    def _refuse_while_training(self) -> None:
+        if self._lookups.workers is not None:
+            raise ModelError(
+                "rows can't be set while training goes on: do it before the first batch, or after the last"
+            )
+
+    def _advance(self) -> bool:
+        """Make sure that there is a next batch; False at the end."""
+        if self.closed:
             raise ModelError("these batches have been read to their end: call bagpipe.accelerate again")
         if not self._micro:
-            self._finish_iteration()
-            if not self._started:
-                self._started = self._lookups.training = True
-                self._pipeline.start()
-            item = self._pipeline.next()
-            if item is None:
-                return None
-            self._begin_iteration(*item)
-        return self._micro.pop(0)
+            self._warn_of_lost_gradients()
+            with uninterrupted():
+                self._finish_iteration()
+            if self._lookups.workers is None:
+                self._lookups.workers = Workers(self._threads)
+                self._helpers.append(self._lookups.workers)
+            if not self._pipeline.wait():
+                return False
+            with uninterrupted():
+                self._begin_iteration(*self._pipeline.take())
+        return True
 
     def _begin_iteration(self, plan: Plan, batches: list[Any]) -> None:
-        self._plan, self._micro, self._stepped = plan, batches, False
+        self._plan, self._micro = plan, batches
+        self._stepped = self._skipped = False
         if self._checker is not None:
             self._checker.training(plan)
-        views = []
+        self._views = []
         for table in range(len(self.layouts)):
             ids, slots = plan.rows.of_table(table)
-            rows = self.cache.data[self.cache.group[table]].numpy()
-            views.append(TableView(rows, slots, ids, handle_base(table, plan.iteration)))
-        self._lookups.view, self._lookups.recording = views, True
+            rows = self.cache.data[self.cache.group[table]]
+            self._views.append(TableView(rows, slots, ids, training_base(table, plan.iteration)))
         self._update.discard()
+        self._lookups.view, self._lookups.recording = self._views, True
 
     def _finish_iteration(self) -> None:
-        if self._plan is not None:
-            plan, self._plan = self._plan, None
-            self._micro = []
-            self._update.discard()
-            self._pipeline.updated(plan)
+        if self._plan is None:
+            return
+        plan, self._plan = self._plan, None
+        self._micro = []
+        self._update.discard()
+        self._lookups.view, self._lookups.recording = None, False
+        self.cache.fence()
+        self._pipeline.updated(plan)
 
-    def _in_iteration(self, what: str) -> tuple[Plan, Sequence[TableView]]:
-        if self._plan is None or self._lookups.view is None:
+    def _in_iteration(self, what: str) -> Plan:
+        if self._plan is None:
             raise ModelError(f"{what}() outside of the training loop: call it on a batch, after loss.backward()")
-        return self._plan, self._lookups.view
+        return self._plan
 
-    def _plans(self) -> Iterator[tuple[Plan, list[Any]]]:
-        for plan, group in self._oracle.plans(self._source.groups()):
-            yield plan, self._source.rewrite(plan, group, self.binding.tables)
-        if self._source.error is not None:
-            raise self._source.error
-
-    def _private_view(self, ids: Mapping[str, Any]) -> tuple[list[TableView], dict[str, torch.Tensor]]:
-        """The rows of one batch in a buffer of their own, and the handles of its ids there."""
-        views, handles = [], {}
-        for number, table in enumerate(self.binding.tables):
-            parts = [ids[name] for name in table.features]
-            _check_range(table, parts)
-            unique, inverse = np.unique(np.concatenate(parts), return_inverse=True)
-            slots = np.arange(len(unique), dtype=np.int32)
-            views.append(TableView(self.read_rows(number, unique), slots, unique, handle_base(number, 0)))
-            edges = np.cumsum([len(part) for part in parts])[:-1]
-            for name, of_feature in zip(table.features, np.split(inverse.reshape(-1), edges), strict=True):
-                handles[name] = torch.from_numpy(of_feature.astype(np.int64) + handle_base(number, 0))
-        return views, handles
+    def _warn_of_lost_gradients(self) -> None:
+        if self._plan is None or self._stepped or self._skipped or self._warned or not self._update.any_gradient():
+            return
+        self._warned = True
+        warnings.warn(
+            f"iteration {self._plan.iteration} has row gradients but had no rows.step(), so they are dropped: to add "
+            "up those of several batches pass accumulate= to bagpipe.accelerate, to drop them call batches.zero_grad()",
+            stacklevel=4,
+        )
 
 
-def _check_range(table: Table, parts: Sequence[Any]) -> None:
-    if table.rows is None:
-        return
-    for name, part in zip(table.features, parts, strict=True):
-        bad = part[(part < 0) | (part >= table.rows)]
-        if len(bad):
-            raise ValueRangeError(
-                f"feature {name!r} has id {bad[0]}, out of range for table {table.name!r} ({table.rows} rows): "
-                "check the data, or give the table more rows"
-            )
+def session_of(rows: RowOptimizer | PerTable) -> Batches:
+    """The training loop that a row optimizer was given to."""
+    found = _sessions.get(rows)
+    session = None if found is None else found()
+    if session is None or session.closed:
+        raise ModelError(f"this {type(rows).__name__} drives no rows: pass it to bagpipe.accelerate first")
+    return session
+
+
+def attach(rows: RowOptimizer | PerTable, batches: Batches) -> None:
+    """Let `rows.step()` drive the rows of a session, without keeping the session alive."""
+    session = weakref.ref(batches)
+
+    def step(**options: Any) -> bool:
+        found = session()
+        assert found is not None, "a session that is gone has detached its optimizer"
+        return found.step(**options)
+
+    rows.attach(step)
+    _sessions[rows] = session
+
+
+def _abandon(pipeline: Pipeline[Any], rows: RowOptimizer | PerTable, helpers: Sequence[Workers]) -> None:
+    pipeline.abandon()
+    rows.detach()
+    for workers in helpers:
+        workers.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -77,7 +77,7 @@ class Pipeline(Generic[Payload]):
 
     def __init__(
         self,
-        plans: Iterator[tuple[Plan, Payload]],
+        plans: Generator[tuple[Plan, Payload], None, None],
         cache: RowCache,
         store: Store,
         driver: Driver,
@@ -87,33 +87,38 @@ class Pipeline(Generic[Payload]):
         self.points, self.traffic = Points(), Traffic()
         self._plans, self._cache, self._store, self._driver = plans, cache, store, driver
         self._depth, self._observer = depth, observer
+        self._started = False
         self._planned: deque[tuple[Plan, Payload]] = deque()
         self._ready: deque[tuple[Plan, Payload]] = deque()
         self._trained: deque[Plan] = deque()
         self._victims: deque[list[TableRows]] = deque()
         self._exhausted = self._all_ready = self._closing = False
         self._flush_wanted = self._flush_done = 0
+        self._barrier = -1
+        """The plan in training, if it flushes: the next one may not change rows before the store has them."""
         self._source_error: BaseException | None = None
 
-    def start(self) -> None:
-        """Begin to plan and prefetch."""
-        self._driver.start({"plan": self._plan(), "prefetch": self._prefetch(), "write-back": self._write_back()})
-
-    def next(self) -> tuple[Plan, Payload] | None:
-        """The next plan, its rows in their slots; None after the last one.
+    def wait(self) -> bool:
+        """Return when the next plan's rows are in their slots; False after the last one.
 
         An error of the source or the oracle is raised here, after all batches before it have been trained.
         """
+        if not self._started:
+            self._started = True
+            self._driver.start({"plan": self._plan(), "prefetch": self._prefetch(), "write-back": self._write_back()})
         start = time.perf_counter()
-        self._driver.wait(Wait("the rows of the next batch", lambda: bool(self._ready) or self._all_ready))
+        self._driver.wait(Wait("the rows of the next batch", self._has_next))
         self.traffic.stall_s += time.perf_counter() - start
-        if not self._ready:
-            if self._source_error is not None:
-                raise self._source_error
-            return None
-        item = self._ready.popleft()
+        if not self._ready and self._source_error is not None:
+            raise self._source_error
+        return bool(self._ready)
+
+    def take(self) -> tuple[Plan, Payload]:
+        """The plan that `wait` has waited for."""
+        plan, payload = self._ready.popleft()
+        self._barrier = plan.iteration if len(plan.flush) else -1
         self._driver.notify()
-        return item
+        return plan, payload
 
     def updated(self, plan: Plan) -> None:
         """The training loop is done with this plan: its rows are as they will be read by later iterations."""
@@ -127,17 +132,24 @@ class Pipeline(Generic[Payload]):
 
     def flush(self) -> None:
         """Barrier: return when the store has every update so far. Rows stay cached."""
+        if not self._started:
+            return
         self._flush_wanted += 1
         wanted = self._flush_wanted
         self._driver.notify()
         self._driver.wait(Wait("the store to take all updated rows", lambda: self._flush_done >= wanted))
 
     def close(self) -> None:
-        """Write back everything and end the stages."""
-        if not self._closing:
-            self._closing = True
-            self._driver.notify()
+        """Write back everything and end the stages, then let go of the plans and what they are made of."""
+        self.abandon()
+        if self._started:
             self._driver.join()
+        self._plans.close()
+
+    def abandon(self) -> None:
+        """Let the stages end by themselves: nobody waits for them."""
+        self._closing = True
+        self._driver.notify()
 
     def _plan(self) -> Stage:
         while True:
@@ -153,6 +165,7 @@ class Pipeline(Generic[Payload]):
         self._exhausted = True
 
     def _prefetch(self) -> Stage:
+        barrier = -1
         while True:
             yield Wait("a plan", lambda: bool(self._planned) or self._exhausted or self._closing)
             if self._ended() or not self._planned:
@@ -161,6 +174,7 @@ class Pipeline(Generic[Payload]):
             if len(plan.victims):
                 last = plan.victims.evict_after
                 yield self._until(f"iteration {last} to be updated", self._reached("updated", last))  # wait 1
+                yield self._until(f"the flush of iteration {barrier}", self._reached("acknowledged", barrier))
                 if self._ended():
                     break
                 with self._cache.moving:
@@ -181,6 +195,7 @@ class Pipeline(Generic[Payload]):
                     self._cache.insert(rows.table, rows.ids, slots, rows.values)
             self.traffic.fetched_rows += len(plan.fetch.ids)
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
+            barrier = plan.iteration if len(plan.flush) else barrier
             self._ready.append((plan, payload))
         self._all_ready = True
 
@@ -203,6 +218,9 @@ class Pipeline(Generic[Payload]):
             else:
                 yield from self._flush()
                 return
+
+    def _has_next(self) -> bool:
+        return (bool(self._ready) or self._all_ready) and self.points.acknowledged >= self._barrier
 
     def _has_work(self) -> bool:
         last = self._closing and self._all_ready  # only then can prefetching add no more victims
@@ -246,8 +264,9 @@ class Pipeline(Generic[Payload]):
                     self._observer.written(rows)
 
     def _flush(self) -> Stage:
-        with self._cache.moving:
-            rows = list(self._cache.take_dirty())
+        with self._cache.moving:  # victims that left since the last look are updates so far as well
+            rows = [part for _ in range(len(self._victims)) for part in self._victims.popleft()]
+            rows += self._cache.take_dirty()
         yield from self._write(rows)
 
 

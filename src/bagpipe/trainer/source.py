@@ -6,18 +6,21 @@ plan's `inverse`, half their size. A loader that fails ends the data: what it ga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from bagpipe.adapt import Adapter
-from bagpipe.embedding import handle_base
+from bagpipe.embedding import check_range
+from bagpipe.errors import ValueRangeError
+from bagpipe.handles import Handles, training_base
+from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.types import Table
 
@@ -36,22 +39,43 @@ class Group:
 class Source:
     """Reads a loader, epoch after epoch, `accumulate` batches an iteration."""
 
-    def __init__(self, loader: Iterable[Any], epochs: int, accumulate: int) -> None:
-        self.error: Exception | None = None
+    def __init__(self, loader: Iterable[Any], epochs: int = 1, accumulate: int = 1) -> None:
+        self.tables: tuple[Table, ...] = ()
+        """Whose ids are taken; set before the first plan."""
         self._loader, self._epochs, self._accumulate = loader, epochs, accumulate
+        self._error: Exception | None = None
         if epochs > 1:
             _draw_privately(loader)
-        self._first_epoch = iter(loader)
-        self._first = next(self._first_epoch, None)
-        self.adapter = Adapter(self._first)
-        self.features: tuple[str, ...] = ()
+        self._first_epoch: Iterator[Any] = iter(loader)
+        self._first = list(islice(self._first_epoch, 1))
+        self.adapter = Adapter(self._first[0] if self._first else None)
 
     @property
-    def first(self) -> Any:
-        """The first batch of the loader, or None if it is empty."""
-        return self._first
+    def empty(self) -> bool:
+        """Whether the loader has no batch at all."""
+        return not self._first
 
-    def groups(self) -> Iterator[tuple[list[Ids], Group]]:
+    @property
+    def features(self) -> list[str]:
+        """The features whose ids are taken, table by table."""
+        return [name for table in self.tables for name in table.features]
+
+    def first_ids(self) -> dict[str, Ids]:
+        """The ids of the first batch."""
+        return self.adapter.extract(self._first[0], self.features, 0)
+
+    def plans(self, oracle: Oracle) -> Generator[tuple[Plan, list[Any]], None, None]:
+        """For each iteration its plan and its batches; what went wrong with the loader comes after them."""
+        for plan, group in oracle.plans(self._groups()):
+            yield plan, self._rewrite(plan, group)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Let go of the loader, so that its worker processes can end."""
+        self._loader, self._first_epoch, self._first = (), iter(()), []
+
+    def _groups(self) -> Iterator[tuple[list[Ids], Group]]:
         """For each iteration the ids of each feature, and the batches."""
         batches: list[Any] = []
         ids: list[list[Ids]] = []
@@ -65,29 +89,35 @@ class Source:
             yield _join(batches, ids)
 
     def _read(self) -> Iterator[tuple[Any, list[Ids]]]:
-        number = 0
+        number, features = 0, self.features
         try:
             for epoch in range(self._epochs):
-                first, self._first = self._first, None
-                batches: Iterable[Any] = self._loader
-                if epoch == 0:
-                    batches = chain([] if first is None else [first], self._first_epoch)
-                del first
+                batches: Iterable[Any] = self._loader if epoch else chain(self._first, self._first_epoch)
                 for batch in batches:
-                    ids = self.adapter.extract(batch, self.features, number)
-                    yield (
-                        self.adapter.replace(batch, {name: _nothing(len(part)) for name, part in ids.items()}),
-                        list(ids.values()),
-                    )
+                    ids = self.adapter.extract(batch, features, number)
+                    if self._accumulate > 1:
+                        self._check(ids, number)
+                    nothing = {name: _nothing(len(part)) for name, part in ids.items()}
+                    yield self.adapter.replace(batch, nothing), list(ids.values())
                     number += 1
+                    self._first = []
         except Exception as error:
-            self.error = error
+            self._error = error
 
-    def rewrite(self, plan: Plan, group: Group, tables: Sequence[Table]) -> list[Any]:
+    def _check(self, ids: dict[str, Ids], number: int) -> None:
+        """The oracle counts iterations; where one has several batches, it can't name the one that is wrong."""
+        for table in self.tables:
+            try:
+                check_range(table, [ids[name] for name in table.features])
+            except ValueRangeError as error:
+                raise ValueRangeError(f"batch {number}: {error}") from None
+
+    def _rewrite(self, plan: Plan, group: Group) -> list[Any]:
         """The batches of an iteration, their ids replaced by handles."""
-        owner = [number for number, table in enumerate(tables) for _ in table.features]
+        row_ids = [plan.rows.of_table(table)[0] for table in range(len(self.tables))]
+        owner = [number for number, table in enumerate(self.tables) for _ in table.features]
         handles = [
-            torch.from_numpy(np.add(inverse, handle_base(table, plan.iteration), dtype=np.int64))
+            torch.from_numpy(np.add(inverse, training_base(table, plan.iteration), dtype=np.int64))
             for inverse, table in zip(plan.inverse, owner, strict=True)
         ]
         places = [0] * len(handles)
@@ -95,7 +125,8 @@ class Source:
         for batch, lengths in zip(group.batches, group.lengths, strict=True):
             values = {}
             for position, (name, length) in enumerate(zip(self.features, lengths, strict=True)):
-                values[name] = handles[position][places[position] : places[position] + length]
+                part = handles[position][places[position] : places[position] + length]
+                values[name] = Handles.wrap(part, row_ids)
                 places[position] += length
             batches.append(self.adapter.replace(batch, values))
         return batches
@@ -118,5 +149,6 @@ def _draw_privately(loader: Iterable[Any]) -> None:
         return
     loader.generator = torch.Generator()
     loader.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
-        loader.sampler.generator = loader.generator
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if getattr(sampler, "generator", loader) is None:
+            sampler.generator = loader.generator  # type: ignore[union-attr]

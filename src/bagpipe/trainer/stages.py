@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
 
 DEADLINE_S = 600.0
-JOIN_S = 30.0
+LOADER_S = 30.0
+"""How long the end of training waits for a loader that is in the middle of a batch."""
 
 
 class Wait(NamedTuple):
@@ -73,13 +74,14 @@ class Threads:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait until every stage has ended."""
-        until = time.monotonic() + JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        """Wait until every stage has ended; the first one may be held up by a loader, which gets less time."""
+        begin = time.monotonic()
+        for thread in reversed(self._threads):
+            limit_s = LOADER_S if thread is self._threads[0] else self.deadline_s
+            thread.join(max(0.0, begin + limit_s - time.monotonic()))
             if thread.is_alive():
                 raise DeadlineError(
-                    f"{thread.name} did not end within {JOIN_S:.0f} s; it is at {self._waiting}: does the loader block?"
+                    f"{thread.name} did not end within {limit_s:.0f} s; stages: {self._waiting}: does the loader block?"
                 )
         self._raise()
 

@@ -6,98 +6,148 @@ known to be finite. The order of additions is that of the forward pass, whatever
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from bagpipe.embedding import Lookups, TableView
-from bagpipe.errors import GradientError
+from bagpipe import embedding_device
+from bagpipe.embedding import Call, Lookups, TableView
+from bagpipe.embedding_device import DeviceBags, is_host
+from bagpipe.errors import GradientError, ModelError
 from bagpipe.kernels.bag import accumulate
-from bagpipe.kernels.parallel import Workers
-from bagpipe.kernels.update import apply, first_not_finite, scale
+from bagpipe.kernels.lanes import adjacent
+from bagpipe.kernels.parallel import Task, Workers
+from bagpipe.kernels.update import apply, first_not_finite
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, Scalars
 
-Floats = npt.NDArray[np.float32]
+FINITE = -1
 
 
 class RowUpdate:
     """Gradients of the rows of the current batch, and their application."""
 
-    def __init__(self, layouts: Sequence[RowLayout], lookups: Lookups, workers: Workers) -> None:
-        self._layouts, self._lookups, self._workers = layouts, lookups, workers
-        self._scratch = [np.empty((0, layout.dim), np.float32) for layout in layouts]
-        self._gradients: list[Floats] | None = None
+    def __init__(self, layouts: Sequence[RowLayout], lookups: Lookups) -> None:
+        self._layouts, self._lookups = layouts, lookups
         self.tables = [number for number, layout in enumerate(layouts) if not isinstance(layout.optimizer, Frozen)]
         """The tables that are updated at all."""
+        self._scratch = {table: torch.empty(0, layouts[table].dim, device=lookups.device) for table in self.tables}
+        self._gradients: dict[int, Tensor] | None = None
+        self._made_of: list[Tensor | None] = []
+        self._bad: dict[int, int] = {}
+        """For each table a row whose gradient is not finite."""
+        self._opened = False
 
     def discard(self) -> None:
-        """Forget the gradients: another batch begins."""
-        self._gradients = None
+        """Forget the gradients: they have been used, or another batch begins."""
+        self._gradients, self._made_of, self._opened = None, [], False
         self._lookups.forget()
+
+    def zero(self) -> None:
+        """Forget the gradients so far; a backward pass may follow."""
+        self._gradients, self._made_of, self._opened = None, [], False
+        for calls in self._lookups.calls:
+            for call in calls:
+                call.grad = None
 
     def any_gradient(self) -> bool:
         """Whether a backward pass has reached a look-up of this batch."""
-        return any(call.output.grad is not None for calls in self._lookups.calls for call in calls)
+        return any(call.grad is not None for calls in self._lookups.calls for call in calls)
 
-    def collect(self, views: Sequence[TableView], iteration: int) -> list[Floats]:
-        """The gradient of each row of each table, computed once a batch; GradientError if one is not finite."""
-        if self._gradients is None:
-            self._gradients = [self._room(table, len(view.slots)) for table, view in enumerate(views)]
+    def collect(self, views: Sequence[TableView]) -> dict[int, Tensor]:
+        """The gradient of each row of each table, added up once for all backward passes so far."""
+        arrived = [call.grad for calls in self._lookups.calls for call in calls]
+        same = len(arrived) == len(self._made_of) and all(map(operator.is_, arrived, self._made_of))
+        if self._opened and not same:
+            raise ModelError("a backward pass after the row gradients were clipped or scaled: call it before")
+        if self._gradients is None or not same:
+            gradients = {table: self._room(table, len(views[table].slots)) for table in self.tables}
+            bad = dict.fromkeys(self.tables, FINITE)
+
+            def add_up(table: int) -> None:
+                bad[table] = self._add_up(gradients[table], self._lookups.calls[table])
+
             order = sorted(self.tables, key=lambda table: -sum(len(c.bags) for c in self._lookups.calls[table]))
-            bad = dict.fromkeys(order, -1)
-
-            def add(table: int) -> None:
-                bad[table] = self._add_up(table)
-
-            self._workers.run([lambda table=table: add(table) for table in order])  # type: ignore[misc]
-            for table, row in bad.items():
-                if row >= 0:
-                    self._gradients = None
-                    raise GradientError(
-                        f"iteration {iteration}: the gradient of row {views[table].ids[row]} of table "
-                        f"{self._layouts[table].table.name!r} is not finite; no row was updated: "
-                        "lower the learning rate, clip gradients, or pass scaler= to step() to skip such batches"
-                    )
+            self._run([lambda table=table: add_up(table) for table in order])  # type: ignore[misc]
+            self._gradients, self._made_of, self._bad = gradients, arrived, bad
         return self._gradients
 
-    def squared_norm(self) -> float:
-        """Sum of squares of all gradients, in float64, table after table."""
-        assert self._gradients is not None
-        return float(sum(np.square(grads, dtype=np.float64).sum() for grads in self._gradients))
+    def open(self, views: Sequence[TableView]) -> list[Tensor]:
+        """The gradients of all tables, for someone who may change them."""
+        gradients = self.collect(views)
+        self._opened = True
+        return list(gradients.values())
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients, for clipping."""
-        assert self._gradients is not None
-        for grads in self._gradients:
-            scale(grads, np.float32(factor))
+    def check(self, views: Sequence[TableView], iteration: int) -> None:
+        """GradientError if a gradient is not finite."""
+        gradients = self.collect(views)
+        if self._opened:
+            self._bad = {table: _first_not_finite(part) for table, part in gradients.items()}
+        for table, row in self._bad.items():
+            if row != FINITE:
+                raise GradientError(
+                    f"iteration {iteration}: the gradient of row {views[table].ids[row]} of table "
+                    f"{self._layouts[table].table.name!r} is not finite; no row was updated: "
+                    "lower the learning rate, clip gradients, or pass scaler= to step() to skip such batches"
+                )
 
     def apply(self, views: Sequence[TableView], scalars: Sequence[Scalars]) -> None:
         """Update the rows in their slots."""
-        gradients = self._gradients
-        assert gradients is not None
+        gradients = self.collect(views)
 
         def update(table: int) -> None:
             layout, view = self._layouts[table], views[table]
-            apply(layout.optimizer, view.rows, view.slots, gradients[table], layout.dims, scalars[table])
+            if is_host(self._lookups.device):
+                rows, grads = view.rows.numpy(), gradients[table].numpy()
+                apply(layout.optimizer, rows, view.slots, grads, layout.dims, scalars[table])
+            else:
+                embedding_device.apply(layout, view.rows, view.slots, gradients[table], scalars[table])
 
         order = sorted(self.tables, key=lambda table: -len(views[table].slots))
-        self._workers.run([lambda table=table: update(table) for table in order])  # type: ignore[misc]
+        self._run([lambda table=table: update(table) for table in order])  # type: ignore[misc]
         self.discard()
 
-    def _room(self, table: int, num_rows: int) -> Floats:
+    def _run(self, tasks: Sequence[Task]) -> None:
+        workers: Workers | None = self._lookups.workers
+        if workers is not None and is_host(self._lookups.device):
+            workers.run(tasks)
+        else:
+            for task in tasks:
+                task()
+
+    def _room(self, table: int, num_rows: int) -> Tensor:
         """A buffer that is kept from batch to batch: fresh memory would be paged in every time."""
         if len(self._scratch[table]) < num_rows:
-            self._scratch[table] = np.empty((num_rows * 5 // 4, self._layouts[table].dim), np.float32)
+            shape = (num_rows * 5 // 4, self._layouts[table].dim)
+            self._scratch[table] = torch.empty(shape, device=self._lookups.device)
         return self._scratch[table][:num_rows]
 
-    def _add_up(self, table: int) -> int:
-        assert self._gradients is not None
-        grads = self._gradients[table]
-        grads.fill(0)
-        for call in self._lookups.calls[table]:
-            if call.output.grad is not None:
-                bad = accumulate(call.output.grad.numpy(), call.bags, grads, call.column)
+    def _add_up(self, grads: Tensor, calls: Sequence[Call]) -> int:
+        grads.zero_()
+        for call in calls:
+            if call.grad is None:
+                continue
+            of_bags = call.grad.reshape(-1, call.grad.shape[-1])
+            if isinstance(call.bags, DeviceBags):
+                embedding_device.accumulate(of_bags, call.bags, grads, call.column)
+            else:
+                vectors = of_bags.numpy()
+                vectors = vectors if adjacent(vectors) else np.ascontiguousarray(vectors)
+                bad = accumulate(vectors, call.bags, grads.numpy(), call.column)
                 assert bad < 0, "the forward pass has checked every handle"
-        return first_not_finite(grads)
+        return _first_not_finite(grads)
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> float:
+    """Sum of squares in float64, the same for any number of threads."""
+    return float(sum(np.square(part.cpu().numpy(), dtype=np.float64).sum() for part in gradients))
+
+
+def _first_not_finite(grads: Tensor) -> int:
+    if is_host(grads.device):
+        return first_not_finite(grads.numpy())
+    bad = torch.nonzero(~torch.isfinite(grads).all(1)).reshape(-1)
+    return int(bad[0]) if len(bad) else FINITE
