@@ -137,7 +137,10 @@ def _make_variant(
     labels: dict[str, Any], options: dict[str, Any], rows: list[int | None], batches: list[Ids], lookahead: int
 ) -> _Variant:
     batch_size, num_features = options.pop("batch_size", BATCH_SIZE), options.pop("num_features", len(rows))
-    chosen = [feature * len(rows) // num_features for feature in range(num_features)]
+    by_size = sorted(
+        range(len(rows)), key=lambda t: rows[t] or 0
+    )  # so that few features have their share of large tables
+    chosen = sorted(by_size[(feature + 1) * len(rows) // num_features - 1] for feature in range(num_features))
     parts = [
         [ids[t][start : start + batch_size] for t in chosen]
         for ids in batches
