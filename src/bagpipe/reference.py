@@ -154,7 +154,7 @@ class Reference:
         for lookup in self.lookups:
             lookup.calls.clear()
         loss = nn.functional.binary_cross_entropy_with_logits(self.model(part.dense, part.sparse), part.labels)
-        loss.backward()
+        torch.autograd.backward(loss)
         self.random_states[rank] = torch.get_rng_state()
         return float(loss.item())
 

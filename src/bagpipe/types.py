@@ -33,8 +33,9 @@ class Table:
             raise ConfigError(
                 f"table {self.name!r} has {self.rows!r} rows: give a whole number, 1 or more, or leave it out"
             )
-        if type(self.features) is str:
-            raise ConfigError(f"table {self.name!r}: features is the text {self.features!r}: give a tuple of names")
+        given: object = self.features
+        if isinstance(given, str):
+            raise ConfigError(f"table {self.name!r}: features is the text {given!r}: give a tuple of names")
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         if len(set(self.features)) < len(self.features):
             raise ConfigError(f"table {self.name!r} names a feature twice: {self.features}")
@@ -73,8 +74,8 @@ class Ids:
         ends = torch.cat([offsets, offsets.new_tensor([self.values.shape[0]])])
         if int(ends[0]) != 0 or bool((ends[1:] < ends[:-1]).any()):
             raise BatchError(
-                f"offsets of {len(offsets)} samples are not in order from 0 to {self.values.shape[0]}, the number of ids: "
-                "bag i begins at offsets[i] and ends where the next one begins"
+                f"offsets of {len(offsets)} samples are not in order from 0 to {self.values.shape[0]}, the number of "
+                "ids: bag i begins at offsets[i] and ends where the next one begins"
             )
 
     def __len__(self) -> int:
