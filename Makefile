@@ -28,7 +28,8 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install
+bench: install  # with FBGEMM's kernels to compare with
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[bench]'
 	$(BIN)/bagpipe bench all
 
 chaos: install
