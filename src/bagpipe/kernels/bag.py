@@ -24,7 +24,7 @@ NO_PADDING = -1
 """Handles are never negative, so no occurrence equals this one."""
 
 _AHEAD = 16
-"""Rows that are asked for before they are needed: 16 x 192 B covers a miss, 8 did not, 32 gained nothing."""
+"""Rows that are asked for before they are needed; anything from 8 to 32 measured about the same."""
 
 _NO_OFFSETS = np.empty(0, np.int64)
 _NO_WEIGHTS = np.empty(0, np.float32)
