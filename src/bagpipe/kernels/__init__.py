@@ -6,12 +6,18 @@ Nothing here uses Numba's own threads: its default threading layer aborts when t
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from numba import njit
+from numba.core import event
 
 Function = TypeVar("Function", bound=Callable[..., object])
+
+SILENT_SECONDS = 1.0
+"""Compiling that takes longer than this is explained, once a process."""
 
 
 def kernel(function: Function) -> Function:
@@ -22,3 +28,31 @@ def kernel(function: Function) -> Function:
 def inlined(function: Function) -> Function:
     """Compile a function that kernels call, inlined into each of them."""
     return cast(Function, njit(nogil=True, cache=True, fastmath=False, inline="always")(function))
+
+
+class Announcer(event.Listener):  # type: ignore[misc, unused-ignore]
+    """Tells people why the first run on a machine starts slowly; a kernel that is loaded from disk raises no event."""
+
+    def __init__(self) -> None:
+        self._depth, self._seconds, self._start, self._said = 0, 0.0, 0.0, False
+
+    def on_start(self, event: Any) -> None:
+        """A function begins to compile, perhaps for another one; Numba holds its lock meanwhile."""
+        if not event.data["dispatcher"].py_func.__module__.startswith("bagpipe."):
+            return
+        if self._seconds > SILENT_SECONDS and not self._said:
+            self._said = True
+            logging.getLogger("bagpipe").warning("compiling kernels; this happens once, later runs find them on disk")
+        if self._depth == 0:
+            self._start = time.perf_counter()
+        self._depth += 1
+
+    def on_end(self, event: Any) -> None:
+        """It is compiled."""
+        if event.data["dispatcher"].py_func.__module__.startswith("bagpipe."):
+            self._depth -= 1
+            if self._depth == 0:
+                self._seconds += time.perf_counter() - self._start
+
+
+event.register("numba:compile", Announcer())  # type: ignore[no-untyped-call, unused-ignore]
