@@ -19,7 +19,7 @@ from torch import nn
 
 from bagpipe.cache import RowCache, divide, group_by_width
 from bagpipe.config import cache_size
-from bagpipe.embedding import CachedLayer
+from bagpipe.embedding import CachedLayer, check_range
 from bagpipe.errors import BatchError, ConfigError, ModelError
 from bagpipe.initial import Given, Initial, Normal
 from bagpipe.layers import Binding, FeatureMap, bind
@@ -104,6 +104,8 @@ def accelerate(
     layouts = _layouts(binding, rows, initial, seed, earlier)
     widths = [layout.width for layout in layouts]
     first = source.first_ids()
+    for table in binding.tables:
+        check_range(table, [first[name] for name in table.features])
     needed = [len(np.unique(np.concatenate([first[name] for name in table.features]))) for table in binding.tables]
     most = [table.rows for table in binding.tables]
     capacity = divide(size, widths, needed, most, whole=policy == "ideal")

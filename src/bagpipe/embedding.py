@@ -191,8 +191,8 @@ class CachedLayer(Replacement):
             shape = (*input.shape, self.embedding_dim)
             counted = bags if padding == NO_PADDING else self._make(view, handles.reshape(-1, 1), padding=padding)
         else:
-            handles, offsets, weights = self._checked(handles, offsets, per_sample_weights)
-            bags = counted = self._make(view, handles, offsets, weights, self.mode == "mean", padding)
+            starts = self._starts(handles, offsets, per_sample_weights)
+            bags = counted = self._make(view, handles, starts, per_sample_weights, self.mode == "mean", padding)
             shape = (len(bags), self.embedding_dim)
         if lookups.recording and self.trainable and torch.is_grad_enabled():
             call = Call(counted, self.column)
@@ -268,10 +268,8 @@ class CachedLayer(Replacement):
             return bags
         return Bags(_integers(handles), view.base, _integers(offsets), _floats(weights), mean, padding)
 
-    def _checked(
-        self, handles: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the layer is called with, once it has a shape that `nn.EmbeddingBag` takes."""
+    def _starts(self, handles: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
+        """Where each bag begins, once everything has a shape that `nn.EmbeddingBag` takes."""
         if handles.dim() != (2 if offsets is None else 1):
             raise BatchError(
                 f"layer {self.name!r} is given ids of {handles.dim()} dimensions, offsets {offsets is not None}: "
@@ -283,14 +281,13 @@ class CachedLayer(Replacement):
                 f"ids of shape {tuple(handles.shape)}: give one float32 an id"
             )
         if offsets is None or not self.include_last_offset:
-            return handles, offsets, weights
-        end = int(offsets[-1]) if len(offsets) else -1
-        if not 0 <= end <= len(handles):
+            return offsets
+        if len(offsets) == 0 or int(offsets[-1]) != len(handles):
             raise BatchError(
                 f"layer {self.name!r} has include_last_offset=True and is given {len(handles)} ids with offsets that "
-                f"end at {end if len(offsets) else 'nothing'}: the last offset is where the last bag ends"
+                f"end at {int(offsets[-1]) if len(offsets) else 'nothing'}: the last offset is the number of ids"
             )
-        return handles[:end], offsets[:-1], None if weights is None else weights[:end]
+        return offsets[:-1]
 
     def _padding(self, view: TableView) -> int:
         if self.padding_idx is None:

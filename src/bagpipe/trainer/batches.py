@@ -159,8 +159,8 @@ class Batches:
             for table in self._update.tables:
                 self.cache.mark_updated(table, self._views[table].slots)
             self._stepped = self._unflushed = True
-        if self._checker is not None:
-            self._checker.updated(plan, self._update.tables)
+            if self._checker is not None:
+                self._checker.updated(plan, self._update.tables)
         return True
 
     def zero_grad(self) -> None:

@@ -264,6 +264,7 @@ class Pipeline(Generic[Payload]):
                     self._observer.written(rows)
 
     def _flush(self) -> Stage:
+        yield Wait("its turn", lambda: True)
         with self._cache.moving:  # victims that left since the last look are updates so far as well
             rows = [part for _ in range(len(self._victims)) for part in self._victims.popleft()]
             rows += self._cache.take_dirty()
