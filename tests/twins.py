@@ -89,7 +89,7 @@ def train_plain(model, batches, optimizers=(sgd,), loss=loss_of):
         loss(model, batch).backward()
         for optimizer in optimizers:
             optimizer.step()
-    return model.state_dict()
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def train_fast(model, batches, rows=None, dense=sgd, loss=loss_of, **options):
@@ -104,7 +104,7 @@ def train_fast(model, batches, rows=None, dense=sgd, loss=loss_of, **options):
             loss(model, batch).backward()
             optimizer.step()
             rows.step()
-    return model.state_dict()
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def assert_close(expected, found, **tolerance):
@@ -137,9 +137,9 @@ def directories_left():
 
 
 @pytest.fixture
-def nothing_left(tmp_path, monkeypatch):
+def nothing_left(tmp_path_factory, monkeypatch):
     """No thread and no temporary directory may outlive the test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     yield
     gc.collect()
     assert threads_left() == []

@@ -1,0 +1,159 @@
+"""Nothing outlives its session: no thread, no temporary directory, no worker process, no cache."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import bagpipe
+from bagpipe.errors import DeadlineError, PipelineError
+from bagpipe.trainer import stages
+from bagpipe.trainer.stages import Threads
+from twins import (
+    directories_left,
+    loss_of,
+    make_batches,
+    make_net,
+    nothing_left,  # noqa: F401
+    one_torch_thread,  # noqa: F401
+    threads_left,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def begin(num_batches=2, **options):
+    """A session in the middle of its loop."""
+    net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
+    options = {"cache": 60, "store": "mapped", "threads": 2} | options
+    loop = bagpipe.accelerate(net, options.pop("loader", make_batches()), rows, **options)
+    iterator = iter(loop)
+    for _ in range(num_batches):
+        loss_of(net, next(iterator)).backward()
+        rows.step()
+    return net, rows, loop, iterator
+
+
+def test_an_unused_session_leaks_nothing():
+    net = make_net()
+    bagpipe.accelerate(net, make_batches(), bagpipe.optim.SGD(0.1), store="mapped")
+    assert threads_left(0) == []
+    assert len(directories_left()) == 1, "the model still reads its rows there"
+    del net
+    gc.collect()
+    assert directories_left() == []
+
+
+def test_a_session_that_is_dropped_in_the_middle_ends_by_itself():
+    net, rows, loop, iterator = begin()
+    assert threads_left(0) != []
+    watched = weakref.ref(loop)
+    del net, loop, iterator
+    gc.collect()
+    assert watched() is None
+    assert threads_left() == []
+    assert directories_left() == []
+    with bagpipe.accelerate(make_net(), make_batches(), rows):  # and the optimizer is free again
+        pass
+
+
+def test_the_cache_is_given_back_when_training_is_over():
+    net, _, loop, iterator = begin()
+    sizes = [part.numel() for part in loop.cache.data]
+    iterator.close()
+    loop.close()
+    assert sizes == [50 * 8]  # all rows that there are
+    assert [part.numel() for part in loop.cache.data] == [0]
+    assert threads_left(0) == []
+    with torch.no_grad():
+        net(make_batches()[0])
+
+
+def test_closing_twice_and_before_the_first_batch_is_fine():
+    for num_batches in (0, 3):
+        _, _, loop, _ = begin(num_batches)
+        loop.close()
+        loop.close()
+        assert threads_left(0) == []
+
+
+def test_worker_processes_of_the_loader_end_with_the_loop():
+    loader = DataLoader(range(600), batch_size=6, num_workers=2, collate_fn=collate, prefetch_factor=2)
+    _, _, loop, iterator = begin(loader=loader, lookahead=2)
+    assert len(multiprocessing.active_children()) == 2
+    iterator.close()
+    loop.close()
+    until = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert multiprocessing.active_children() == []
+
+
+def collate(numbers):
+    ids = torch.tensor(numbers).reshape(-1, 1)
+    size = len(ids)
+    return {"user": ids % 30, "item": ids % 20, "dense": torch.ones(size, 2), "label": torch.ones(size)}
+
+
+def test_a_defect_in_a_background_thread_surfaces_with_its_cause_and_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(bagpipe.cache.RowCache, "copy_out", lambda *_: {}["missing"])
+    _, _, loop, iterator = begin(1, policy="nocache", driver=Threads(20))
+
+    def go_on():
+        with loop:
+            for _ in iterator:
+                pass
+
+    with pytest.raises(PipelineError, match="write-back thread failed: KeyError") as caught:
+        go_on()
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_loader_that_blocks_is_named_by_every_wait(monkeypatch):
+    """The loop waits for a batch until its deadline; leaving it waits for the loader, but not forever."""
+    monkeypatch.setattr(stages, "LOADER_S", 0.2)
+    released = threading.Event()
+
+    def blocking():
+        yield from make_batches()[:2]
+        released.wait(30)
+
+    net, _, loop, iterator = begin(0, loader=blocking(), driver=Threads(0.3), lookahead=1)
+    # With a lookahead of one the first batch is planned as soon as it is read.
+    loss_of(net, next(iterator))
+    with pytest.raises(DeadlineError, match=r"waited 0 s for the rows of the next batch; the stages wait for: plan"):
+        for _ in iterator:
+            pass
+    assert loop.closed
+    released.set()
+
+
+def test_leaving_a_loop_whose_loader_blocks_ends_with_a_named_error(monkeypatch):
+    monkeypatch.setattr(stages, "LOADER_S", 0.2)
+    released = threading.Event()
+
+    def blocking():
+        yield from make_batches()[:3]
+        released.wait(30)
+
+    _, _, loop, _ = begin(1, loader=blocking(), lookahead=1)
+    with pytest.raises(DeadlineError, match=r"bagpipe-plan did not end within 0 s.*does the loader block"):
+        loop.close()
+    assert threads_left(0) == ["bagpipe-plan"]
+    released.set()
+
+
+def test_many_sessions_leave_no_more_than_one():
+    before = threading.active_count()
+    for _ in range(5):
+        _, _, loop, _ = begin(3)
+        with loop:
+            pass
+    assert threading.active_count() == before
