@@ -1,6 +1,6 @@
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -107,8 +107,42 @@ def test_integers_of_any_width_become_64_bits_without_passing_through_floats():
 
 def test_a_batch_without_an_announced_feature_is_refused_with_its_number():
     adapter = Adapter({"a": ids(1), "b": ids(2)})
-    with pytest.raises(BatchError, match=r"batch 17 has no ids of feature 'b'"):
+    with pytest.raises(BatchError, match=r"batch 17 has no ids of feature 'b'.*it has 'a'"):
         adapter.extract({"a": ids(1)}, ("a", "b"), 17)
+    with pytest.raises(BatchError, match="batch 18 has no ids of feature 'b'"):
+        adapter.extract({"a": ids(1), "b": torch.ones(1)}, ("a", "b"), 18)
+    with pytest.raises(BatchError, match=r"no ids of feature 'c'; they have 'a', 'b'"):
+        adapter.require(["a", "c"])
+
+
+def test_the_kind_of_mapping_stays():
+    ordered = OrderedDict(b=ids(1), a=ids(2))
+    changed = Adapter(ordered).replace(ordered, {"a": ids(9)})
+    assert type(changed) is OrderedDict
+    assert [(name, part.tolist()) for name, part in changed.items()] == [("b", [1]), ("a", [9])]
+    assert ordered["a"].tolist() == [2]
+    frozen = MappingProxyType({3: ids(1)})
+    assert Adapter(frozen).replace(frozen, {"3": ids(9)})[3].tolist() == [9]
+
+
+def test_two_features_side_by_side_are_no_offsets():
+    """Whatever their first values are; and what the first batch was taken for, all later ones are."""
+    adapter = Adapter({"ids": (ids(4, 5), ids(0, 3)), "pair": (ids(7, 7, 7), ids(0, 2))})
+    assert list(adapter.paths) == ["0", "1", "pair"]
+    later = {"ids": (ids(4, 5), ids(0, 0)), "pair": (ids(7), ids(0))}
+    assert adapter.extract(later, ("0", "1", "pair"), 1)["1"].tolist() == [0, 0]
+
+
+def test_objects_that_refer_to_each_other_are_walked_once():
+    batch = SimpleNamespace(a=ids(3))
+    batch.parent = SimpleNamespace(child=batch, b=ids(4))
+    assert list(Adapter(batch).paths) == ["a", "b"]
+
+
+def test_a_bare_tensor_is_a_batch():
+    adapter = Adapter(ids(3, 4))
+    assert list(adapter.paths) == [""]
+    assert adapter.replace(ids(3, 4), {"": ids(8, 9)}).tolist() == [8, 9]
 
 
 def test_values_of_knows_every_kind_of_leaf():

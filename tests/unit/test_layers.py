@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from bagpipe.errors import ModelError
-from bagpipe.layers import bind, embedding_layers, swap
+from bagpipe.layers import Replacement, bind, embedding_layers, swap
 from bagpipe.types import Table
 
 
@@ -116,3 +116,11 @@ def test_swap_replaces_attributes_and_entries_of_containers():
         swap(model, name, nn.Identity())
     assert embedding_layers(model) == {}
     assert isinstance(model["two"].item_emb, nn.Identity)
+
+
+def test_a_replaced_layer_is_found_again_but_is_no_part_of_the_model():
+    model = Two()
+    layer = model.item_emb
+    swap(model, "item_emb", Replacement(layer))
+    assert embedding_layers(model)["item_emb"] is layer
+    assert [name for name, _ in model.named_parameters()] == ["user_embedding.weight"]
