@@ -6,12 +6,27 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+from bagpipe.api import accelerate
+from bagpipe.state import of_store
 from bagpipe.trainer.stages import Seeded, Threads
-from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from support import (
+    OPTIMIZERS,
+    TABLES,
+    assert_identical,
+    dense_sgd,
+    initial,
+    make_batches,
+    make_model,
+    train_accelerated,
+    train_reference,
+)
 
 MODELS = ("dlrm", "wide_deep", "deep_cross", "deepfm")
 BATCHES = make_batches(14, last=3)
+OTHERS = make_batches(2, seed=99)
+"""For evaluation."""
 EXPECTED = {}
 
 
@@ -106,3 +121,59 @@ def test_every_schedule_is_bit_identical(seed, eagerness, last, lookahead, polic
         driver=driver,
     )
     assert_identical(expected("wide_deep", "adagrad"), found)
+
+
+def train_with_events(parts, events, optimizer, drivers, **options):
+    """Train the batches of several sessions of one model; `events` says what happens at a batch."""
+    model = make_model("wide_deep")
+    dense, number = None, 0
+    for part, driver in zip(parts, drivers, strict=True):
+        options["driver"] = driver
+        loop = accelerate(model, part, optimizer, tables=TABLES, initial=initial, check=True, **options)
+        dense = dense or dense_sgd(list(model.parameters()))
+        with loop:
+            for batch in loop:
+                event = events.get(number)
+                if event == "evaluate":
+                    with torch.no_grad():
+                        for other in loop.evaluate(OTHERS):
+                            model(other.dense, other.sparse)
+                elif event == "break off":
+                    for other in loop.evaluate(OTHERS):
+                        model(other.dense, other.sparse)
+                        break
+                elif event == "save":
+                    loop.state_dict()
+                loss = binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
+                dense.zero_grad()
+                loss.backward()
+                if event == "skip":
+                    loop.zero_grad()
+                elif event == "norm":
+                    assert loop.grad_norm() > 0
+                if event != "skip":
+                    dense.step()
+                    optimizer.step()
+                number += 1
+    return of_store(model, [layout.table.name for layout in loop.layouts], loop.store)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    events=st.dictionaries(st.integers(0, 13), st.sampled_from(["evaluate", "break off", "save", "skip", "norm"])),
+    ends=st.sets(st.integers(1, 13), max_size=2),
+    seed=st.integers(0, 10**6),
+    eagerness=st.sampled_from([0.0, 0.5, 2.0]),
+    policy=st.sampled_from(["lookahead", "lru"]),
+    cache=st.integers(60, 120),
+)
+def test_what_happens_between_iterations_changes_no_bit(events, ends, seed, eagerness, policy, cache):
+    edges = [0, *sorted(ends), len(BATCHES)]
+    parts = [BATCHES[start:stop] for start, stop in itertools.pairwise(edges)]
+    trained = [batch for number, batch in enumerate(BATCHES) if events.get(number) != "skip"]
+    if not trained:
+        return
+    reference, _ = train_reference(trained, OPTIMIZERS["adam"](), "wide_deep")
+    drivers = [Seeded(seed + number, eagerness) for number in range(len(parts))]
+    found = train_with_events(parts, events, OPTIMIZERS["adam"](), drivers, policy=policy, cache=cache)
+    assert_identical(reference, found)

@@ -440,8 +440,9 @@ INTERRUPTED = """
 """
 
 
-@pytest.mark.parametrize(("name", "error"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")])
-@pytest.mark.parametrize("delay", [0.0, 0.0037])
+@pytest.mark.parametrize(
+    ("name", "error", "delay"), [("SIGINT", "KeyboardInterrupt", 0.0037), ("SIGTERM", "SystemExit", 0.0)]
+)
 def test_a_real_signal_ends_the_loop_between_two_updates(tmp_path, name, error, delay):
     """Dense parameters are left alone here, as only the row update is made whole by bagpipe."""
     script = textwrap.dedent(INTERRUPTED.format(tests=str(Path(__file__).parents[1]), delay=delay, signal=name))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,3 +162,30 @@ def test_many_sessions_leave_no_more_than_one():
         with loop:
             pass
     assert threading.active_count() == before
+
+
+LEFT_OPEN = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import bagpipe
+    from twins import loss_of, make_batches, make_net
+
+    net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
+    for batch in bagpipe.accelerate(net, make_batches(), rows, cache=40, store="mapped", threads=2):
+        loss_of(net, batch).backward()
+        rows.step()
+        if rows.updates == 3:
+            break
+    print(net.state_dict()["user.weight"].shape)
+"""
+
+
+def test_a_script_that_breaks_off_without_a_with_block_ends_cleanly(tmp_path):
+    script = textwrap.dedent(LEFT_OPEN.format(tests=str(Path(__file__).parents[1])))
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "torch.Size([30, 4])\n"
+    assert list(tmp_path.glob("bagpipe-*")) == []
