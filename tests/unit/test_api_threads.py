@@ -142,13 +142,15 @@ def test_a_loader_that_blocks_is_named_by_every_wait(monkeypatch):
 
 def test_leaving_a_loop_whose_loader_blocks_ends_with_a_named_error(monkeypatch):
     monkeypatch.setattr(stages, "LOADER_S", 0.2)
-    released = threading.Event()
+    reached, released = threading.Event(), threading.Event()
 
     def blocking():
         yield from make_batches()[:3]
+        reached.set()
         released.wait(30)
 
     _, _, loop, _ = begin(1, loader=blocking(), lookahead=1)
+    assert reached.wait(10)
     with pytest.raises(DeadlineError, match=r"bagpipe-plan did not end within 0 s.*does the loader block"):
         loop.close()
     assert threads_left(0) == ["bagpipe-plan"]
