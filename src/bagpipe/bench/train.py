@@ -177,7 +177,7 @@ class PyTorch:
 
 
 def run(quick: bool) -> Results:
-    """Wide&Deep with prepared and live data, DLRM with prepared; about ten minutes, and 12 GB."""
+    """Wide&Deep with prepared and live data, DLRM with prepared; about ten minutes, and 14 GB."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     size = QUICK if quick else FULL
     results = []
@@ -291,7 +291,7 @@ def _initial_rows(layout: RowLayout, ids: Any) -> Any:
 def _refusal(work: Work) -> str | None:
     """Why a peer that holds whole tables can't be run here, if so."""
     tables_bytes = sum(table.rows or 0 for table in work.tables) * work.size.dim * 4
-    needed = 1.2 * tables_bytes + 3 * sum(len(ids) for ids in work.touched.values()) * work.size.dim * 4
+    needed = 1.2 * tables_bytes + 4 * sum(len(ids) for ids in work.touched.values()) * work.size.dim * 4
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
