@@ -86,8 +86,15 @@ def accelerate(
         threads: For kernels; as torch uses by default.
         driver: Runs the background stages; for tests.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is a {type(model).__name__}: give an nn.Module")
+    if not isinstance(rows, RowOptimizer | PerTable):
+        raise ModelError(f"rows is a {type(rows).__name__}: give one of bagpipe.optim, such as bagpipe.optim.SGD(0.1)")
+    if not isinstance(loader, Iterable):
+        raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
     for name, value in (("epochs", epochs), ("accumulate", accumulate), ("depth", depth)):
         _at_least(name, value, 1)
+    _at_least("seed", seed, 0)
     if lookahead != "auto":
         _at_least("lookahead", lookahead, 1)
     if threads is not None:
@@ -99,7 +106,8 @@ def accelerate(
     binding = bind(model, list(source.adapter.paths), features, tables, keep)
     _refuse_held_parameters(binding)
     earlier = _earlier(model)
-    place = torch.device(device) if device is not None else _device_of(model, binding)
+    _refuse_unknown_optimizers(rows, binding)
+    place = _usable(device) if device is not None else _device_of(model, binding)
     source.tables = binding.tables
     layouts = _layouts(binding, rows, initial, seed, earlier)
     widths = [layout.width for layout in layouts]
@@ -198,6 +206,21 @@ def _device_of(model: nn.Module, binding: Binding) -> torch.device:
     taken = {id(layer.module.weight) for layer in binding.layers}
     dense = (part for part in model.parameters() if id(part) not in taken and not part.is_meta)
     return next((part.device for part in dense), torch.device("cpu"))
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={str(device)!r} can't be used ({reason}): leave it out, or give another") from error
+
+
+def _refuse_unknown_optimizers(rows: RowOptimizer | PerTable, binding: Binding) -> None:
+    known = [table.name for table in binding.tables] + [layer.name for layer in binding.layers]
+    for name in rows.tables if isinstance(rows, PerTable) else ():
+        if name not in known:
+            raise ConfigError(f"PerTable names {name!r}; the model has {', '.join(map(repr, dict.fromkeys(known)))}")
 
 
 def _open_store(store: str | Path, layouts: Sequence[RowLayout]) -> Store:

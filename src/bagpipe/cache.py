@@ -93,7 +93,8 @@ class RowCache:
         self.device = device
         self.num_bytes = sum(4 * slots * width for slots, width in zip(capacity, self.widths, strict=True))
         self.data: list[Tensor] = [
-            torch.zeros(slots, width, device=device) for slots, width in zip(capacity, self.widths, strict=True)
+            torch.zeros(slots, width, dtype=torch.float32, device=device)
+            for slots, width in zip(capacity, self.widths, strict=True)
         ]
         self.tenant_table = [np.full(slots, VACANT, np.int32) for slots in capacity]
         self.tenant_id = [np.zeros(slots, np.int64) for slots in capacity]
@@ -184,7 +185,7 @@ class Transfers:
     def gather(self, data: Tensor, slots: Slots) -> Floats:
         """The rows in these slots."""
         pinned = self._stream is not None
-        values = torch.empty(len(slots), data.shape[1], pin_memory=pinned)
+        values = torch.empty(len(slots), data.shape[1], dtype=torch.float32, device="cpu", pin_memory=pinned)
         with self._streaming():
             values.copy_(data.index_select(0, self._index(slots)), non_blocking=True)
         self._finish()

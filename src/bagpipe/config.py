@@ -220,13 +220,29 @@ def _lay_over(settings: dict[str, Any], override: str) -> None:
 
 def _explain(detail: Any) -> str:
     """One line for one of pydantic's findings: field, what is wrong, its value, what is allowed."""
-    field = ".".join(str(part) for part in detail["loc"]) or "configuration"
+    path = _fields(detail["loc"])
+    field = ".".join(path)
     if detail["type"] == "extra_forbidden":
         return f"{field}: there is no such setting; {_siblings(detail['loc'])}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     value = detail["input"]
     shown = "" if isinstance(value, dict | Section) else f" (it is {value!r})"
-    return f"{field}: {message}{shown}"
+    return f"{field}: {message}{shown}" if field else message
+
+
+def _fields(location: tuple[str | int, ...]) -> list[str]:
+    """The names of settings in a location; pydantic adds the alternatives of a field that takes several types."""
+    section: Any = Config
+    path = []
+    for name in map(str, location):
+        path.append(name)
+        field = getattr(section, "model_fields", {}).get(name)
+        if field is None:
+            break
+        section = field.annotation
+        if not hasattr(section, "model_fields"):
+            break
+    return path
 
 
 def _siblings(location: tuple[str | int, ...]) -> str:

@@ -102,7 +102,9 @@ class Lookups:
     """Whether look-ups are remembered for a row update."""
     calls: list[list[Call]] = field(default_factory=list)
     """The look-ups of this iteration, a list for each table, in the order of the forward pass."""
-    anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
+    anchor: Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+    )
     """What makes autograd call us: look-ups have no other input with a gradient."""
 
     def forget(self) -> None:
@@ -206,7 +208,7 @@ class CachedLayer(Replacement):
         """The vectors of each bag, added up."""
         if isinstance(bags, DeviceBags):
             return embedding_device.pool(view.rows, view.slots, bags, self.column, self.embedding_dim).view(shape)
-        output = torch.empty(shape)
+        output = torch.empty(shape, dtype=torch.float32, device="cpu")
         out, rows = output.view(len(bags), self.embedding_dim).numpy(), view.rows.numpy()
         workers = self.lookups.workers
         parts = workers.num_threads if workers is not None and len(bags) >= SPLIT_BAGS else 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from bagpipe.errors import ModelError
 from bagpipe.types import Table
@@ -77,13 +78,22 @@ def bind(
     and those of `tables`, the tables of the data. Layers named in `keep` stay as they are. Layers that are fed by the
     same features share a table, so that one cached row serves them all.
     """
-    found = {name: layer for name, layer in embedding_layers(model).items() if name not in keep}
+    everything = embedding_layers(model)
+    if isinstance(keep, str):
+        raise ModelError(f"keep is the text {keep!r}: give a list of layers, such as [{keep!r}]")
+    unknown = [name for name in keep if name not in everything]
+    if unknown:
+        raise ModelError(f"keep names {_list(unknown)}; the model's layers are {_list(everything)}")
+    found = {name: layer for name, layer in everything.items() if name not in keep}
     if not found:
         raise ModelError(
             f"{type(model).__name__} has no nn.EmbeddingBag or nn.Embedding layer to accelerate: train it as it is"
         )
-    _refuse_inexact(found)
-    fed = _given(found, features, mapping) if mapping is not None else _guess(found, features, tables)
+    for name, layer in found.items():
+        _refuse_inexact(name, layer)
+    _refuse_shared(model, found)
+    names_of = _names_of(model, found)
+    fed = _given(names_of, features, mapping) if mapping is not None else _guess(names_of, features, tables)
     known = {name: table for table in tables for name in table.features}
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in found:
@@ -99,9 +109,7 @@ def bind(
             )
         if len({found[layer].weight.requires_grad for layer in layers}) > 1:
             raise ModelError(f"layers {_list(layers)} share their rows, but only some are frozen: freeze all or none")
-        of_data = {known[name].name for name in names if name in known}
-        rows = known[names[0]].rows if len(of_data) == 1 and names[0] in known else sizes.pop()
-        result.append(Table(of_data.pop() if len(of_data) == 1 else layers[0], rows, names))
+        result.append(_table(names, layers[0], found[layers[0]], known, {table.name for table in result}))
         bound += [BoundLayer(layer, found[layer], number, part) for part, layer in enumerate(layers)]
     return Binding(tuple(result), tuple(bound))
 
@@ -117,44 +125,91 @@ def embedding_layers(model: nn.Module) -> dict[str, EmbeddingLayer]:
 
 
 def swap(model: nn.Module, name: str, replacement: nn.Module) -> None:
-    """Put another module in the place of the one with this qualified name."""
-    parent, _, last = name.rpartition(".")
-    owner: Any = model.get_submodule(parent)
-    if isinstance(owner, nn.ModuleDict | nn.Sequential | nn.ModuleList):
-        owner._modules[last] = replacement
-    else:
-        setattr(owner, last, replacement)
+    """Put another module in the place of the one with this qualified name, wherever the model uses it."""
+    replaced = model.get_submodule(name)
+    for owner in list(model.modules()):
+        for key, part in owner._modules.items():
+            if part is replaced:
+                owner._modules[key] = replacement
 
 
-def _refuse_inexact(layers: Mapping[str, EmbeddingLayer]) -> None:
-    owners: dict[int, str] = {}
-    for name, layer in layers.items():
-        if layer.max_norm is not None:
-            raise ModelError(
-                f"layer {name!r} has max_norm={layer.max_norm}, which changes rows while they are read: unset it"
-            )
-        if layer.scale_grad_by_freq:
-            raise ModelError(f"layer {name!r} has scale_grad_by_freq=True, which bagpipe does not compute: unset it")
-        if isinstance(layer, nn.EmbeddingBag) and layer.mode == "max":
-            raise ModelError(f"layer {name!r} pools with mode='max': use 'sum' or 'mean'")
-        if layer.weight.dtype != torch.float32:
-            raise ModelError(f"layer {name!r} has {layer.weight.dtype} weights: rows are float32, convert it")
-        other = owners.setdefault(id(layer.weight), name)
-        if other != name:
-            raise ModelError(f"layers {other!r} and {name!r} share one weight: use one layer for both features")
+def _refuse_inexact(name: str, layer: EmbeddingLayer) -> None:
+    kind = nn.EmbeddingBag if isinstance(layer, nn.EmbeddingBag) else nn.Embedding
+    if not name:
+        raise ModelError(f"the model is itself an nn.{kind.__name__}: put it into an nn.Sequential")
+    if type(layer).forward is not kind.forward or "forward" in vars(layer):
+        raise ModelError(
+            f"layer {name!r} is a {type(layer).__name__} with a forward of its own: make it a module that has an "
+            f"nn.{kind.__name__}, or name it in `keep`"
+        )
+    if layer.max_norm is not None:
+        raise ModelError(
+            f"layer {name!r} has max_norm={layer.max_norm}, which changes rows while they are read: unset it"
+        )
+    if layer.scale_grad_by_freq:
+        raise ModelError(f"layer {name!r} has scale_grad_by_freq=True, which bagpipe does not compute: unset it")
+    if isinstance(layer, nn.EmbeddingBag) and layer.mode == "max":
+        raise ModelError(f"layer {name!r} pools with mode='max': use 'sum' or 'mean'")
+    if layer.weight.dtype != torch.float32:
+        raise ModelError(f"layer {name!r} has {layer.weight.dtype} weights: rows are float32, convert it")
+    hooked: Any = layer
+    hooks = [hooked._forward_hooks, hooked._forward_pre_hooks, hooked._backward_hooks, hooked._backward_pre_hooks]
+    if is_parametrized(layer) or any(hooks) or hooked.weight._backward_hooks:
+        raise ModelError(
+            f"layer {name!r} has hooks or parametrizations, which would be lost: remove them, or name it in `keep`"
+        )
 
 
-def _given(
-    layers: Mapping[str, EmbeddingLayer], features: Collection[str], mapping: FeatureMap
-) -> dict[str, list[str]]:
+def _refuse_shared(model: nn.Module, layers: Mapping[str, EmbeddingLayer]) -> None:
+    owners = {id(layer.weight): name for name, layer in layers.items()}
+    for name, part in model.named_modules():
+        for key, parameter in part._parameters.items():
+            owner = owners.get(id(parameter), name)
+            if owner != name:
+                raise ModelError(
+                    f"layer {owner!r} and {name + '.' + key!r} share one weight: use one layer for both features, or "
+                    "name it in `keep`"
+                )
+
+
+def _names_of(model: nn.Module, layers: Mapping[str, EmbeddingLayer]) -> dict[str, list[str]]:
+    """All names under which a model has each layer; most have one."""
+    names: dict[str, list[str]] = {name: [] for name in layers}
+    first = {id(model.get_submodule(name)): name for name in layers}
+    for name, part in model.named_modules(remove_duplicate=False):
+        if id(part) in first:
+            names[first[id(part)]].append(name)
+    return names
+
+
+def _table(
+    features: tuple[str, ...], name: str, layer: EmbeddingLayer, known: Mapping[str, Table], taken: Collection[str]
+) -> Table:
+    """The table of these features: that of the data where it is known, else one named after the layer."""
+    of_data = {known[feature].name: known[feature] for feature in features if feature in known}
+    if len(of_data) != 1 or features[0] not in known:
+        return Table(name, layer.num_embeddings, features)
+    table = known[features[0]]
+    rows = table.rows
+    if rows is None and not layer.weight.is_meta:
+        rows = layer.num_embeddings
+    if rows is not None and rows > layer.num_embeddings:
+        raise ModelError(
+            f"table {table.name!r} has {rows} rows and layer {name!r} {layer.num_embeddings}: make the layer as large"
+        )
+    return Table(name if table.name in taken else table.name, rows, features)
+
+
+def _given(layers: Mapping[str, Sequence[str]], features: Collection[str], mapping: FeatureMap) -> dict[str, list[str]]:
     fed: dict[str, list[str]] = {name: [] for name in layers}
+    first = {alias: name for name, aliases in layers.items() for alias in aliases}
     for feature, targets in mapping.items():
         if feature not in features:
             raise ModelError(f"the mapping names feature {feature!r}; the batches have {_list(features)}")
         for target in [targets] if isinstance(targets, str) else targets:
-            if target not in layers:
-                raise ModelError(f"feature {feature!r} is mapped to {target!r}; the model's layers are {_list(layers)}")
-            fed[target].append(feature)
+            if target not in first:
+                raise ModelError(f"feature {feature!r} is mapped to {target!r}; the model's layers are {_list(first)}")
+            fed[first[target]].append(feature)
     idle = [name for name, names in fed.items() if not names]
     if idle:
         raise ModelError(f"no feature is mapped to {_list(idle)}: add it to the mapping, or name it in `keep`")
@@ -162,7 +217,7 @@ def _given(
 
 
 def _guess(
-    layers: Mapping[str, EmbeddingLayer], features: Collection[str], tables: Sequence[Table]
+    layers: Mapping[str, Sequence[str]], features: Collection[str], tables: Sequence[Table]
 ) -> dict[str, list[str]]:
     if len(layers) == 1 and len(features) == 1:
         return {name: list(features) for name in layers}
@@ -172,8 +227,8 @@ def _guess(
             if feature in aliases:
                 aliases[feature] = {_stem(table.name)}
     fed = {}
-    for name in layers:
-        stems = {_stem(name.rpartition(".")[2]), _stem(name)} - {()}
+    for name, names in layers.items():
+        stems = {_stem(part) for each in names for part in (each, each.rpartition(".")[2])} - {()}
         fed[name] = [feature for feature in features if stems & aliases[feature]]
         if not fed[name]:
             raise ModelError(

@@ -77,6 +77,8 @@ class Job:
 
 def prepare(config: Config, run_dir: Path | None = None) -> Job:
     """Open the data and claim the run directory."""
+    if config.trainers > 1:
+        raise ConfigError(f"trainers is {config.trainers}: several trainers are not there yet, leave it at 1")
     source, data = _open(config)
     held_out = int(data.num_samples * config.data.held_out)
     if held_out == 0 or held_out == data.num_samples:

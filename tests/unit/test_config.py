@@ -32,6 +32,8 @@ def test_a_file_and_overrides_are_laid_over_the_defaults(tmp_path):
         ("row_optimizer.lr=nan", ["row_optimizer", "lr is nan"]),
         ("data.held_out=1.5", ["data.held_out", "1.5"]),
         ("seed=-1", ["seed", "-1"]),
+        ("lookahead=0", ["lookahead: ", "auto"]),
+        ("cache=nonsense", ["cache is 'nonsense'", "2GB"]),
         ("batch_size", ["a.b=c"]),
         ("=3", ["a.b=c"]),
     ],

@@ -80,7 +80,7 @@ def test_two_layers_with_one_weight_are_refused():
     model = Two()
     model.other = nn.Embedding(20, 3)
     model.other.weight = model.item_emb.weight
-    with pytest.raises(ModelError, match=r"item_emb.*other"):
+    with pytest.raises(ModelError, match=r"(?=.*item_emb)(?=.*other)"):
         bind(model, ["user", "item", "other"])
 
 
@@ -124,3 +124,47 @@ def test_a_replaced_layer_is_found_again_but_is_no_part_of_the_model():
     swap(model, "item_emb", Replacement(layer))
     assert embedding_layers(model)["item_emb"] is layer
     assert [name for name, _ in model.named_parameters()] == ["user_embedding.weight"]
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 10
+
+
+def tie_to_a_linear(model):
+    model.out = nn.Linear(3, 20, bias=False)
+    model.out.weight = model.item_emb.weight
+
+
+def give_it_a_forward_of_its_own(model):
+    model.item_emb = Scaled(20, 3)
+
+
+def hook_the_layer(model):
+    model.item_emb.register_forward_hook(lambda *_: None)
+
+
+def hook_the_weight(model):
+    model.item_emb.weight.register_hook(lambda grad: grad * 0)
+
+
+def parametrize_it(model):
+    nn.utils.parametrizations.weight_norm(model.item_emb)
+
+
+@pytest.mark.parametrize(
+    "change", [tie_to_a_linear, give_it_a_forward_of_its_own, hook_the_layer, hook_the_weight, parametrize_it]
+)
+def test_what_a_swap_would_silently_lose_is_refused_by_name_unless_kept(change):
+    model = Two()
+    change(model)
+    with pytest.raises(ModelError, match="item_emb"):
+        bind(model, ["user", "item"])
+    assert [layer.name for layer in bind(model, ["user", "item"], keep=["item_emb"]).layers] == ["user_embedding"]
+
+
+def test_names_to_keep_must_be_layers_in_a_list():
+    with pytest.raises(ModelError, match="give a list"):
+        bind(Two(), ["user", "item"], keep="item_emb")
+    with pytest.raises(ModelError, match="nope"):
+        bind(Two(), ["user", "item"], keep=["nope"])

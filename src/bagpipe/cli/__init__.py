@@ -6,12 +6,13 @@ in one readable line and exit code 1; anything else is a defect and keeps its tr
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
 
 from bagpipe.cli import bench, compare, data, doctor, plan, train, verify
-from bagpipe.cli.output import fail
+from bagpipe.cli.output import errors, fail
 from bagpipe.errors import BagpipeError
 
 app = typer.Typer(
@@ -45,10 +46,12 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 def main() -> None:
     """Entry point of the `bagpipe` command."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that everything is tidied up
     try:
         app()
     except BagpipeError as error:
         fail(error, as_json="--json" in sys.argv)
         sys.exit(1)
     except KeyboardInterrupt:
+        errors.print("interrupted")
         sys.exit(130)

@@ -186,7 +186,7 @@ class Batches:
         self._skipped = True  # whoever asks may decide against a step
         holders = []
         for grads in self._update.open(self._views):
-            holder = torch.zeros(1, device=grads.device).expand(grads.shape)
+            holder = torch.zeros(1, dtype=grads.dtype, device=grads.device).expand(grads.shape)
             holder.grad = grads
             holders.append(holder)
         return [{"params": holders}]

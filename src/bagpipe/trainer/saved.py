@@ -29,7 +29,7 @@ def save_rows(layouts: Sequence[RowLayout], store: Store) -> dict[str, dict[str,
         )
     tables = {}
     for number, layout in enumerate(layouts):
-        rows = torch.empty(store.num_rows(number), layout.width)
+        rows = torch.empty(store.num_rows(number), layout.width, dtype=torch.float32, device="cpu")
         ids = torch.from_numpy(store.ids(number).copy())
         store.read(number, ids.numpy(), rows.numpy())
         tables[layout.table.name] = {"ids": ids, "rows": rows}

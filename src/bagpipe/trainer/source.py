@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from bagpipe.adapt import Adapter
 from bagpipe.embedding import check_range
-from bagpipe.errors import ValueRangeError
+from bagpipe.errors import ConfigError, ValueRangeError
 from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
@@ -47,6 +47,11 @@ class Source:
         if epochs > 1:
             _draw_privately(loader)
         self._first_epoch: Iterator[Any] = iter(loader)
+        if epochs > 1 and self._first_epoch is loader:
+            raise ConfigError(
+                f"epochs is {epochs}, but the loader is an iterator, which can be read once: give a list, a "
+                "DataLoader, or another object whose iter() begins anew"
+            )
         self._first = list(islice(self._first_epoch, 1))
         self.adapter = Adapter(self._first[0] if self._first else None)
 

@@ -34,7 +34,7 @@ class RowUpdate:
         self._layouts, self._lookups = layouts, lookups
         self.tables = [number for number, layout in enumerate(layouts) if not isinstance(layout.optimizer, Frozen)]
         """The tables that are updated at all."""
-        self._scratch = {table: torch.empty(0, layouts[table].dim, device=lookups.device) for table in self.tables}
+        self._scratch = {table: torch.empty(0, layouts[table].dim) for table in self.tables}
         self._gradients: dict[int, Tensor] | None = None
         self._made_of: list[Tensor | None] = []
         self._bad: dict[int, int] = {}
@@ -122,7 +122,7 @@ class RowUpdate:
         """A buffer that is kept from batch to batch: fresh memory would be paged in every time."""
         if len(self._scratch[table]) < num_rows:
             shape = (num_rows * 5 // 4, self._layouts[table].dim)
-            self._scratch[table] = torch.empty(shape, device=self._lookups.device)
+            self._scratch[table] = torch.empty(shape, dtype=torch.float32, device=self._lookups.device)
         return self._scratch[table][:num_rows]
 
     def _add_up(self, grads: Tensor, calls: Sequence[Call]) -> int:
