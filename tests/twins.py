@@ -121,11 +121,12 @@ def assert_same_bits(expected, found):
         assert value.numpy().tobytes() == found[name].numpy().tobytes(), name
 
 
-def threads_left(seconds=5.0):
+def threads_left(seconds=5.0, before=()):
     """Names of bagpipe's threads that are still there; those that were told to end get some time."""
     until = time.monotonic() + seconds
     while True:
-        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("bagpipe")]
+        new = [thread for thread in threading.enumerate() if thread not in before]
+        names = [thread.name for thread in new if thread.name.startswith("bagpipe")]
         if not names or time.monotonic() > until:
             return names
         time.sleep(0.01)
@@ -140,8 +141,9 @@ def directories_left():
 def nothing_left(tmp_path_factory, monkeypatch):
     """No thread and no temporary directory may outlive the test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    before = threading.enumerate()  # of tests of other parts that ran in this process
     yield
-    if threads_left(0) or directories_left():
+    if threads_left(0, before) or directories_left():
         gc.collect()
-    assert threads_left() == []
+    assert threads_left(before=before) == []
     assert directories_left() == []

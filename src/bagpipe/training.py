@@ -10,8 +10,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -66,13 +66,14 @@ class Job:
         ]
         return model, binding, layouts
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Generator[Batch, None, None]:
         """The batches of the run, in order."""
         config = self.config
         epochs = -(-self.iterations // -(-self.train.num_samples // config.batch_size))
         seed = config.seed if config.data.shuffle else None
         reading = self.train.batches(config.batch_size, epochs=epochs, seed=seed, workers=config.data.workers)
-        return islice(reading, self.iterations)
+        with closing(reading):  # type: ignore[type-var]
+            yield from islice(reading, self.iterations)
 
 
 def prepare(config: Config, run_dir: Path | None = None) -> Job:
@@ -110,13 +111,18 @@ def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
 
 def train_accelerated(job: Job, report: Report) -> tuple[State, Summary]:
     """Train with the configured system."""
+    with closing(job.batches()) as reading:  # also when training never begins: its threads must not stay
+        return _train_accelerated(job, reading, report)
+
+
+def _train_accelerated(job: Job, reading: Generator[Batch, None, None], report: Report) -> tuple[State, Summary]:
     config = job.config
     model, _, layouts = job.model()
     optimizer = layouts[0].optimizer
     initials = {layout.table.name: layout.initial for layout in layouts}
     batches = accelerate(
         model,
-        job.batches(),
+        reading,
         optimizer,
         cache=config.cache,
         lookahead=config.lookahead,
