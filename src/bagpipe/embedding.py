@@ -153,6 +153,8 @@ class CachedLayer(Replacement):
         self.trainable = layer.weight.requires_grad
         self.lookups = lookups
         self.column = lookups.layouts[bound.table].columns[bound.part]
+        # A compiled model breaks its graph here: there is nothing in look-ups that torch could compile.
+        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign, no-untyped-call]
         self.placeholders = False
         """Whether a state_dict gets an empty tensor instead of the weight; `export` fills it row by row."""
 

@@ -8,7 +8,7 @@ ids, and so does any other arithmetic; only moving ids about (indexing, reshapin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +35,14 @@ _MOVES = {
     "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "vstack",
 }  # fmt: skip
 _DESCRIPTIONS = {
-    "__hash__", "__len__", "__get__", "data_ptr", "dim", "element_size", "get_device", "is_contiguous",
+    "__hash__", "__len__", "__get__", "_is_view", "data_ptr", "dim", "element_size", "get_device", "is_contiguous",
     "is_floating_point", "is_pinned", "ndimension", "nelement", "numel", "record_stream", "size", "storage_offset",
     "stride", "untyped_storage",
 }  # fmt: skip
+
+
+_BASE = cast(Any, Tensor)._base.__get__
+"""Reads what a tensor is a view of; the base of handles are numbers, or its base would be asked for without end."""
 
 
 def training_base(table: int, iteration: int) -> int:
@@ -95,7 +99,8 @@ class Handles(Tensor):
         moved: Any = args[0] if args else None
         if name in _DESCRIPTIONS and isinstance(moved, Handles):
             with torch._C.DisableTorchFunctionSubclass():
-                return _wrapped(func(*args, **kwargs), moved)
+                result = func(*args, **kwargs)
+            return result if func == _BASE else _wrapped(result, moved)
         first = _common(moved) if name in _MOVES else None
         if first is not None:
             raw = [part.raw() for part in moved] if isinstance(moved, list | tuple) else moved.raw()

@@ -259,6 +259,21 @@ def test_a_gradient_penalty_reaches_the_rows():
     assert_close(expected, train_fast(make_net(), make_batches(), loss=penalised))
 
 
+@pytest.mark.filterwarnings("ignore")  # those of the compiler itself
+def test_a_compiled_model_trains_as_it_is():
+    """Graphs break at the look-ups; what lies between is compiled."""
+    net, rows = make_net(), bagpipe.optim.SGD(0.1)
+    loop = bagpipe.accelerate(net, make_batches(), rows, cache=60)
+    compiled, dense = torch.compile(net, backend="eager"), sgd(net.parameters())
+    with loop:
+        for batch in loop:
+            dense.zero_grad()
+            loss_of(compiled, batch).backward()
+            dense.step()
+            rows.step()
+    assert_close(train_plain(make_net(), make_batches()), net.state_dict())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_changes_nothing(reentrant):
     class Checkpointed(nn.Module):

@@ -28,6 +28,7 @@ from bagpipe.errors import (
     ValueRangeError,
 )
 from bagpipe.trainer.stages import Threads
+from bagpipe.types import Table
 from twins import (
     assert_same_bits,
     loss_of,
@@ -94,6 +95,28 @@ def test_tied_weights_are_refused():
     net.other.weight = net.item.weight
     with pytest.raises(ModelError, match=r"(?=.*item)(?=.*other).*share one weight"):
         bagpipe.accelerate(net, make_batches(), adagrad())
+
+
+def test_a_weight_that_another_module_uses_is_refused():
+    net = make_net()
+    net.out = nn.Linear(4, 20, bias=False)
+    net.out.weight = net.item.weight
+    with pytest.raises(ModelError, match=r"'item' and 'out.weight' share one weight"):
+        bagpipe.accelerate(net, make_batches(), adagrad())
+
+
+def test_optimizers_of_unknown_tables_and_iterators_for_several_epochs_are_refused():
+    rows = bagpipe.optim.PerTable(adagrad(), {"usr": bagpipe.optim.SGD(0.1)})
+    with pytest.raises(ConfigError, match=r"'usr'.*'user', 'item'"):
+        bagpipe.accelerate(make_net(), make_batches(), rows)
+    with pytest.raises(ConfigError, match=r"epochs is 2.*can be read once"):
+        bagpipe.accelerate(make_net(), iter(make_batches()), adagrad(), epochs=2)
+
+
+def test_a_table_larger_than_its_layer_is_refused():
+    tables = [Table("user", 31), Table("item", 20)]
+    with pytest.raises(ModelError, match="table 'user' has 31 rows and layer 'user' 30"):
+        bagpipe.accelerate(make_net(), make_batches(), adagrad(), tables=tables)
 
 
 def test_gradients_of_per_sample_weights_are_refused():

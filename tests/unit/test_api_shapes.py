@@ -318,6 +318,45 @@ def test_a_kept_layer_stays_a_plain_layer_also_if_it_looks_up_the_same_feature()
     assert_close(expected, found)
 
 
+def test_one_layer_under_two_names_stays_one_layer():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.user = nn.EmbeddingBag(30, 4, mode="sum")
+            self.item = self.user
+            self.bias = nn.Parameter(torch.zeros(1))
+
+        def forward(self, batch):
+            return (self.user(batch["user"]) * self.item(batch["item"])).sum(1) + self.bias
+
+    expected = train_plain(Twice(), make_batches())
+    for features in (None, {"user": "user", "item": "item"}, {"user": "item", "item": "user"}):
+        assert_close(expected, train_fast(Twice(), make_batches(), features=features))
+
+
+def test_a_table_of_the_data_may_be_spread_over_two_layers():
+    """Two tables then, with names of their own."""
+    net, rows = make_net(), bagpipe.optim.SGD(0.1)
+    tables = [bagpipe.Table("id", None, ("user", "item"))]
+    options = {"tables": tables, "features": {"user": "user", "item": "item"}}
+    found = train_fast(net, make_batches(), rows, **options)
+    assert_close(train_plain(make_net(), make_batches()), found)
+    assert [layout.table.name for layout in net.user.lookups.layouts] == ["id", "item"]
+    assert [layout.table.rows for layout in net.user.lookups.layouts] == [30, 20]
+
+
+def test_defaults_of_torch_change_nothing():
+    net, plain = make_net(), make_net()
+    expected = train_plain(plain, make_batches())
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = train_fast(net, make_batches())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_close(expected, found)
+
+
 def all_rows(batches):
     """Every batch touches every row, so that optimizers that move untouched rows can be compared."""
     return [
