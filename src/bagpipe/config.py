@@ -97,7 +97,7 @@ class DataConfig(Section):
     preset: str | None = None
     """Generated data of this kind instead; `bagpipe data presets` lists them."""
     samples: Positive | None = None
-    """How many samples to generate (presets only)."""
+    """How many samples to generate (presets only); 400,000 at most if not given."""
     shuffle: bool = False
     """Another order each epoch, fixed by `seed`; off: the order of the file."""
     held_out: Fraction = 0.1

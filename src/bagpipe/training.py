@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bagpipe.api import accelerate
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
-from bagpipe.data import Dataset, Shards, generated
+from bagpipe.data import Dataset, Shards, find_preset, generated
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.initial import Uniform
 from bagpipe.layers import Binding, bind
@@ -260,7 +260,8 @@ def _open(config: Config) -> tuple[str, Dataset]:
     if config.data.path is not None:
         return str(config.data.path), Shards(config.data.path)
     preset = config.data.preset or DEFAULT_PRESET
-    return preset, generated(preset, config.data.samples or DEFAULT_SAMPLES, config.seed)
+    samples = config.data.samples or min(DEFAULT_SAMPLES, find_preset(preset).samples)
+    return preset, generated(preset, samples, config.seed)
 
 
 def _claim(run_dir: Path | None, config: Config) -> Path:
