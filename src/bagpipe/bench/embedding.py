@@ -133,6 +133,7 @@ def _compare(work: Work, optimizer: RowOptimizer) -> dict[str, Any]:
             contestant.backward(turn % work.size.batches)
             seconds[name].append((middle - start, time.perf_counter() - middle))
     _check_agreement(work, contestants)
+    ours.close()
     warm = work.size.rounds // 4
     result: dict[str, Any] = {
         "optimizer": optimizer.name,
@@ -195,6 +196,11 @@ class Ours:
         """What the oracle does for each batch: read one more, plan the oldest."""
         self._oracle.read(self._work.ids[batch])
         self._oracle.emit()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._workers.close()
+        self._oracle.close()
 
     def _plan(self, table: int, ids: Ids) -> tuple[Bags, npt.NDArray[np.int32]]:
         unique, first, inverse = np.unique(ids, return_index=True, return_inverse=True)

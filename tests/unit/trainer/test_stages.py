@@ -44,7 +44,7 @@ def test_any_other_error_of_a_stage_surfaces_with_its_cause_and_the_name_of_the_
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(PipelineError):
         driver.join()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bagpipe-")]
+    assert not {"bagpipe-prefetch", "bagpipe-other"} & {thread.name for thread in threading.enumerate()}
 
 
 def test_a_wait_ends_at_its_deadline_and_names_what_everyone_waits_for():
