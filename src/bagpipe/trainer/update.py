@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,8 +38,6 @@ class RowUpdate:
         self._scratch = {table: torch.empty(0, layouts[table].dim) for table in self.tables}
         self._gradients: dict[int, Tensor] | None = None
         self._made_of: list[Tensor | None] = []
-        self._bad: dict[int, int] = {}
-        """For each table a row whose gradient is not finite."""
         self._opened = False
 
     def discard(self) -> None:
@@ -65,14 +64,9 @@ class RowUpdate:
             raise ModelError("a backward pass after the row gradients were clipped or scaled: call it before")
         if self._gradients is None or not same:
             gradients = {table: self._room(table, len(views[table].slots)) for table in self.tables}
-            bad = dict.fromkeys(self.tables, FINITE)
-
-            def add_up(table: int) -> None:
-                bad[table] = self._add_up(gradients[table], self._lookups.calls[table])
-
             order = sorted(self.tables, key=lambda table: -sum(len(c.bags) for c in self._lookups.calls[table]))
-            self._run([lambda table=table: add_up(table) for table in order])  # type: ignore[misc]
-            self._gradients, self._made_of, self._bad = gradients, arrived, bad
+            self._run([partial(self._add_up, gradients[table], self._lookups.calls[table]) for table in order])
+            self._gradients, self._made_of = gradients, arrived
         return self._gradients
 
     def open(self, views: Sequence[TableView]) -> list[Tensor]:
@@ -83,10 +77,8 @@ class RowUpdate:
 
     def check(self, views: Sequence[TableView], iteration: int) -> None:
         """GradientError if a gradient is not finite."""
-        gradients = self.collect(views)
-        if self._opened:
-            self._bad = {table: _first_not_finite(part) for table, part in gradients.items()}
-        for table, row in self._bad.items():
+        for table, grads in self.collect(views).items():
+            row = _first_not_finite(grads)
             if row != FINITE:
                 raise GradientError(
                     f"iteration {iteration}: the gradient of row {views[table].ids[row]} of table "
@@ -106,8 +98,7 @@ class RowUpdate:
             else:
                 embedding_device.apply(layout, view.rows, view.slots, gradients[table], scalars[table])
 
-        order = sorted(self.tables, key=lambda table: -len(views[table].slots))
-        self._run([lambda table=table: update(table) for table in order])  # type: ignore[misc]
+        self._run([partial(update, table) for table in sorted(self.tables, key=lambda t: -len(views[t].slots))])
         self.discard()
 
     def _run(self, tasks: Sequence[Task]) -> None:
@@ -125,8 +116,11 @@ class RowUpdate:
             self._scratch[table] = torch.empty(shape, dtype=torch.float32, device=self._lookups.device)
         return self._scratch[table][:num_rows]
 
-    def _add_up(self, grads: Tensor, calls: Sequence[Call]) -> int:
-        grads.zero_()
+    def _add_up(self, grads: Tensor, calls: Sequence[Call]) -> None:
+        if is_host(self._lookups.device):
+            grads.numpy().fill(0)  # not by torch, which would bring threads of its own
+        else:
+            grads.zero_()
         for call in calls:
             if call.grad is None:
                 continue
@@ -138,7 +132,6 @@ class RowUpdate:
                 vectors = vectors if adjacent(vectors) else np.ascontiguousarray(vectors)
                 bad = accumulate(vectors, call.bags, grads.numpy(), call.column)
                 assert bad < 0, "the forward pass has checked every handle"
-        return _first_not_finite(grads)
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> float:

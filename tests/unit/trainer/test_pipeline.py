@@ -1,0 +1,103 @@
+"""Plans are executed under any schedule: what training wrote is what it reads, and a flush is a barrier."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bagpipe import optim
+from bagpipe.cache import RowCache
+from bagpipe.checker import Checker
+from bagpipe.initial import Constant
+from bagpipe.layout import RowLayout
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.store import MemoryStore
+from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.stages import Seeded
+from bagpipe.types import Table
+
+ROWS, SLOTS = 12, 7
+
+
+def plans(batches, policy, flushes):
+    """A plan for each batch, those of some iterations with a flush."""
+    oracle = Oracle([OracleTable("only", ROWS)], [SLOTS], lookahead=3, policy=policy)
+    waiting, left, source = 0, len(batches), iter(batches)
+    while left:
+        while waiting < oracle.policy.target and (batch := next(source, None)) is not None:
+            oracle.read([batch])
+            waiting += 1
+        waiting, left = waiting - 1, left - 1
+        number = len(batches) - left - 1
+        yield oracle.emit(last=left == 0, flush=number in flushes), number
+
+
+def run(seed, policy, flushes=(), stop=None):
+    """Every row counts how often it was used; returns what the store has, and what it should have."""
+    random = np.random.default_rng(seed)
+    batches = [random.integers(0, ROWS, 5) for _ in range(15)]
+    store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
+    cache = RowCache([2], [SLOTS], torch.device("cpu"))
+    checker = Checker(["only"], cache)
+    driver = Seeded(seed, eagerness=float(random.choice([0.0, 0.5, 3.0])))
+    pipeline = Pipeline(plans(batches, policy, flushes), cache, store, driver, 3, checker)
+    counted = np.zeros(ROWS, np.float32)
+    flushed = -1
+    while pipeline.wait():
+        plan, number = pipeline.take()
+        if number == stop:
+            pipeline.updated(plan)
+            break
+        if flushed >= 0:
+            assert pipeline.points.acknowledged >= flushed
+            assert (stored(store) == counted).all(), "a flush is over before the next iteration trains"
+        checker.training(plan)
+        ids, slots = plan.rows.of_table(0)
+        assert sorted(ids.tolist()) == np.unique(batches[number]).tolist()
+        cache.data[0].numpy()[slots] += 1
+        counted[ids] += 1
+        cache.mark_updated(0, slots)
+        checker.updated(plan, [0])
+        flushed = number if number in flushes else -1
+        pipeline.updated(plan)
+    pipeline.close()
+    checker.finished()
+    return stored(store), counted
+
+
+def stored(store):
+    rows = np.empty((ROWS, 2), np.float32)
+    store.read(0, np.arange(ROWS), rows)
+    return rows[:, 0]
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "nocache"])
+def test_every_use_of_a_row_is_counted_under_any_schedule(policy):
+    for seed in range(25):
+        found, expected = run(seed, policy)
+        assert (found == expected).all()
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
+def test_a_plan_with_a_flush_is_a_barrier(policy):
+    for seed in range(25):
+        found, expected = run(seed, policy, flushes=(2, 3, 9))
+        assert (found == expected).all()
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
+def test_closing_in_the_middle_writes_everything_back(policy):
+    for seed in range(25):
+        found, expected = run(seed, policy, stop=seed % 9)
+        assert (found == expected).all()
+
+
+def test_a_pipeline_that_never_began_can_be_closed():
+    store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
+    made = plans([np.array([1])], "lookahead", ())
+    pipeline = Pipeline(made, RowCache([2], [SLOTS], torch.device("cpu")), store, Seeded(0))
+    pipeline.flush()
+    pipeline.close()
+    assert next(made, None) is None
