@@ -237,6 +237,7 @@ class Batches:
     def barrier(self) -> None:
         """Return when the store has every update so far."""
         if self._unflushed and not self.closed:
+            self.cache.fence()
             self._pipeline.flush()
             self._unflushed = False
 
