@@ -25,12 +25,6 @@ OPTIMIZERS = {
     "adam": lambda: optim.Adam(0.01),
     "adamw": lambda: optim.AdamW(0.01),
 }
-LAYERS = {
-    "dlrm": {"bottom": (8,), "top": (8,)},
-    "wide_deep": {"hidden": (8, 8)},
-    "deep_cross": {},
-    "deepfm": {},
-}
 
 
 def make_batches(num_batches=12, size=6, seed=0, rows=40, last=None):
