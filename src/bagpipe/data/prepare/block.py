@@ -1,4 +1,4 @@
-"""What passes from reading to numbering: the samples of one stretch of a source, as columns that still have their values.
+"""What passes from reading to numbering: the samples of a stretch of a source, as columns that still have their values.
 
 A block is small (tens of thousands of samples), so the memory of a run does not follow the size of its files (I5).
 """
