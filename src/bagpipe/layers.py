@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -34,6 +34,24 @@ class Replacement(nn.Module):
     def replaced(self) -> EmbeddingLayer:
         """The layer as it was."""
         return self._replaced[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """The forward of a layer that was swapped out: whoever still holds it would train a copy that nobody reads.
+
+    An object and not a closure, so that copies and pickles of the layer refuse too.
+    """
+
+    name: str
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse."""
+        raise ModelError(
+            f"layer {self.name!r} is no longer part of the model, bagpipe.accelerate has put another in its place: "
+            f"use the model's own {self.name!r} and not a reference kept in a list, a dict or a closure, or register "
+            "such layers in an nn.ModuleList or nn.ModuleDict before bagpipe.accelerate"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +109,7 @@ def bind(
         )
     for name, layer in found.items():
         _refuse_inexact(name, layer)
+        _refuse_retired(name, layer, model.get_submodule(name))
     _refuse_shared(model, found)
     names_of = _names_of(model, found)
     fed = _given(names_of, features, mapping) if mapping is not None else _guess(names_of, features, tables)
@@ -125,19 +144,23 @@ def embedding_layers(model: nn.Module) -> dict[str, EmbeddingLayer]:
 
 
 def swap(model: nn.Module, name: str, replacement: nn.Module) -> None:
-    """Put another module in the place of the one with this qualified name, wherever the model uses it."""
+    """Put another module in the place of the one with this qualified name, wherever the model uses it.
+
+    The old one refuses to be called from now on.
+    """
     replaced = model.get_submodule(name)
     for owner in list(model.modules()):
         for key, part in owner._modules.items():
             if part is replaced:
                 owner._modules[key] = replacement
+    vars(replaced)["forward"] = Retired(name)
 
 
 def _refuse_inexact(name: str, layer: EmbeddingLayer) -> None:
     kind = nn.EmbeddingBag if isinstance(layer, nn.EmbeddingBag) else nn.Embedding
     if not name:
         raise ModelError(f"the model is itself an nn.{kind.__name__}: put it into an nn.Sequential")
-    if type(layer).forward is not kind.forward or "forward" in vars(layer):
+    if type(layer).forward is not kind.forward or not isinstance(vars(layer).get("forward"), Retired | None):
         raise ModelError(
             f"layer {name!r} is a {type(layer).__name__} with a forward of its own: make it a module that has an "
             f"nn.{kind.__name__}, or name it in `keep`"
@@ -157,6 +180,16 @@ def _refuse_inexact(name: str, layer: EmbeddingLayer) -> None:
     if is_parametrized(layer) or any(hooks) or hooked.weight._backward_hooks:
         raise ModelError(
             f"layer {name!r} has hooks or parametrizations, which would be lost: remove them, or name it in `keep`"
+        )
+
+
+def _refuse_retired(name: str, layer: EmbeddingLayer, part: nn.Module) -> None:
+    """A layer that is swapped out here, in this model, is behind its replacement; any other was in another model."""
+    retired = vars(layer).get("forward")
+    if part is layer and isinstance(retired, Retired):
+        raise ModelError(
+            f"layer {name!r} was {retired.name!r} of another model, where bagpipe.accelerate has put another in its "
+            "place: put both models into one nn.Module and accelerate that, or give this one a layer of its own"
         )
 
 
