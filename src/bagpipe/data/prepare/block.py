@@ -25,6 +25,9 @@ class Place:
     """Lines of the file before it, its header included; rows of a parquet file."""
 
 
+BEGINNING = Place()
+
+
 @dataclass(frozen=True, slots=True)
 class Category:
     """The values of one categorical column: for each occurrence its text or number, and a 64-bit key of it."""
@@ -34,10 +37,12 @@ class Category:
     keys: NDArray[np.uint64]
     """The number itself, or a hash of the text that is the same on every machine; 0 where missing."""
     checks: NDArray[np.uint32]
-    """A second hash, by which two texts with the same key are told apart; 0 for numbers."""
+    """A second hash, by which two texts with the same key are told apart; 0 for numbers and where missing."""
     missing: NDArray[np.bool_]
     offsets: NDArray[np.int64] | None = None
-    """Of lists: sample i has the occurrences offsets[i] to offsets[i + 1]; None: one a sample."""
+    """Of lists: sample i has the occurrences offsets[i] to offsets[i + 1]; None: one a sample.
+
+    A missing list has no occurrence, as an empty one; a missing value in a list is an occurrence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of samples in the order of the source."""
+    """A run of samples in the order of the source; it may have none, only problems."""
 
     labels: NDArray[np.float32]
     dense: NDArray[np.float32]
@@ -69,7 +74,9 @@ class Block:
     times: NDArray[np.int64] | None = None
     """Of each sample, where the source says; seconds since 1970."""
     problems: tuple[Problem, ...] = field(default=())
-    """Lines of this stretch that gave no sample."""
+    """Lines of this stretch that gave no sample, one each."""
+    position: int = 0
+    """Bytes on disk, of all files, that were read up to its end; about, to show progress."""
 
     def __len__(self) -> int:
         return len(self.labels)
