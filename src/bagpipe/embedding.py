@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from bagpipe.kernels.bag import NO_PADDING, Bags, pool
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import BoundLayer, Replacement
 from bagpipe.layout import RowLayout
+from bagpipe.pooling import Pooled, Pooling, split
 from bagpipe.types import Table
 
 Floats = npt.NDArray[np.float32]
@@ -31,8 +33,6 @@ Ids = npt.NDArray[np.int64]
 ROWS_PER_BLOCK = 65_536
 WEIGHT_BYTES_MAX = 2 * 10**9
 """A state_dict holds plain weights up to this size; larger tables are exported row by row."""
-SPLIT_BAGS = 2048
-"""Fewer bags than this are pooled by one thread: handing over costs more than it saves."""
 
 
 @dataclass(slots=True)
@@ -100,6 +100,7 @@ class Lookups:
     """None: ids are looked up as they are, in the store."""
     recording: bool = False
     """Whether look-ups are remembered for a row update."""
+    pooling: Pooling = field(default_factory=Pooling)
     calls: list[list[Call]] = field(default_factory=list)
     """The look-ups of this iteration, a list for each table, in the order of the forward pass."""
     anchor: Tensor = field(
@@ -127,16 +128,17 @@ class _Recorded(torch.autograd.Function):
         bags: Bags | DeviceBags,
         shape: tuple[int, ...],
         call: Call,
+        pooled: Pooled | None,
     ) -> Tensor:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return layer.pool(view, bags, shape)
+        return layer.pool(view, bags, shape) if pooled is None else pooled.output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is not None:
             ctx.call.add(grad)
-        return None, None, None, None, None, None
+        return None, None, None, None, None, None, None
 
 
 class CachedLayer(Replacement):
@@ -188,22 +190,27 @@ class CachedLayer(Replacement):
         lookups = self.lookups
         view, handles = self._resolve(input)
         padding = self._padding(view)
+        pooled = self._pooled(handles) if offsets is None and per_sample_weights is None else None
         if self.mode is None:
             if offsets is not None or per_sample_weights is not None:
                 raise ModelError(f"layer {self.name!r} is an nn.Embedding, which takes ids only")
-            bags = self._make(view, handles.reshape(-1, 1))
+            bags = self._make(view, handles.reshape(-1, 1)) if pooled is None else pooled.bags
             shape = (*input.shape, self.embedding_dim)
             counted = bags if padding == NO_PADDING else self._make(view, handles.reshape(-1, 1), padding=padding)
         else:
             starts = self._starts(handles, offsets, per_sample_weights)
-            bags = counted = self._make(view, handles, starts, per_sample_weights, self.mode == "mean", padding)
+            bags = counted = (
+                self._make(view, handles, starts, per_sample_weights, self.mode == "mean", padding)
+                if pooled is None
+                else pooled.bags
+            )
             shape = (len(bags), self.embedding_dim)
         if lookups.recording and self.trainable and torch.is_grad_enabled():
             call = Call(counted, self.column)
             lookups.calls[self.table].append(call)
-            output: Tensor = _Recorded.apply(lookups.anchor, self, view, bags, shape, call)  # type: ignore[no-untyped-call]
+            output: Tensor = _Recorded.apply(lookups.anchor, self, view, bags, shape, call, pooled)  # type: ignore[no-untyped-call]
         else:
-            output = self.pool(view, bags, shape)
+            output = self.pool(view, bags, shape) if pooled is None else pooled.output
         return output if input.device.type == "cpu" else output.to(input.device)
 
     def pool(self, view: TableView, bags: Bags | DeviceBags, shape: tuple[int, ...]) -> Tensor:
@@ -213,21 +220,33 @@ class CachedLayer(Replacement):
         output = torch.empty(shape, dtype=torch.float32, device="cpu")
         out, rows = output.view(len(bags), self.embedding_dim).numpy(), view.rows.numpy()
         workers = self.lookups.workers
-        parts = workers.num_threads if workers is not None and len(bags) >= SPLIT_BAGS else 1
-        edges = [len(bags) * part // parts for part in range(parts + 1)]
-        bad = [-1] * parts
+        parts = split(len(bags), workers)
+        bad = [-1] * len(parts)
 
         def pool_part(part: int) -> None:
-            bad[part] = pool(rows, view.slots, bags, self.column, out, edges[part], edges[part + 1])
+            bad[part] = pool(rows, view.slots, bags, self.column, out, *parts[part])
 
-        if workers is None or parts == 1:
+        if workers is None or len(parts) == 1:
             pool_part(0)
         else:
-            workers.run([lambda part=part: pool_part(part) for part in range(parts)])  # type: ignore[misc]
+            workers.run([partial(pool_part, part) for part in range(len(parts))])
         wrong = [position for position in bad if position >= 0]
         if wrong:
             self.refuse(int(bags.handles.reshape(-1)[wrong[0]]))
         return output
+
+    def _pooled(self, handles: Tensor) -> Pooled | None:
+        """The output, if it was foreseen: bags of a fixed size, looked up while training on the CPU."""
+        lookups = self.lookups
+        if not lookups.recording or lookups.view is None or self.padding_idx is not None or not handles.numel():
+            return None
+        if (
+            not is_host(lookups.device)
+            or handles.device.type != "cpu"
+            or (self.mode is not None and handles.dim() != 2)
+        ):
+            return None
+        return lookups.pooling.take(self, handles, lookups.view, lookups.workers)
 
     def _resolve(self, given: Tensor) -> tuple[TableView, Tensor]:
         """Where the rows are, and the handles of the look-up."""

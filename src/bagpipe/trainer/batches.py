@@ -35,7 +35,7 @@ from bagpipe.trainer.evaluation import private_batches
 from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.saved import check_rows, save_rows
-from bagpipe.trainer.source import Source
+from bagpipe.trainer.source import Rewritten, Source
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.update import RowUpdate, squared_norm
 
@@ -70,10 +70,12 @@ class Batches:
         self._lookups = Lookups(layouts, self, cache.device)
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = Checker([layout.table.name for layout in layouts], cache) if check else None
-        self._pipeline: Pipeline[list[Any]] = Pipeline(source.plans(oracle), cache, store, driver, depth, self._checker)
+        self._pipeline: Pipeline[list[Rewritten]] = Pipeline(
+            source.plans(oracle), cache, store, driver, depth, self._checker
+        )
         self._plan: Plan | None = None
         self._views: list[TableView] = []
-        self._micro: list[Any] = []
+        self._micro: list[Rewritten] = []
         self._stepped = self._skipped = self._warned = self._unflushed = False
         self._helpers: list[Workers] = []
         attach(rows, self)
@@ -104,7 +106,10 @@ class Batches:
                 raise
             if not more:
                 break
-            yield self._micro.pop(0)
+            rewritten = self._micro.pop(0)
+            self._lookups.pooling.begin(rewritten.handles)
+            yield rewritten.batch
+            del rewritten
         self.close()
 
     def close(self) -> None:
@@ -279,7 +284,7 @@ class Batches:
                 self._begin_iteration(*self._pipeline.take())
         return True
 
-    def _begin_iteration(self, plan: Plan, batches: list[Any]) -> None:
+    def _begin_iteration(self, plan: Plan, batches: list[Rewritten]) -> None:
         self._plan, self._micro = plan, batches
         self._stepped = self._skipped = False
         if self._checker is not None:
@@ -298,6 +303,7 @@ class Batches:
         plan, self._plan = self._plan, None
         self._micro = []
         self._update.discard()
+        self._lookups.pooling.end()
         self._lookups.view, self._lookups.recording = None, False
         self.cache.fence()
         self._pipeline.updated(plan)

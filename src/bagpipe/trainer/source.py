@@ -36,6 +36,15 @@ class Group:
     """For each micro-batch the number of ids of each feature."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A batch whose ids are handles."""
+
+    batch: Any
+    handles: list[torch.Tensor]
+    """The handles of each feature, one after the other, table by table."""
+
+
 class Source:
     """Reads a loader, epoch after epoch, `accumulate` batches an iteration."""
 
@@ -69,7 +78,7 @@ class Source:
         """The ids of the first batch."""
         return self.adapter.extract(self._first[0], self.features, 0)
 
-    def plans(self, oracle: Oracle) -> Generator[tuple[Plan, list[Any]], None, None]:
+    def plans(self, oracle: Oracle) -> Generator[tuple[Plan, list[Rewritten]], None, None]:
         """For each iteration its plan and its batches; what went wrong with the loader comes after them."""
         for plan, group in oracle.plans(self._groups()):
             yield plan, self._rewrite(plan, group)
@@ -117,7 +126,7 @@ class Source:
             except ValueRangeError as error:
                 raise ValueRangeError(f"batch {number}: {error}") from None
 
-    def _rewrite(self, plan: Plan, group: Group) -> list[Any]:
+    def _rewrite(self, plan: Plan, group: Group) -> list[Rewritten]:
         """The batches of an iteration, their ids replaced by handles."""
         row_ids = [plan.rows.of_table(table)[0] for table in range(len(self.tables))]
         owner = [number for number, table in enumerate(self.tables) for _ in table.features]
@@ -126,15 +135,16 @@ class Source:
             for inverse, table in zip(plan.inverse, owner, strict=True)
         ]
         places = [0] * len(handles)
-        batches = []
+        rewritten = []
         for batch, lengths in zip(group.batches, group.lengths, strict=True):
-            values = {}
+            values, parts = {}, []
             for position, (name, length) in enumerate(zip(self.features, lengths, strict=True)):
                 part = handles[position][places[position] : places[position] + length]
                 values[name] = Handles.wrap(part, row_ids)
+                parts.append(part)
                 places[position] += length
-            batches.append(self.adapter.replace(batch, values))
-        return batches
+            rewritten.append(Rewritten(self.adapter.replace(batch, values), parts))
+        return rewritten
 
 
 def _join(batches: list[Any], ids: list[list[Ids]]) -> tuple[list[Ids], Group]:
