@@ -134,6 +134,14 @@ class Checker:
                 if row in leaving:
                     self._leaving[key] = held.state
 
+    def copied(self, rows: TableRows) -> None:
+        """Updated rows will be written and stay in their slots: they are on their way, and clean from now on."""
+        with self._lock:
+            for row in rows.ids.tolist():
+                held = self._slots[self._places[rows.table, row]]
+                self._leaving[held.key] = held.state
+                held.dirty = False
+
     def written(self, rows: TableRows) -> None:
         """The store has rows: each once for each update, as it left training."""
         with self._lock:
@@ -145,8 +153,6 @@ class Checker:
                 if due.fingerprint != _fingerprint(value):
                     self._fail(None, key, f"is written with other bits than its update of iteration {due.version} gave")
                 self._stored[key] = due
-                if key in self._places:
-                    self._slots[self._places[key]].dirty = False
 
     def finished(self) -> None:
         """Training is over: the store must have every update."""

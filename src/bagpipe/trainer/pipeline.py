@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -40,6 +40,9 @@ class Observer(Protocol):
 
     def copied_out(self, table: int, ids: npt.NDArray[np.int64], slots: npt.NDArray[np.int32], rows: TableRows) -> None:
         """Rows left their slots; `rows` are those of them that must be written."""
+
+    def copied(self, rows: TableRows) -> None:
+        """Updated rows were copied from their slots, where they stay; they will be written."""
 
     def written(self, rows: TableRows) -> None:
         """The store has these rows."""
@@ -207,7 +210,7 @@ class Pipeline(Generic[Payload]):
             elif self._trained:
                 plan = self._trained.popleft()
                 leaving = self._copy_out(plan.evict)  # wait 1: only updated plans come here
-                leaving += [self._cache.copy_kept(*part) for part in tables_of(plan.flush)]
+                leaving += self._observed(self._cache.copy_kept(*part) for part in tables_of(plan.flush))
                 self.points.copied_out = plan.iteration
                 yield from self._write(leaving)
                 self.points.acknowledged = plan.iteration
@@ -267,8 +270,16 @@ class Pipeline(Generic[Payload]):
         yield Wait("its turn", lambda: True)
         with self._cache.moving:  # victims that left since the last look are updates so far as well
             rows = [part for _ in range(len(self._victims)) for part in self._victims.popleft()]
-            rows += self._cache.take_dirty()
+            rows += self._observed(self._cache.take_dirty())
         yield from self._write(rows)
+
+    def _observed(self, copied: Iterable[TableRows]) -> list[TableRows]:
+        """Rows that will be written and stay."""
+        parts = list(copied)
+        if self._observer:
+            for part in parts:
+                self._observer.copied(part)
+        return parts
 
 
 def tables_of(rows: RowList) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int32]]]:
