@@ -19,9 +19,11 @@ def train(
     config: ConfigPath = None, settings: Settings = None, run_dir: RunDirectory = None, as_json: AsJson = False
 ) -> None:
     """Train a model. With no configuration: DLRM on generated Criteo-like data, about a minute."""
+    from bagpipe.allocator import keep_freed_memory
     from bagpipe.config import load_config
     from bagpipe.training import prepare, train
 
+    keep_freed_memory()
     job = prepare(load_config(config, settings or ()), run_dir)
     with progress(job.iterations, f"training {job.config.model.name}") as report:
         summary = train(job, report)
