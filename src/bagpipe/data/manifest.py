@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,8 +16,10 @@ from bagpipe.errors import ShardError
 from bagpipe.types import Table
 
 FORMAT = "bagpipe-shards"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
+VOCABULARY = "vocabulary"
+"""The directory, beside the manifest, of the files that say which value each row stands for."""
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Checksum = Annotated[int, Field(ge=0, lt=2**32)]
@@ -32,12 +34,34 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class VocabularyEntry(Record):
+    """A file of the directory `vocabulary`: line i says which value row i stands for, and how often it occurred."""
+
+    file: FileName
+    bytes: Count
+    checksum: Checksum
+    """CRC-32 of the file."""
+
+
+class NumberingEntry(Record):
+    """How the values of a column became the ids of a table."""
+
+    kind: Literal["first", "frequency", "hash", "ids"]
+    min_count: Annotated[int, Field(ge=1, le=2**62)]
+    """Values that occurred less often share a row."""
+    values: Literal["text", "integer"]
+    vocabulary: VocabularyEntry | None
+    """Null where ids are computed from the values (hash, ids)."""
+
+
 class TableEntry(Record):
     """A table."""
 
     name: Name
     rows: Annotated[int, Field(ge=1, le=2**63)] | None
     features: Annotated[tuple[Name, ...], Field(min_length=1)]
+    numbering: NumberingEntry | None = None
+    """Null: the ids are the data's own."""
 
 
 class FeatureEntry(Record):
@@ -59,6 +83,14 @@ class ShardEntry(Record):
     """CRC-32 of the file's header, which has those of all that follows."""
 
 
+class RangeEntry(Record):
+    """A run of samples that has a name."""
+
+    name: Name
+    start: Count
+    stop: Count
+
+
 class Manifest(Record):
     """What a directory of shards holds."""
 
@@ -69,9 +101,17 @@ class Manifest(Record):
     samples: Count
     dense: Annotated[int, Field(ge=0, le=2**20)]
     """Numeric features of a sample."""
+    numeric: tuple[Name, ...] = ()
+    """Their names, where they have any."""
     tables: tuple[TableEntry, ...]
     features: tuple[FeatureEntry, ...]
     shards: tuple[ShardEntry, ...]
+    parts: tuple[RangeEntry, ...] = ()
+    """What to train, validate and test on."""
+    days: tuple[RangeEntry, ...] = ()
+    """The samples of each file that was prepared, which for logs are days."""
+    skipped: Count = 0
+    """Lines of the raw files that gave no sample."""
     checksum: Checksum = 0
     """CRC-32 of this record without this field, as compact JSON with sorted keys."""
 
@@ -90,6 +130,11 @@ class Manifest(Record):
     def table_rows(self) -> dict[str, int | None]:
         """Rows of the table of each feature."""
         return {feature: table.rows for table in self.tables for feature in table.features}
+
+    def vocabularies(self) -> dict[str, VocabularyEntry]:
+        """The vocabulary of each table that has one."""
+        numbered = {table.name: table.numbering for table in self.tables}
+        return {name: entry.vocabulary for name, entry in numbered.items() if entry and entry.vocabulary}
 
     def _crc(self) -> int:
         body = self.model_dump(mode="json", exclude={"checksum"})
@@ -144,6 +189,9 @@ def _check(path: Path, manifest: Manifest) -> None:
         ("table", [table.name for table in manifest.tables]),
         ("feature", [feature.name for feature in manifest.features]),
         ("shard", [shard.file for shard in manifest.shards]),
+        ("numeric feature", list(manifest.numeric)),
+        ("part", [part.name for part in manifest.parts]),
+        ("vocabulary", [entry.file for entry in manifest.vocabularies().values()]),
     ):
         twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
         if twice:
@@ -154,3 +202,13 @@ def _check(path: Path, manifest: Manifest) -> None:
     total = sum(shard.samples for shard in manifest.shards)
     if total != manifest.samples:
         raise ShardError(f"{path} has {manifest.samples} samples, its shards {total}: write the data again")
+    if manifest.numeric and len(manifest.numeric) != manifest.dense:
+        raise ShardError(
+            f"{path} names {len(manifest.numeric)} numeric features and has {manifest.dense}: write the data again"
+        )
+    for entry in (*manifest.parts, *manifest.days):
+        if not entry.start <= entry.stop <= manifest.samples:
+            raise ShardError(
+                f"{path}: {entry.name!r} is samples {entry.start} to {entry.stop} of {manifest.samples}: "
+                "write the data again"
+            )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bagpipe.data.manifest import Manifest, ShardEntry
 from bagpipe.data.samples import copy_places, spans
-from bagpipe.data.shard_layout import ALIGNMENT, CHUNK_BYTES, ColumnEntry, ShardHeader, column_types, map_shard
+from bagpipe.data.shard_layout import ALIGNMENT, CHUNK_BYTES, ColumnEntry, ShardHeader, column_types, map_shard, may_be
 from bagpipe.errors import ShardError, ValueRangeError
 
 Array = NDArray[Any]
@@ -89,7 +89,8 @@ class ShardFile:
     def _find_columns(self, header: ShardHeader, body: NDArray[np.uint8]) -> dict[str, StoredColumn]:
         expected = column_types(self._manifest)
         found = {entry.name: entry.type for entry in header.columns}
-        if header.samples != self.num_samples or found != expected or len(header.columns) != len(expected):
+        fits = found.keys() == expected.keys() and all(may_be(found[name], expected[name]) for name in expected)
+        if header.samples != self.num_samples or not fits or len(header.columns) != len(expected):
             raise ShardError(
                 f"{self.path} has {header.samples} samples and columns {found}, the manifest says {self.num_samples} "
                 f"and {expected}: write the data again"

@@ -69,6 +69,11 @@ def column_types(manifest: Manifest) -> dict[str, Kind]:
     return types
 
 
+def may_be(found: Kind, expected: Kind) -> bool:
+    """Whether a column may be stored so; ids whose table grew while it was written began in a smaller type."""
+    return found == expected or (found[1] == expected[1] == "u" and found[2] <= expected[2])
+
+
 def encode(samples: int, columns: Mapping[str, NDArray[Any]]) -> tuple[list[bytes | memoryview], int]:
     """The bytes of a shard, in pieces to be written one after the other, and the checksum of its header."""
     entries: list[ColumnEntry] = []

@@ -10,10 +10,11 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.data.dataset import IndexedDataset
+from bagpipe.data.dataset import IndexedDataset, Part
 from bagpipe.data.manifest import FeatureEntry, load_manifest
 from bagpipe.data.samples import Column, Samples, spans
 from bagpipe.data.shard_file import Places, ShardFile
+from bagpipe.errors import ConfigError
 
 Ints = NDArray[np.int64]
 Piece = tuple[ShardFile, Places, Places]
@@ -33,6 +34,19 @@ class Shards(IndexedDataset):
         self._opening = Lock()
         entries = {feature.name: feature for feature in self.manifest.features}
         self._features = [entries[name] for table in self.tables for name in table.features]
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The parts that the data set was divided into when it was written; empty: none."""
+        return tuple(entry.name for entry in self.manifest.parts)
+
+    def part_named(self, name: str) -> Part:
+        """A part, such as `train`, as a data set of its own."""
+        for entry in self.manifest.parts:
+            if entry.name == name:
+                return self.part(entry.start, entry.stop)
+        known = f"it has {', '.join(self.part_names)}" if self.part_names else "it was not divided"
+        raise ConfigError(f"{self.path} has no part {name!r}: {known}; prepare it with --validation or --test")
 
     def gather(self, samples: Ints) -> Samples:
         """The columns of these samples."""

@@ -1,13 +1,14 @@
 """Writing shards: nothing is written over, nothing half-written is ever taken for data (I6, I8).
 
 The manifest's temporary file claims the directory, each shard is renamed once it is on disk, the manifest comes last.
-When anything goes wrong all that was written is removed.
+When anything goes wrong all that was written is removed, but for shards that the caller has put on record.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +19,22 @@ from numpy.typing import NDArray
 from bagpipe.data.dataset import Dataset
 from bagpipe.data.manifest import MANIFEST, FeatureEntry, Manifest, ShardEntry, TableEntry
 from bagpipe.data.shard_file import allowed, first_bad
-from bagpipe.data.shard_layout import column_types, encode
+from bagpipe.data.shard_layout import column_types, encode, id_type
 from bagpipe.errors import BatchError, ConfigError, ShardError, ValueRangeError
 from bagpipe.types import Batch, Ids, Table
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], None]
 """Called with samples written and samples in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Finished shards and the kinds of their features: what a writer that goes on later has to be given."""
+
+    features: tuple[FeatureEntry, ...]
+    shards: tuple[ShardEntry, ...]
+
 
 SHARD_SAMPLES = 1 << 18
 READ_SAMPLES = 1 << 14
@@ -52,7 +62,11 @@ def write(
 
 
 class ShardWriter:
-    """Writes batches as shards; a context that removes what it wrote unless `finish` was called."""
+    """Writes batches as shards; a context that removes what it wrote unless `finish` was called.
+
+    `growing` are tables whose size is known only at the end. `on_shard` is called after each shard: once it returns,
+    the shards so far stay whatever happens. `done` are those of an earlier writer in this directory, to go on after.
+    """
 
     def __init__(
         self,
@@ -62,20 +76,32 @@ class ShardWriter:
         *,
         shard_samples: int = SHARD_SAMPLES,
         origin: str = "",
+        growing: Collection[str] = (),
+        on_shard: Callable[[Written], None] | None = None,
+        done: Written | None = None,
     ) -> None:
         if shard_samples < 1:
             raise ConfigError(f"shard_samples is {shard_samples}: give at least 1")
-        self.path, self.num_samples = Path(path), 0
+        self.path = Path(path)
         self._shard_samples, self._origin = shard_samples, origin
         self._tables, self._num_dense = tables, num_dense
-        self._features: tuple[FeatureEntry, ...] | None = None
+        self._growing = {name for table in tables if table.name in growing for name in table.features}
+        self._features = done.features if done is not None else None
         self._pending: list[Batch] = []
-        self._shards: list[ShardEntry] = []
+        self._shards = list(done.shards) if done is not None else []
+        self._on_shard, self._goes_on = on_shard, done is not None
+        self._num_kept = len(self._shards)
+        self.num_samples = sum(shard.samples for shard in self._shards)
         self._finished = False
 
     def __enter__(self) -> ShardWriter:
-        self._made_directory = _claim(self.path)
+        self._made_directory = False if self._goes_on else _claim(self.path)
         return self
+
+    @property
+    def room(self) -> int:
+        """Samples that the shard in the making still takes."""
+        return self._shard_samples - sum(map(len, self._pending))
 
     def __exit__(self, *_: object) -> None:
         if not self._finished:
@@ -95,21 +121,25 @@ class ShardWriter:
             )
         self._check_values(batch)
         while len(batch):
-            room = self._shard_samples - sum(map(len, self._pending))
+            room = self.room
             self._pending.append(batch.part(0, min(room, len(batch))))
             self.num_samples += len(self._pending[-1])
             if len(self._pending[-1]) == room:
                 self._flush()
             batch = batch.part(min(room, len(batch)), len(batch))
 
-    def finish(self) -> Manifest:
-        """Write what is left and then the manifest; from now on the directory is a data set."""
+    def flush(self) -> None:
+        """Write what is left as a shard."""
         if self._pending:
             self._flush()
-        manifest = self._manifest().sealed()
+
+    def finish(self, complete: Callable[[Manifest], Manifest] = lambda manifest: manifest) -> Manifest:
+        """Write what is left and then the manifest, which `complete` may add to; the directory is a data set now."""
+        self.flush()
+        manifest = complete(self._manifest()).sealed()
         # The names of the shards must be on disk before the manifest speaks of them.
         _sync_directory(self.path)
-        _write_file(self.path / MANIFEST, [manifest.text().encode()], "wb")
+        write_file(self.path / MANIFEST, [manifest.text().encode()], "wb")
         self._finished = True
         _sync_directory(self.path)
         return manifest
@@ -128,13 +158,20 @@ class ShardWriter:
         batches, self._pending = self._pending, []
         samples = sum(map(len, batches))
         types = column_types(self._manifest())
-        columns = {name: array.astype(types[name]) for name, array in self._columns(batches).items()}
+        columns = self._columns(batches)
+        for feature in self._growing:
+            types[f"ids:{feature}"] = id_type(int(columns[f"ids:{feature}"].max(initial=0)) + 1)
+        columns = {name: array.astype(types[name]) for name, array in columns.items()}
         pieces, checksum = encode(samples, columns)
         name = f"shard-{len(self._shards):05d}.bin"
         size = sum(map(len, pieces))
         # Known before it exists, so that it is removed if writing it fails.
         self._shards.append(ShardEntry(file=name, samples=samples, bytes=size, checksum=checksum))
-        _write_file(self.path / name, pieces, "xb")
+        write_file(self.path / name, pieces, "xb")
+        if self._on_shard is not None:
+            _sync_directory(self.path)
+            self._on_shard(Written(self._features or (), tuple(self._shards)))
+            self._num_kept = len(self._shards)
 
     def _columns(self, batches: list[Batch]) -> Mapping[str, Array]:
         columns: dict[str, Array] = {
@@ -170,9 +207,11 @@ class ShardWriter:
                 )
 
     def _remove(self) -> None:
-        for shard in self._shards:
+        for shard in self._shards[self._num_kept :]:
             (self.path / shard.file).unlink(missing_ok=True)
             (self.path / f"{shard.file}.tmp").unlink(missing_ok=True)
+        if self._num_kept or self._goes_on:
+            return
         (self.path / f"{MANIFEST}.tmp").unlink(missing_ok=True)
         if self._made_directory:
             self.path.rmdir()
@@ -217,7 +256,8 @@ def _claim(path: Path) -> bool:
     return made
 
 
-def _write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: Literal["xb", "wb"]) -> None:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: Literal["xb", "wb"]) -> None:
+    """Write a file that is there as a whole or not at all; `xb` refuses to write over a half-written one."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open(mode) as file:

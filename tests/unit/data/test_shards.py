@@ -9,7 +9,7 @@ import torch
 from bagpipe.data import Dials, Manifest, Shards, ShardWriter, generated, write
 from bagpipe.data.manifest import MANIFEST
 from bagpipe.data.shard_layout import CHUNK_BYTES, PRELUDE, encode, id_type
-from bagpipe.errors import ShardError, ValueRangeError
+from bagpipe.errors import ConfigError, ShardError, ValueRangeError
 from bagpipe.types import Batch, Ids, Table
 
 SAMPLES, SHARD = 2500, 1000
@@ -206,7 +206,7 @@ def test_a_shard_of_another_version_is_refused(path):
     data = bytearray(file.read_bytes())
     data[8] = 9
     file.write_bytes(data)
-    with pytest.raises(ShardError, match="has version 9, this is version 1"):
+    with pytest.raises(ShardError, match="has version 9, this is version 2"):
         read(path)
 
 
@@ -329,8 +329,8 @@ def test_an_edited_manifest_is_refused(path):
 
 
 def test_a_manifest_of_another_version_is_refused(path):
-    edit(path, lambda body: body.update(version=2, something_new=[]))
-    with pytest.raises(ShardError, match=r"version 2, this is 'bagpipe-shards' version 1"):
+    edit(path, lambda body: body.update(version=3, something_new=[]))
+    with pytest.raises(ShardError, match=r"version 3, this is 'bagpipe-shards' version 2"):
         Shards(path)
 
 
@@ -358,3 +358,34 @@ def test_the_origin_names_the_dials_that_were_turned(tmp_path):
     source = generated("tiny", 100, seed=3, zipf=1.5, burst=0.2)
     assert source.dials == Dials(zipf=1.5, burst=0.2)
     assert write(source, tmp_path / "data").origin == "generated tiny samples=100 seed=3 zipf=1.5 burst=0.2"
+
+
+def test_a_named_part_is_a_data_set_of_its_own(path):
+    ranges = [{"name": "train", "start": 0, "stop": 2000}, {"name": "test", "start": 2000, "stop": 2500}]
+    edit(path, lambda body: body.update(parts=ranges))
+    shards = Shards(path)
+    assert shards.part_names == ("train", "test")
+    assert shards.part_named("test").num_samples == 500
+    with pytest.raises(ConfigError, match="no part 'validation': it has train, test; prepare it with --validation"):
+        shards.part_named("validation")
+
+
+def test_a_data_set_without_parts_says_so(path):
+    with pytest.raises(ConfigError, match="no part 'train': it was not divided"):
+        Shards(path).part_named("train")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": [{"name": "train", "start": 0, "stop": 2501}]}, "'train' is samples 0 to 2501 of 2500"),
+        ({"days": [{"name": "day_0", "start": 9, "stop": 3}]}, "'day_0' is samples 9 to 3 of 2500"),
+        ({"parts": [{"name": "a", "start": 0, "stop": 1}] * 2}, "names part 'a' twice"),
+        ({"numeric": ["one"]}, "names 1 numeric features and has 4"),
+        ({"numeric": ["one", "two", "two", "three"]}, "names numeric feature 'two' twice"),
+    ],
+)
+def test_a_manifest_whose_parts_or_names_do_not_fit_is_refused(path, change, message):
+    edit(path, lambda body: body.update(change))
+    with pytest.raises(ShardError, match=f"{message}.*write the data again"):
+        Shards(path)

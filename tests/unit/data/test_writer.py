@@ -176,3 +176,66 @@ def test_a_data_set_without_samples_is_not_written(tmp_path):
 def test_shards_of_nothing_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="shard_samples is 0"):
         ShardWriter(tmp_path / "data", TABLES, 2, shard_samples=0)
+
+
+def grown_batch(number, start, stop):
+    ids = {"a": Ids(torch.arange(start, stop)[:, None]), "b": Ids(torch.ones(stop - start, 1, dtype=torch.int64))}
+    return Batch(torch.zeros(stop - start, 2), ids, torch.zeros(stop - start), number=number)
+
+
+def with_rows(rows):
+    def complete(manifest):
+        tables = tuple(
+            table.model_copy(update={"rows": rows}) if table.name == "a" else table for table in manifest.tables
+        )
+        return manifest.model_copy(update={"tables": tables})
+
+    return complete
+
+
+def test_a_table_may_get_its_size_at_the_end(tmp_path):
+    tables = (Table("a"), Table("b", 50))
+    with ShardWriter(tmp_path / "data", tables, 2, shard_samples=200, growing={"a"}) as writer:
+        writer.add(grown_batch(0, 0, 1000))
+        manifest = writer.finish(with_rows(1000))
+    data = Shards(tmp_path / "data")
+    assert data.tables[0].rows == 1000
+    (batch,) = data.batches(1000)
+    assert batch.sparse["a"].values.flatten().tolist() == list(range(1000))
+    sizes = [shard.bytes for shard in manifest.shards]
+    assert sizes[0] < sizes[2]  # small ids were stored in one byte
+
+
+def test_a_size_that_is_too_small_is_found_by_the_reader(tmp_path):
+    with ShardWriter(tmp_path / "data", (Table("a"), Table("b", 50)), 2, growing={"a"}) as writer:
+        writer.add(grown_batch(0, 0, 300))
+        writer.finish(with_rows(290))
+    with pytest.raises(ValueRangeError, match="sample 290: 'ids:a' is 290, its table has 290 rows"):
+        list(Shards(tmp_path / "data").batches(1000))
+
+
+def test_shards_on_record_outlive_a_failure_and_a_later_writer_goes_on_after_them(tmp_path):
+    kept = []
+    with ShardWriter(tmp_path / "data", TABLES, 2, shard_samples=4, on_shard=kept.append) as writer:
+        for _ in range(3):
+            writer.add(make_batch())
+    names = ["manifest.json.tmp", "shard-00000.bin", "shard-00001.bin"]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == names
+    with ShardWriter(tmp_path / "data", TABLES, 2, shard_samples=4, done=kept[-1]) as writer:
+        assert (writer.num_samples, writer.room) == (8, 4)
+        writer.add(make_batch().part(2, 3))
+        manifest = writer.finish()
+    write_batches(tmp_path / "whole", make_batch(), make_batch(), make_batch(), shard_samples=4)
+    assert manifest == Shards(tmp_path / "whole").manifest
+
+
+def test_a_shard_that_could_not_be_put_on_record_is_removed(tmp_path):
+    def fail(_):
+        raise RuntimeError("no record")
+
+    with (
+        pytest.raises(RuntimeError, match="no record"),
+        ShardWriter(tmp_path / "data", TABLES, 2, shard_samples=3, on_shard=fail) as writer,
+    ):
+        writer.add(make_batch())
+    assert not (tmp_path / "data").exists()
