@@ -13,6 +13,7 @@ these is raised: a file that was being written is gone, a cache that was being t
     ├── CapacityError       the cache can't hold what one iteration needs
     ├── GradientError       a gradient is not finite
     ├── StoreError          rows can't be read or written where they live
+    ├── WireError           bytes or a peer that can't be trusted: malformed, too long, of another version, run or key
     ├── ConsistencyError    the checker found a stale, lost or doubled value: a defect of Bagpipe, please report it
     ├── PipelineError       a background thread of the pipeline failed; its cause is attached
     ├── DeadlineError       a wait took longer than its deadline; names what it waited for
@@ -60,6 +61,10 @@ class GradientError(BagpipeError, ArithmeticError):
 
 class StoreError(BagpipeError, OSError):
     """Rows can't be read or written where they live."""
+
+
+class WireError(BagpipeError):
+    """Bytes or a peer that can't be trusted: malformed, too long, of another version, run or key."""
 
 
 class ConsistencyError(BagpipeError):

@@ -1,0 +1,161 @@
+"""What clients and embedding servers say to each other; plain records, rows and ids travel beside them as raw buffers.
+
+A server knows rows as `width` float32 numbers by (table, id), and nothing of optimizers or initial values: it says
+which rows were ever written, and who asked computes the others, which therefore never travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+NO_ITERATION = -1
+"""Before the first one: a read after it waits for nothing."""
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """A body of a message; its type is told by its first field."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Some rows of one table; their ids and values lie in the buffers, part after part."""
+
+    table: int
+    count: int
+
+
+class SharedMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Memory of the client that a server on the same host may use in place of buffers: a sealed memfd."""
+
+    boot: str
+    """Which boot of which host: /proc/sys/kernel/random/boot_id."""
+    pid: int
+    descriptor: int
+    num_bytes: int
+    token: bytes
+    """What lies at its beginning, so that it can't be taken for another."""
+
+
+class Open(Record):
+    """A client introduces itself: the first message of every connection. Asking again changes nothing."""
+
+    trainer: int
+    trainers: int
+    widths: list[int]
+    """Of the rows of each table; all clients of a run must agree."""
+    shared: SharedMemory | None = None
+
+
+class Opened(Record):
+    """Welcome."""
+
+    server: int
+    servers: int
+    shared: bool
+    """Whether buffers may be left in the shared memory from now on."""
+    sequence: int
+    """The last write of this trainer that was applied."""
+
+
+class Read(Record):
+    """Rows, once every trainer has passed iteration `after`. Buffer: ids, int64."""
+
+    parts: list[Part]
+    after: int = NO_ITERATION
+
+
+class Rows(Record):
+    """The rows asked for that were ever written. Buffers: one byte an id (1: it is here), then those rows, float32."""
+
+    count: int
+
+
+class Write(Record):
+    """Rows of a trainer, applied once and in order of `sequence`. Buffers: ids, int64; rows, float32."""
+
+    trainer: int
+    sequence: int
+    """1, 2, 3, ... for each trainer and server; one that was applied before is acknowledged again."""
+    passed: int
+    """With this one the server has every write-back of the trainer up to this iteration."""
+    parts: list[Part]
+
+
+class Written(Record):
+    """The write was applied, now or before."""
+
+    sequence: int
+
+
+class Scan(Record):
+    """Rows of a table in order of first write."""
+
+    table: int
+    start: int
+    count: int
+
+
+class Scanned(Record):
+    """Buffers: ids, int64; rows, float32. Fewer than asked for at the end."""
+
+    count: int
+
+
+class Sync(Record):
+    """Answer when everything written outlives the server's process, where its storage promises that."""
+
+
+class Synced(Record):
+    """Done."""
+
+
+class AskStats(Record):
+    """How are you?"""
+
+
+class Stats(Record):
+    """What a server holds and has done."""
+
+    server: int
+    num_rows: list[int]
+    """Of each table."""
+    bytes_in_memory: int
+    bytes_on_disk: int
+    rows_read: int
+    rows_written: int
+    requests: int
+    refused: int
+    parked: int
+    """Reads that wait for a trainer now."""
+    clients: int
+    uptime_s: float
+
+
+class Failed(Record):
+    """The request was refused and changed nothing."""
+
+    error: str
+    """The name of one of Bagpipe's errors."""
+    message: str
+
+
+Body: TypeAlias = (
+    Open | Opened | Read | Rows | Write | Written | Scan | Scanned | Sync | Synced | AskStats | Stats | Failed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A body with what surrounds it."""
+
+    run: bytes
+    """16 bytes: messages of another run are refused."""
+    generation: int
+    """Of the membership: messages of an older one are refused."""
+    request: int
+    """An answer has the number of its request."""
+    body: Body
+    buffers: Sequence[memoryview] = ()
