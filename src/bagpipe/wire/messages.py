@@ -39,7 +39,7 @@ class SharedMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """What lies at its beginning, so that it can't be taken for another."""
 
 
-class Open(Record):
+class Open(Record, frozen=True):
     """A client introduces itself: the first message of every connection. Asking again changes nothing."""
 
     trainer: int
@@ -49,7 +49,7 @@ class Open(Record):
     shared: SharedMemory | None = None
 
 
-class Opened(Record):
+class Opened(Record, frozen=True):
     """Welcome."""
 
     server: int
@@ -60,20 +60,20 @@ class Opened(Record):
     """The last write of this trainer that was applied."""
 
 
-class Read(Record):
+class Read(Record, frozen=True):
     """Rows, once every trainer has passed iteration `after`. Buffer: ids, int64."""
 
     parts: list[Part]
     after: int = NO_ITERATION
 
 
-class Rows(Record):
+class Rows(Record, frozen=True):
     """The rows asked for that were ever written. Buffers: one byte an id (1: it is here), then those rows, float32."""
 
     count: int
 
 
-class Write(Record):
+class Write(Record, frozen=True):
     """Rows of a trainer, applied once and in order of `sequence`. Buffers: ids, int64; rows, float32."""
 
     trainer: int
@@ -84,13 +84,13 @@ class Write(Record):
     parts: list[Part]
 
 
-class Written(Record):
+class Written(Record, frozen=True):
     """The write was applied, now or before."""
 
     sequence: int
 
 
-class Scan(Record):
+class Scan(Record, frozen=True):
     """Rows of a table in order of first write."""
 
     table: int
@@ -98,25 +98,25 @@ class Scan(Record):
     count: int
 
 
-class Scanned(Record):
+class Scanned(Record, frozen=True):
     """Buffers: ids, int64; rows, float32. Fewer than asked for at the end."""
 
     count: int
 
 
-class Sync(Record):
+class Sync(Record, frozen=True):
     """Answer when everything written outlives the server's process, where its storage promises that."""
 
 
-class Synced(Record):
+class Synced(Record, frozen=True):
     """Done."""
 
 
-class AskStats(Record):
+class AskStats(Record, frozen=True):
     """How are you?"""
 
 
-class Stats(Record):
+class Stats(Record, frozen=True):
     """What a server holds and has done."""
 
     server: int
@@ -134,7 +134,7 @@ class Stats(Record):
     uptime_s: float
 
 
-class Failed(Record):
+class Failed(Record, frozen=True):
     """The request was refused and changed nothing."""
 
     error: str
