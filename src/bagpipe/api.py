@@ -69,7 +69,8 @@ def accelerate(
             tensors of its own; it is read ahead, by another thread.
         rows: The optimizer of the embedding rows, or a `bagpipe.optim.PerTable`.
         cache: Size of the cache on the device: a number of rows, or bytes such as "2GB", optimizer state included.
-        lookahead: How many batches the oracle reads ahead; "auto" fills the cache.
+        lookahead: How many batches the oracle reads ahead, the current one included: a row whose next use is among them
+            stays in the cache. "auto" reads as far as fills it, and lets rows go only when their place is needed.
         policy: What the oracle keeps: "lookahead", "lru", "nocache" or "ideal".
         store: Where all rows live: "memory", "mapped" (files in a temporary directory), or a directory for the files.
         device: Where the cache is; by default where the model's other parameters are. Other devices than the CPU use

@@ -105,15 +105,16 @@ def all_small_cases() -> list[tuple[int, list[list[int]]]]:
     return cases + [(4, [chance.choice(subsets(4)) for _ in range(5)]) for _ in range(500)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_small_cases_are_exact_under_every_schedule(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "auto"), [*((name, False) for name in POLICIES), ("lookahead", True)])
+def test_small_cases_are_exact_under_every_schedule(policy: str, auto: bool) -> None:
     for seed, (num_rows, batches) in enumerate(all_small_cases()):
         largest = max([len(batch) for batch in batches], default=0)
         distinct = len({row for batch in batches for row in batch})
         capacity = max(1, distinct if policy == "ideal" else largest + seed % 3)
         nested = [[batch] for batch in batches]
+        lookahead = "auto" if auto else 1 + seed % 4
         plans = make_plans(
-            [OracleTable("only", num_rows)], [capacity], nested, lookahead=1 + seed % 4, policy=policy, ahead=seed % 3
+            [OracleTable("only", num_rows)], [capacity], nested, lookahead=lookahead, policy=policy, ahead=seed % 3
         )
         check_contract(plans, [0], [capacity], nested)
         run_in_several_orders(plans, [0], seed)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels.plan import KEEP, count_gaps, find_uniques, link, look_up, settle
 from bagpipe.oracle.batch import CheckedIds, check_ids
+from bagpipe.oracle.lingering import Lingering
 from bagpipe.oracle.parts import Part, Workers, make_parts
 from bagpipe.oracle.plan import Fetch, Plan, RowList, Victims
 from bagpipe.oracle.slots import Group
@@ -66,6 +67,7 @@ class Oracle:
         self._window = Window(len(tables), self.policy.target_max, start)
         self._parts = make_parts(tables, threads, rows_direct_max, bytes_direct_max)
         self._tenants = Tenants(tables, capacity, self._parts)
+        self._lingering = Lingering(self.groups, self._tenants) if self.policy.lingers else None
         self._workers = Workers(threads)
         self._scratch = _Scratch(len(tables), self.policy.target_max)
         self._half_read = False
@@ -94,7 +96,7 @@ class Oracle:
                     error, ended = unusable, True
             if not payloads:
                 break
-            yield self.emit(last=ended and len(payloads) == 1), payloads.popleft()
+            yield self.emit(last=ended and len(payloads) == 1, ended=ended), payloads.popleft()
         if error is not None:
             raise error
 
@@ -131,11 +133,17 @@ class Oracle:
         self._workers.run(note_stays, self._parts)
         self._half_read = False
 
-    def emit(self, *, last: bool = False, flush: bool = False) -> Plan:
-        """The plan of the oldest batch read. `last`: no batch follows; `flush`: all rows that stay are written back."""
+    def emit(self, *, last: bool = False, ended: bool = False, flush: bool = False) -> Plan:
+        """The plan of the oldest batch read. `last`: no batch follows; `flush`: all rows that stay are written back.
+
+        `ended`: no batch follows those that were read.
+        """
         iteration, length = self._window.first, len(self._window)
         assert length, f"no batch was read for iteration {iteration}"
         bounds, entries, stays = self._window.oldest()
+        room = [self.policy.room(iteration, length, group) for group in self.groups if self._lingering]
+        if self._lingering and not ended:
+            self._lingering.keep(room, bounds, stays)
         rows = RowList(np.empty(len(entries), np.int64), np.empty(len(entries), np.int32), bounds)
         misses, leaves = np.zeros((2, len(self.tables)), np.int64)
 
@@ -157,6 +165,8 @@ class Oracle:
             )  # fmt: skip
 
         self._workers.run(settle_rows, self._parts)
+        if self._lingering:
+            evict = evict.joined(self._lingering.leave(iteration, room, rows, stays, length - 1 if ended else None))
         if self.policy.keeps:
             for group in self.groups:
                 self.policy.planned(iteration, group, group.collect(rows.slots, bounds))
@@ -175,11 +185,12 @@ class Oracle:
         """What the oracle holds right now."""
         owners = [*{id(part.rows): part.rows for part in self._parts}.values(), self._window, self._scratch]
         slots = [group.slots for group in self.groups]
+        lingering = [self._lingering] if self._lingering else []
         return OracleStats(
             window=len(self._window),
             window_rows=self._window.num_rows,
             resident_rows=tuple(own.num_resident for own in slots),
-            memory_bytes=sum(owner.nbytes for owner in (*owners, *slots)) + self._tenants.codes.nbytes,
+            memory_bytes=sum(owner.nbytes for owner in (*owners, *slots, *lingering)) + self._tenants.codes.nbytes,
         )
 
     def close(self) -> None:

@@ -34,6 +34,15 @@ class RowList:
         start, stop = self.bounds[table], self.bounds[table + 1]
         return self.ids[start:stop], self.slots[start:stop]
 
+    def joined(self, other: RowList) -> RowList:
+        """The rows of both, in each table those of the other behind."""
+        if not len(self) or not len(other):
+            return self if len(self) else other
+        tables = range(len(self.bounds) - 1)
+        parts = [part for table in tables for part in (self.of_table(table), other.of_table(table))]
+        ids, slots = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return RowList(ids, slots, self.bounds + other.bounds)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch(RowList):

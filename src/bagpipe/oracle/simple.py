@@ -44,6 +44,7 @@ class SimpleOracle:
         self.tables, self.capacity, self.policy, self.ahead = tables, capacity, policy, ahead
         self.keeps = policy in ("lru", "ideal")
         self.auto = lookahead == "auto"
+        self.lingering: list[list[Row]] = [[] for _ in capacity]
         self.target_max = {"lookahead": AUTO_MAX if self.auto else int(lookahead), "nocache": 1}.get(policy, 2)
         self.target = min(self.target_max, RAMP)
         self.step, self.patience = RAMP, 0
@@ -69,7 +70,7 @@ class SimpleOracle:
                     self.read(ids)
             if len(self.batches) == self.num_emitted:
                 return
-            yield self.emit(last=ended and len(self.batches) == self.num_emitted + 1)
+            yield self.emit(ended)
 
     def read(self, ids: Sequence[Sequence[int]]) -> None:
         """Find the unique rows, and grant stays to those that are in the window already."""
@@ -118,9 +119,10 @@ class SimpleOracle:
         """Whether some earlier use keeps the row until iteration z."""
         return any(self.batches[p].stays.get(row) == z for p in range(z))
 
-    def emit(self, last: bool) -> Plan:
+    def emit(self, ended: bool) -> Plan:
         """Fetch what is not there, let go what does not stay."""
         x, window = self.num_emitted, len(self.batches) - self.num_emitted
+        last = ended and window == 1
         batch = self.batches[x]
         absent = [row for row in batch.rows if row not in self.slot_of]
         victims = self.make_room(x, absent)
@@ -135,6 +137,8 @@ class SimpleOracle:
             self.last_use[row] = (x, index)
         rows = [(t, value, self.slot_of[t, value]) for t, value in batch.rows]
         leaving = [row for row in batch.rows if not self.keeps and row not in batch.stays]
+        if self.auto and self.policy == "lookahead":
+            leaving = self.let_linger(x, leaving, ended)
         if self.keeps and last:
             leaving = sorted(self.slot_of, key=lambda row: (row[0], self.slot_of[row]))
         evict = self.evict(leaving, x, freed_by=x)
@@ -165,6 +169,29 @@ class SimpleOracle:
             ]
             victims += sorted(others, key=lambda row: self.last_use[row])[: max(0, lacking)]
         return sorted(self.evict(victims, x, freed_by=-1), key=lambda victim: victim[0])
+
+    def let_linger(self, x: int, leaving: list[Row], ended: bool) -> list[Row]:
+        """While there is room, rows stay that the window does not need; those that leave instead, the oldest first."""
+        gone: list[Row] = []
+        left = len(self.batches) - 1 - x
+        needed = {row for batch in self.batches[x + 1 :] for row in batch.rows}
+        for group, capacity in enumerate(self.capacity):
+            own = [row for row in leaving if self.tables[row[0]].group == group]
+            room = max(0, capacity - self.load(x + 1, group) - self.on_their_way(x + 1, group)) if left else 0
+            lingering = [row for row in self.lingering[group] if row not in self.batches[x].rows]
+            if not ended and len(own) <= room:
+                lingering, own = lingering + own, []
+            least = len(lingering) - room
+            look = -(-len(lingering) // (left + 1)) if ended else 0
+            chosen: list[Row] = []
+            passed: list[Row] = []
+            while lingering and (len(chosen) < least or len(chosen) + len(passed) < look):
+                row = lingering.pop(0)
+                (passed if row in needed else chosen).append(row)
+            more = max(0, least - len(chosen))
+            gone += own + chosen + passed[:more]
+            self.lingering[group] = lingering + passed[more:]
+        return sorted(gone, key=lambda row: row[0])
 
     def evict(self, rows: list[Row], x: int, freed_by: int) -> list[tuple[int, int, int]]:
         """Give up the slots of these rows."""

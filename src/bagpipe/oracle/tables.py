@@ -64,9 +64,9 @@ class DirectRows:
         """Where rows are noted, less their table's base."""
         return ids
 
-    def ids(self, table: int, entries: Int64s) -> Int64s:
-        """The ids of entries of a table."""
-        return entries - int(self.bases[table])
+    def ids(self, tables: int | Int64s, entries: Int64s) -> Int64s:
+        """The ids of entries of a table, or of one table each."""
+        return entries - self.bases[tables]
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +102,8 @@ class MappedRows:
         self.map.find_or_take(ids, entries)
         return entries
 
-    def ids(self, table: int, entries: Int64s) -> Int64s:  # noqa: ARG002 - the same call as for direct rows
-        """The ids of entries of a table."""
+    def ids(self, tables: int | Int64s, entries: Int64s) -> Int64s:  # noqa: ARG002 - the same call as for direct rows
+        """The ids of entries."""
         return self.map.keys[entries]
 
     @property

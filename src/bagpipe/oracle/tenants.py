@@ -1,8 +1,8 @@
-"""Who lives in which slot, for the rare lists that do not follow a batch: victims, flushes and the end of the data."""
+"""Who lives in which slot, for lists that do not follow a batch: victims, lingering rows, flushes, the last plan's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from bagpipe.oracle.tables import OracleTable, Rows
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class Tenants:
@@ -27,6 +28,9 @@ class Tenants:
         self.codes: Int64s = np.full(begins[-1], -1, np.int64)
         """Table in the upper half, entry in the lower; -1: never had a tenant."""
         self.noted: dict[int, Rows] = {int(t): part.rows for part in parts for t in part.tables}
+        self._notes = list({id(noted): noted for noted in self.noted.values()}.values())
+        numbers = {id(noted): number for number, noted in enumerate(self._notes)}
+        self._noted_at: Int64s = np.array([numbers[id(self.noted[t])] for t in range(len(tables))], np.int64)
 
     def residents(self) -> RowList:
         """All rows in the cache, by table and slot."""
@@ -43,22 +47,31 @@ class Tenants:
 
     def evict_rows(self, rows: RowList, plan: int) -> None:
         """Note that this plan evicts these rows."""
-        for t, noted in self.noted.items():
-            _, slots = rows.of_table(t)
-            if len(slots):
-                noted.places[self.codes[self.begins[t] + slots] & LOWER] = -(plan + 1)
+        tables = np.repeat(np.arange(len(self.begins)), np.diff(rows.bounds))
+        entries = self.codes[self.begins[tables] + rows.slots] & LOWER
+        for noted, own in self._by_notes(tables):
+            noted.places[entries[own]] = -(plan + 1)
+
+    def were_read_after(self, iteration: int, group: int, slots: Int32s) -> Flags:
+        """Which tenants of these slots are rows of a batch that was read after that of this iteration."""
+        codes = self.codes[self._group_begins[group] + slots]
+        later = np.empty(len(slots), np.bool_)
+        for noted, own in self._by_notes(codes >> HALF):
+            later[own] = noted.words[codes[own] & LOWER] >> HALF > iteration + 1
+        return later
 
     def _list(self, codes: Int64s, slots: Int32s) -> RowList:
         """The tenants that still live in their slots."""
         order = np.argsort(codes >> HALF, kind="stable")
-        codes, slots = codes[order], slots[order]
-        num_tables = len(self.begins)
-        edges = np.searchsorted(codes >> HALF, np.arange(num_tables + 1))
-        ids, homes, counts = [], [], [0]
-        for t in range(num_tables):
-            entries, own = codes[edges[t] : edges[t + 1]] & LOWER, slots[edges[t] : edges[t + 1]]
-            live = self.noted[t].places[entries] == own + 1
-            ids.append(self.noted[t].ids(t, entries[live]))
-            homes.append(own[live])
-            counts.append(int(live.sum()))
-        return RowList(np.concatenate(ids), np.concatenate(homes), np.cumsum(counts))
+        tables, entries, slots = codes[order] >> HALF, codes[order] & LOWER, slots[order]
+        ids, live = np.empty(len(order), np.int64), np.empty(len(order), np.bool_)
+        for noted, own in self._by_notes(tables):
+            ids[own] = noted.ids(tables[own], entries[own])
+            live[own] = noted.places[entries[own]] == slots[own] + 1
+        bounds = np.searchsorted(tables[live], np.arange(len(self.begins) + 1))
+        return RowList(ids[live], slots[live], bounds.astype(np.int64))
+
+    def _by_notes(self, tables: Int64s) -> Iterator[tuple[Rows, Flags]]:
+        """Where rows of these tables are noted, and which of them each place notes."""
+        at = self._noted_at[tables]
+        return ((noted, at == number) for number, noted in enumerate(self._notes))

@@ -44,6 +44,9 @@ class Policy:
     """Every fetch waits at least for the iteration this many before the last, so that older evictions can be forgotten:
     long enough that their write-backs were acknowledged anyway."""
 
+    lingers: bool = False
+    """Whether rows that may not stay may linger, as long as there is `room` for them."""
+
     groups: Sequence[Group]
     target: int = 1
     """How many batches must have been read, and not be planned yet, before the next plan."""
@@ -82,6 +85,10 @@ class Policy:
 
     def planned(self, iteration: int, group: Group, slots: Int32s) -> None:
         """A plan was made in which the batch's rows of this group are in these slots; if the policy `keeps`."""
+
+    def room(self, iteration: int, window: int, group: Group) -> int:  # noqa: ARG002
+        """Slots of a group that no plan will need before the next can make room; `window` batches begin with this."""
+        return 0
 
     def lookahead_at(self, iteration: int, window: int) -> int:  # noqa: ARG002
         """Rows of this batch used again in fewer iterations than this stay; `window` batches begin with it."""

@@ -1,7 +1,8 @@
 """Bagpipe's own policy (Algorithm 1 of the paper): a row stays exactly while its next use is in the window.
 
 When the stays that the window shows would not fit the cache, the longest are not granted, which shortens the lookahead
-for those iterations; a row that can't stay leaves right after its use, so no plan ever waits for victims.
+for those iterations; a row that can't stay leaves right after its use, so no plan ever waits for victims. With "auto"
+the window grows until the cache is full, and where it is not, rows linger until their slots may be needed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class LookaheadPolicy(Policy):
         super().bind(groups, lookahead, ahead)
         if lookahead != "auto" and not 1 <= lookahead < KEEP:
             raise ConfigError(f'lookahead is {lookahead}: give a number from 1 to {KEEP - 1}, or "auto"')
-        self._auto = lookahead == "auto"
+        self._auto = self.lingers = lookahead == "auto"
         self._ahead = ahead
         self.target_max = AUTO_MAX if lookahead == "auto" else lookahead
         self.target = min(RAMP, self.target_max)
@@ -53,6 +54,11 @@ class LookaheadPolicy(Policy):
             )
         self._num_refused += num_refused
         return num_refused == 0
+
+    def room(self, iteration: int, window: int, group: Group) -> int:
+        """What the next batch, the rows that stay across it and the prefetches after it leave of the cache."""
+        total = self._loads[group.number][1]
+        return max(0, group.slots.capacity - int(total[(iteration + 1) & (len(total) - 1)])) if window > 1 else 0
 
     def lookahead_at(self, iteration: int, window: int) -> int:
         """The window, or the shortest stay of this batch's rows that was not granted."""

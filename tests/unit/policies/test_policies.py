@@ -6,15 +6,20 @@ import numpy as np
 import pytest
 
 from bagpipe.errors import CapacityError, ConfigError
+from bagpipe.oracle.lingering import LingeringSlots
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
+from bagpipe.oracle.uses import Uses
 from bagpipe.policies import POLICIES, make_policy
-from bagpipe.policies.lru import Uses
+from bagpipe.policies.base import Lookahead
+from bagpipe.policies.lookahead import AUTO_MAX, RAMP
 
 
-def plans_of(policy: str, batches: list[list[int]], capacity: int, lookahead: int = 4) -> list[Plan]:
-    oracle = Oracle([OracleTable("only", 1000)], [capacity], lookahead, policy)
+def plans_of(
+    policy: str, batches: list[list[int]], capacity: int, lookahead: Lookahead = 4, ahead: int = 2
+) -> list[Plan]:
+    oracle = Oracle([OracleTable("only", 1000)], [capacity], lookahead, policy, ahead=ahead)
     return [plan for plan, _ in oracle.plans(([np.array(batch, np.int64)], None) for batch in batches)]
 
 
@@ -95,3 +100,62 @@ def test_lookahead_fetches_no_more_than_lru_with_the_same_cache() -> None:
         for policy in ("lookahead", "lru", "nocache")
     }
     assert totals["lookahead"] < totals["lru"] < totals["nocache"]
+
+
+def test_a_lookahead_given_as_a_number_lets_rows_go_although_there_is_room() -> None:
+    batches = [[1], [2], [3], [1]]
+    assert [plan.evict.ids.tolist() for plan in plans_of("lookahead", batches, 9, lookahead=3)] == [[1], [2], [3], [1]]
+    assert [plan.evict.ids.tolist() for plan in plans_of("lookahead", batches, 9, lookahead=1)] == [[1], [2], [3], [1]]
+
+
+def test_auto_fetches_each_row_once_where_all_of_them_fit() -> None:
+    """Also rows that come back after more batches than the longest window holds."""
+    random = np.random.default_rng(5)
+    batches = [[7, *(random.zipf(1.1, 20) % 200).tolist()] for _ in range(300)]
+    batches = [[900], *batches, [900]]
+    assert len(batches) > AUTO_MAX + RAMP
+    distinct = sorted({row for batch in batches for row in batch})
+    plans = plans_of("lookahead", batches, 300, "auto")
+    assert sorted(row for plan in plans for row in plan.fetch.ids.tolist()) == distinct
+    assert sum(len(plan.fetch) for plan in plans_of("lru", batches, 300)) == len(distinct)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_rows_that_linger_hold_up_no_prefetch(ahead: int) -> None:
+    random = np.random.default_rng(1)
+    batches = [random.integers(0, 900, 6).tolist() for _ in range(400)]
+    plans = plans_of("lookahead", batches, 60, "auto", ahead)
+    waits = [plan.iteration - plan.fetch.slot_after.max(initial=-1) for plan in plans[20:]]
+    assert min(waits) > ahead
+    assert not any(len(plan.victims) for plan in plans)
+    used: dict[int, int] = {}
+    old = 0
+    for plan in plans[:-20]:
+        used |= dict.fromkeys(plan.rows.ids.tolist(), plan.iteration)
+        old += sum(used[row] < plan.iteration for row in plan.evict.ids.tolist())
+    assert old > 100, "rows were meant to linger, and to leave when their slots are needed"
+
+
+def test_lingering_rows_leave_evenly_once_the_end_of_the_data_is_in_sight() -> None:
+    batches = [[number] for number in range(80)]
+    leaving = [len(plan.evict) for plan in plans_of("lookahead", batches, 200, "auto")]
+    assert sum(leaving) == 80
+    assert leaving[:10] == [0] * 10
+    assert max(leaving) <= 3
+
+
+def test_a_lingering_row_that_is_needed_again_leaves_last() -> None:
+    slots = LingeringSlots(6)
+    everyone = np.arange(4, dtype=np.int32)
+    slots.settle(everyone, np.array([True, True, True, False]), 0)
+    assert len(slots) == 3
+
+    def needed(some: np.ndarray) -> np.ndarray:
+        return np.isin(some, [0, 2])
+
+    assert slots.pop(1, 0, 5, needed).tolist() == [1]
+    assert slots.pop(1, 0, 6, needed).tolist() == [2], "0 was passed over before, and waits behind 2"
+    assert slots.pop(0, 1, 7, needed).tolist() == []
+    slots.settle(np.array([0], np.int32), np.array([False]), 8)
+    assert len(slots) == 0
+    assert slots.pop(0, 0, 9, needed).tolist() == []
