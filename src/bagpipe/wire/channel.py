@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ class Channel(ABC):
 
     address: str
     """Where the server is, for people."""
+    trouble: str = ""
+    """What is known to be wrong with the connection, if anything: for the message of whoever waited in vain."""
 
     @abstractmethod
     def send(self, message: Message) -> None:
@@ -20,7 +23,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self) -> Message | None:
-        """A message that has arrived, or None. Raises WireError for bytes that are no message."""
+        """A message that has arrived, or None. Raises WireError for bytes that are no message, or a key refused."""
 
     @abstractmethod
     def reconnect(self) -> None:
@@ -33,6 +36,10 @@ class Channel(ABC):
 
 class Network(ABC):
     """Makes channels, and waits on several of them."""
+
+    def now(self) -> float:
+        """Seconds of the clock that `wait` waits by; deadlines are counted on it."""
+        return time.monotonic()
 
     @abstractmethod
     def connect(self, address: str) -> Channel:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 NO_ITERATION = -1
 """Before the first one: a read after it waits for nothing."""
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Iteration: TypeAlias = Annotated[int, msgspec.Meta(ge=NO_ITERATION)]
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -23,28 +27,28 @@ class Record(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unkn
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Some rows of one table; their ids and values lie in the buffers, part after part."""
 
-    table: int
-    count: int
+    table: Count
+    count: Count
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Memory of the client that a server on the same host may use in place of buffers: a sealed memfd."""
 
-    boot: str
+    boot: Annotated[str, msgspec.Meta(max_length=64)]
     """Which boot of which host: /proc/sys/kernel/random/boot_id."""
-    pid: int
-    descriptor: int
-    num_bytes: int
-    token: bytes
+    pid: Positive
+    descriptor: Count
+    num_bytes: Count
+    token: Annotated[bytes, msgspec.Meta(max_length=64)]
     """What lies at its beginning, so that it can't be taken for another."""
 
 
 class Open(Record, frozen=True):
     """A client introduces itself: the first message of every connection. Asking again changes nothing."""
 
-    trainer: int
-    trainers: int
-    widths: list[int]
+    trainer: Count
+    trainers: Positive
+    widths: list[Positive]
     """Of the rows of each table; all clients of a run must agree."""
     shared: SharedMemory | None = None
 
@@ -52,11 +56,11 @@ class Open(Record, frozen=True):
 class Opened(Record, frozen=True):
     """Welcome."""
 
-    server: int
-    servers: int
+    server: Count
+    servers: Positive
     shared: bool
     """Whether buffers may be left in the shared memory from now on."""
-    sequence: int
+    sequence: Count
     """The last write of this trainer that was applied."""
 
 
@@ -64,22 +68,22 @@ class Read(Record, frozen=True):
     """Rows, once every trainer has passed iteration `after`. Buffer: ids, int64."""
 
     parts: list[Part]
-    after: int = NO_ITERATION
+    after: Iteration = NO_ITERATION
 
 
 class Rows(Record, frozen=True):
     """The rows asked for that were ever written. Buffers: one byte an id (1: it is here), then those rows, float32."""
 
-    count: int
+    count: Count
 
 
 class Write(Record, frozen=True):
     """Rows of a trainer, applied once and in order of `sequence`. Buffers: ids, int64; rows, float32."""
 
-    trainer: int
-    sequence: int
+    trainer: Count
+    sequence: Count
     """1, 2, 3, ... for each trainer and server; one that was applied before is acknowledged again."""
-    passed: int
+    passed: Iteration
     """With this one the server has every write-back of the trainer up to this iteration."""
     parts: list[Part]
 
@@ -87,21 +91,21 @@ class Write(Record, frozen=True):
 class Written(Record, frozen=True):
     """The write was applied, now or before."""
 
-    sequence: int
+    sequence: Count
 
 
 class Scan(Record, frozen=True):
     """Rows of a table in order of first write."""
 
-    table: int
-    start: int
-    count: int
+    table: Count
+    start: Count
+    count: Count
 
 
 class Scanned(Record, frozen=True):
     """Buffers: ids, int64; rows, float32. Fewer than asked for at the end."""
 
-    count: int
+    count: Count
 
 
 class Sync(Record, frozen=True):
