@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -86,10 +88,17 @@ class IndexedDataset(ABC):
         """Samples start to stop as a data set of their own."""
         return Part(self, start, stop)
 
+    def read_group(self, order: BatchOrder, numbers: range) -> Samples:
+        """The samples of some batches, one batch after the other."""
+        return self.gather(np.concatenate([order.samples(number) for number in numbers]))
+
     def _read(self, order: BatchOrder, numbers: range, workers: int) -> Iterator[Batch]:
-        step = min(GROUP_BATCHES, max(1, GROUP_SAMPLES // order.batch_size))
+        def read(group: range) -> list[Batch]:
+            return cut(self.read_group(order, group), order, group)
+
+        step = group_size(order.batch_size)
         groups = (numbers[place : place + step] for place in range(0, len(numbers), step))
-        reading = ordered_map(lambda group: self._read_group(order, group), groups, workers, "reader")
+        reading = ordered_map(read, groups, workers, "reader")
         try:
             for batches in reading:
                 yield from batches
@@ -97,12 +106,25 @@ class IndexedDataset(ABC):
             # Not left to garbage collection: threads must be gone when the consumer's close() returns.
             reading.close()
 
-    def _read_group(self, order: BatchOrder, numbers: range) -> list[Batch]:
-        indices = [order.samples(number) for number in numbers]
-        samples = self.gather(np.concatenate(indices))
-        stops = np.cumsum([len(part) for part in indices]).tolist()
-        starts = [0, *stops[:-1]]
-        return [samples.batch(a, b, number) for a, b, number in zip(starts, stops, numbers, strict=True)]
+
+def group_size(batch_size: int) -> int:
+    """How many batches are read at once."""
+    return min(GROUP_BATCHES, max(1, GROUP_SAMPLES // batch_size))
+
+
+def group_samples(order: BatchOrder, numbers: range) -> int:
+    """How many samples some batches have."""
+    return sum(map(partial(_batch_samples, order), numbers))
+
+
+def cut(samples: Samples, order: BatchOrder, numbers: range) -> list[Batch]:
+    """The batches that these samples are, one after the other."""
+    stops = list(accumulate(map(partial(_batch_samples, order), numbers)))
+    return [samples.batch(a, b, number) for a, b, number in zip([0, *stops], stops, numbers, strict=False)]
+
+
+def _batch_samples(order: BatchOrder, number: int) -> int:
+    return min(order.batch_size, order.num_samples - number % order.epoch_batches * order.batch_size)
 
 
 class Part(IndexedDataset):
@@ -114,8 +136,8 @@ class Part(IndexedDataset):
                 f"part {start} to {stop} of {whole.num_samples} samples: give 0 <= start <= stop <= samples"
             )
         self.tables, self.num_dense, self.num_samples = whole.tables, whole.num_dense, stop - start
-        self._whole, self._start = whole, start
+        self.whole, self.start = whole, start
 
     def gather(self, samples: Ints) -> Samples:
         """The columns of these samples of the part."""
-        return self._whole.gather(samples + self._start)
+        return self.whole.gather(samples + self.start)
