@@ -1,7 +1,9 @@
 """Training data: shards on disk and calibrated generated data sets, read in an order that no thread can change."""
 
 from bagpipe.data.dataset import Dataset, IndexedDataset
+from bagpipe.data.described import describe, open_described
 from bagpipe.data.generator import Generated, best_auc, generated
+from bagpipe.data.loader import Loader
 from bagpipe.data.manifest import Manifest
 from bagpipe.data.presets import PRESETS, Dials, Feature, Preset, find_preset
 from bagpipe.data.shards import Shards
@@ -14,12 +16,15 @@ __all__ = [
     "Feature",
     "Generated",
     "IndexedDataset",
+    "Loader",
     "Manifest",
     "Preset",
     "ShardWriter",
     "Shards",
     "best_auc",
+    "describe",
     "find_preset",
     "generated",
+    "open_described",
     "write",
 ]
