@@ -2,6 +2,9 @@
 
 A server knows rows as `width` float32 numbers by (table, id), and nothing of optimizers or initial values: it says
 which rows were ever written, and who asked computes the others, which therefore never travel.
+
+Ids and rows of a client with shared memory may lie there instead: then a request has no buffers, nor has its answer,
+and what lies where follows from the parts (`bagpipe.server.shared`).
 """
 
 from __future__ import annotations
@@ -61,7 +64,15 @@ class Opened(Record, frozen=True):
     shared: bool
     """Whether buffers may be left in the shared memory from now on."""
     sequence: Count
-    """The last write of this trainer that was applied."""
+    """The last write of this trainer that was decided: applied, or refused for good."""
+    birth: bytes
+    """Differs each time the server is started: its rows and sequences are gone then."""
+    bytes_max: Positive
+    """Most bytes of ids and rows that one request may carry or ask for."""
+
+
+class Unopened(Record, frozen=True):
+    """The server does not know this connection (any more): open it, then ask again. Nothing was done."""
 
 
 class Read(Record, frozen=True):
@@ -77,12 +88,20 @@ class Rows(Record, frozen=True):
     count: Count
 
 
+class Waiting(Record, frozen=True):
+    """Not yet: these trainers have not passed the iteration of the read. Ask again; nothing is kept of it."""
+
+    trainers: list[Count]
+    passed: list[Iteration]
+    """How far each of them is."""
+
+
 class Write(Record, frozen=True):
     """Rows of a trainer, applied once and in order of `sequence`. Buffers: ids, int64; rows, float32."""
 
     trainer: Count
     sequence: Count
-    """1, 2, 3, ... for each trainer and server; one that was applied before is acknowledged again."""
+    """1, 2, 3, ... for each trainer and server; one that was decided before is answered again, and not applied."""
     passed: Iteration
     """With this one the server has every write-back of the trainer up to this iteration."""
     parts: list[Part]
@@ -100,10 +119,12 @@ class Scan(Record, frozen=True):
     table: Count
     start: Count
     count: Count
+    values: bool = True
+    """False: only their ids."""
 
 
 class Scanned(Record, frozen=True):
-    """Buffers: ids, int64; rows, float32. Fewer than asked for at the end."""
+    """Buffers: ids, int64; rows, float32, if they were asked for. Fewer than asked for at the end."""
 
     count: Count
 
@@ -135,6 +156,8 @@ class Stats(Record, frozen=True):
     parked: int
     """Reads that wait for a trainer now."""
     clients: int
+    shared: int
+    """Clients whose rows go through shared memory."""
     uptime_s: float
 
 
@@ -147,7 +170,21 @@ class Failed(Record, frozen=True):
 
 
 Body: TypeAlias = (
-    Open | Opened | Read | Rows | Write | Written | Scan | Scanned | Sync | Synced | AskStats | Stats | Failed
+    Open
+    | Opened
+    | Unopened
+    | Read
+    | Rows
+    | Waiting
+    | Write
+    | Written
+    | Scan
+    | Scanned
+    | Sync
+    | Synced
+    | AskStats
+    | Stats
+    | Failed
 )
 
 
