@@ -103,8 +103,8 @@ class Schema(Record):
     """The samples are not in order of time and must be put in it; needs `time`."""
     ignore: tuple[Name, ...] = ()
     """Columns to leave out; `*` and `?` stand for any text and any character: ["*"] leaves out all the others."""
-    missing: tuple[str, ...] = ("",)
-    """Texts that mean that there is no value, such as ["", "NULL"]."""
+    missing: tuple[Name, ...] = ()
+    """Texts, beside the empty one, that mean that there is no value, such as ["NULL", "?"]."""
     files: tuple[Name, ...] = ()
     """Which files of a directory are meant, by patterns such as "train*"; not given: all, or *.parquet and *.pq."""
 
