@@ -75,6 +75,15 @@ class ShardFile:
         """Copy values of a column of bags to some slots of `out`; the bounds of the bags were asked for before."""
         self._copy(name, places, 1, out, slots)
 
+    def ids(self, feature: str) -> Ints:
+        """All ids of a feature."""
+        size = len(self._columns[f"ids:{feature}"].values)
+        if f"offsets:{feature}" in self._columns:
+            self.bag_bounds(feature, slice(0, 0))
+        out = np.empty(size, np.int64)
+        self.copy_values(f"ids:{feature}", slice(0, size), out, slice(0, size))
+        return out
+
     def _copy(self, name: str, places: Places, width: int, out: Array, slots: Places) -> None:
         column = self._columns[name]
         self._check(column, places, width)

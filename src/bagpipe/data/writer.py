@@ -98,6 +98,10 @@ class ShardWriter:
         self._made_directory = False if self._goes_on else _claim(self.path)
         return self
 
+    def keep(self) -> None:
+        """Leave the directory claimed and the shards on record there, whatever happens."""
+        self._goes_on = True
+
     @property
     def room(self) -> int:
         """Samples that the shard in the making still takes."""

@@ -145,6 +145,13 @@ def _encode(slots: Words, entries: Words, keys: Words, missing: Bools, ids: Ints
 
 
 @kernel
+def _tally(entries: Words, rows: Ints) -> None:
+    for row in rows:
+        if row >= RESERVED:
+            entries[row - RESERVED, COUNT] += np.uint64(1)
+
+
+@kernel
 def _rehash(slots: Words, larger: Words, start: int, stop: int) -> None:
     for i in range(start, stop):
         if slots[i] != _EMPTY:
@@ -217,14 +224,28 @@ class KeyMap:
                     raise Clash(done, met)
                 if done < stop:
                     self.reserve(1)
-            self._relieve()
+            self.relieve()
         return np.concatenate(fresh) if fresh else np.empty(0, np.int64)
+
+    def load(self, keys: Words, checks: NDArray[np.uint32]) -> None:
+        """Take in values that are not in it yet, in this order, without counting them."""
+        before = self._size
+        self.reserve(len(keys))
+        self.admit(keys, checks, np.zeros(len(keys), np.bool_), np.empty(len(keys), np.int64))
+        assert self._size == before + len(keys), "a vocabulary names a value twice"
+        self.entries[before:, COUNT] = 0
+
+    def tally(self, rows: Ints) -> None:
+        """Count occurrences whose rows, position plus two, are known already."""
+        for start, stop in self._pieces(len(rows)):
+            _tally(self._entries.array, rows[start:stop])
+            self.relieve()
 
     def encode(self, keys: Words, missing: Bools, ids: Ints) -> None:
         """Write the row of each occurrence, as `number` gave them out."""
         for start, stop in self._pieces(len(keys)):
             _encode(self._slots.array, self._entries.array, keys[start:stop], missing[start:stop], ids[start:stop])
-            self._relieve()
+            self.relieve()
 
     def rank(self, min_count: int, by_frequency: bool) -> Held:
         """The positions of the values that occurred that often: the most frequent first, or in order of appearance.
@@ -256,7 +277,7 @@ class KeyMap:
         """Stretches of all values, or of `num` of them, with memory let go after each."""
         for start in range(0, self._size if num is None else num, RUN):
             yield start, min(start + RUN, self._size if num is None else num)
-            self._relieve()
+            self.relieve()
 
     def reserve(self, num_values: int) -> None:
         """Make room for that many more values."""
@@ -270,7 +291,7 @@ class KeyMap:
         slots, entries = self._arrays(num_slots)
         for start in range(0, len(self._slots.array), RUN):
             _rehash(self._slots.array, slots.array, start, min(start + RUN, len(self._slots.array)))
-            self._relieve()
+            self.relieve()
         for start, stop in self.runs():
             entries.array[start:stop] = self._entries.array[start:stop]
         self._space.release(self._slots)
@@ -288,7 +309,8 @@ class KeyMap:
     def _is_mapped(self) -> bool:
         return self._slots.mapped is not None or self._entries.mapped is not None
 
-    def _relieve(self) -> None:
+    def relieve(self) -> None:
+        """Let go of memory that mapped arrays took."""
         if self._is_mapped:
             self._space.relieve()
 

@@ -1,0 +1,447 @@
+"""`bagpipe data prepare`: raw files to shards with vocabularies, in bounded memory, to be stopped and gone on with.
+
+After each shard everything that came before is on disk and on record; going on from there gives the same bytes as a
+run that was never disturbed (I2). Before the first shard a failure leaves nothing (I6).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from bagpipe.config import Size, cache_size
+from bagpipe.data.manifest import MANIFEST, VOCABULARY, Manifest, TableEntry, load_manifest
+from bagpipe.data.prepare.block import BEGINNING, Block, Place
+from bagpipe.data.prepare.cut import part_of
+from bagpipe.data.prepare.encoder import Encoder, TableEncoder
+from bagpipe.data.prepare.numbering import Numbering, describe, parse_numberings
+from bagpipe.data.prepare.parts import Days, check_split, day_name, parts_of
+from bagpipe.data.prepare.progress import Progress, Working, check_same, identities
+from bagpipe.data.prepare.reading import BLOCK_BYTES, open_sources, read_blocks
+from bagpipe.data.prepare.rejected import OnError, Rejected
+from bagpipe.data.prepare.schema import Schema
+from bagpipe.data.prepare.sorting import in_time_order
+from bagpipe.data.prepare.sources import Source
+from bagpipe.data.prepare.space import resident_bytes
+from bagpipe.data.prepare.vocabulary import Vocabulary, file_names
+from bagpipe.data.shard_file import ShardFile
+from bagpipe.data.writer import SHARD_SAMPLES, ShardWriter, Written, write_file
+from bagpipe.errors import ConfigError, DataError
+from bagpipe.types import Table
+
+Report = Callable[[int, int, int], None]
+"""Called with bytes of the files that are done, bytes in all, and samples written or counted."""
+
+FORMATS = ("tsv", "csv", "parquet")
+"""Kinds of files that need a schema of the user's."""
+COUNT_SAMPLES = 1 << 22
+"""Counts of a first pass are put on record after so many samples, or as many as 8 for each value, if that is more: a
+count has 8 bytes, so this writes about one byte a sample."""
+_WORKING_BYTES_MIN = 64_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `prepare` is asked for beside files."""
+
+    schema: Path | None = None
+    """A TOML file that says what the columns are."""
+    numbering: tuple[str, ...] = ()
+    """`first`, `frequency`, `hash:SIZE` or `ids`, of all tables or as TABLE=... of one."""
+    min_count: tuple[str, ...] = ()
+    """Values that occur less often share a row; of all tables or as TABLE=NUMBER of one."""
+    vocabulary: Path | None = None
+    """Number values as this data set, prepared earlier, has them."""
+    on_error: OnError = "stop"
+    """What to do with lines that can't be used."""
+    validation: str | None = None
+    """Share of the samples to validate on, or the day with which they begin."""
+    test: str | None = None
+    """Share of the samples, the last ones, to test on, or the day with which they begin."""
+    memory: str = "2GB"
+    """How much the process may take."""
+    threads: int = 2
+    limit: int | None = None
+    """How many samples to prepare; None: all."""
+    shard_samples: int = SHARD_SAMPLES
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What became of the files."""
+
+    manifest: Manifest
+    samples_before: int
+    """Samples that an earlier go had written."""
+    seconds: float
+    rejected: tuple[Path, ...]
+    """Files of lines that can't be used."""
+
+
+def prepare(
+    kind: str, paths: list[Path], destination: Path, options: Options | None = None, report: Report | None = None
+) -> Prepared:
+    """Read raw files and write a data set; goes on where an earlier call with the same arguments was stopped."""
+    options = options or Options()
+    schema, sources = open_sources(kind, paths, options.schema)
+    if kind in FORMATS and schema.format != kind:
+        raise ConfigError(f"{options.schema} is a schema of {schema.format} files, not of {kind}: say {schema.format}")
+    return Job(kind, schema, sources, destination, options, report or (lambda *_: None)).run()
+
+
+class Job:
+    """One run."""
+
+    def __init__(
+        self,
+        kind: str,
+        schema: Schema,
+        sources: tuple[Source, ...],
+        destination: Path,
+        options: Options,
+        report: Report,
+    ) -> None:
+        if options.limit is not None and options.limit < 1:
+            raise ConfigError(f"limit is {options.limit}: give at least 1 sample")
+        check_split(options.validation, options.test, [day_name(s) for s in sources] if schema.time is None else None)
+        self.schema, self.sources, self.destination, self.options = schema, sources, destination, options
+        self.origin = f"{kind}: {', '.join(source.path.name for source in sources[:10])}"
+        self.numberings, self.earlier, vouched = self._numberings()
+        self.settings = {
+            "schema": schema.model_dump_json(),
+            "limit": str(options.limit),
+            "shard-samples": str(options.shard_samples),
+            "vocabulary": vouched,
+        } | {f"numbering of {table}": text for table, text in describe(self.numberings).items()}
+        self.working = Working(destination)
+        self.rejected = Rejected(destination, options.on_error, *self._quarantine())
+        self._shares = _shares(options, schema)
+        self._report, self._done_bytes = report, 0
+        self._committed = False
+        self._counts, self._counted = 0, 0
+        self._here = (BEGINNING, 0, 0)
+        self._ended = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that are read in all."""
+        passes = 2 if any(numbering.counts_first for numbering in self.numberings.values()) and not self.earlier else 1
+        return passes * sum(source.size for source in self.sources)
+
+    def run(self) -> Prepared:
+        """Do what is still to be done."""
+        began = time.monotonic()
+        try:
+            progress = self._take_up()
+        except BaseException:
+            self.working.close()
+            raise
+        if progress is None and (self.destination / MANIFEST).exists() and self.working.exists:
+            self.working.remove()  # stopped at the very end
+            return self._prepared(load_manifest(self.destination), None, began)
+        done = None if progress is None else Written(progress.features, progress.shards)
+        tables = tuple(Table(name, self.numberings[name].size, columns) for name, columns in self.schema.tables.items())
+        self.writer = ShardWriter(
+            self.destination,
+            tables,
+            len(self.schema.numeric),
+            shard_samples=self.options.shard_samples,
+            origin=self.origin,
+            growing={name for name, numbering in self.numberings.items() if numbering.has_vocabulary},
+            on_shard=self._commit_shard,
+            done=done,
+        )
+        with self.writer:
+            try:
+                manifest = self._run(progress)
+            except BaseException:
+                self._leave()
+                raise
+        self.rejected.close(keep=True)
+        self.working.remove()
+        return self._prepared(manifest, progress, began)
+
+    def _take_up(self) -> Progress | None:
+        """Where to go on, if an earlier go came that far."""
+        if not self.working.exists:
+            return None
+        self.working.open()
+        if (self.destination / MANIFEST).exists():
+            return None
+        progress = self.working.load()
+        if progress is not None:
+            check_same(self.destination, progress, self.settings, identities(self.sources))
+            if progress.skipped and progress.on_error != self.options.on_error:
+                raise ConfigError(
+                    f"{self.destination} was begun with on-error {progress.on_error}, which has put {progress.skipped} "
+                    f"lines aside, now it is {self.options.on_error}: give the same"
+                )
+        self.working.tidy(progress)
+        self.rejected.restore(progress.skipped if progress else 0, progress.rejected if progress else {})
+        if progress is None:
+            (self.destination / f"{MANIFEST}.tmp").unlink(missing_ok=True)
+            self.working.remove(with_vocabularies=True)
+        return progress
+
+    def _leave(self) -> None:
+        self.rejected.close(keep=self._committed)
+        if self._committed:
+            self.working.close()
+        else:
+            self.working.remove(with_vocabularies=True)
+
+    def _run(self, progress: Progress | None) -> Manifest:
+        if progress is None:
+            self.working.open()
+        self._committed = progress is not None
+        self.days = Days(self.sources, progress.days if progress is not None else ())
+        tables = tuple(
+            TableEncoder(name, columns, self.numberings[name]) for name, columns in self.schema.tables.items()
+        )
+        self._files = file_names([table.name for table in tables])
+        threads, vocabulary_bytes = self.options.threads, self._shares[0]
+        with Encoder(tables, self.working.path, vocabulary_bytes, threads, self.earlier) as self.encoder:
+            if progress is not None:
+                self._restore(progress)
+            if any(table.counts_first and table.settled is None for table in tables):
+                self._count()
+            if not self._ended:
+                self._encode()
+            return self.writer.finish(self._complete)
+
+    def _restore(self, progress: Progress) -> None:
+        self._here = (progress.place, progress.samples_after, progress.problems_after)
+        self._ended, self._counts, self._counted = progress.ended, progress.counts, progress.counted
+        for number, table in enumerate(self.encoder.tables):
+            table.values = progress.values.get(table.name, table.values)
+            table.settled = progress.settled.get(table.name)
+            if table.words is not None:
+                path = self.working.counts_path(progress.counts, number)
+                counts = np.memmap(path, "<i8", "r") if table.counts_first else None
+                table.restore(progress.words[table.name], counts, self._vocabulary_path(table), self.encoder.space)
+        self._recount(progress)
+
+    def _recount(self, progress: Progress) -> None:
+        """Count the values of shards that an earlier go has written, which also checks these."""
+        tables = tuple(
+            TableEntry(name=table.name, rows=_rows(table), features=table.columns) for table in self.encoder.tables
+        )
+        manifest = Manifest(
+            samples=self.writer.num_samples,
+            dense=len(self.schema.numeric),
+            tables=tables,
+            features=progress.features,
+            shards=progress.shards,
+        )
+        first = 0
+        for entry in progress.shards:
+            shard = ShardFile(self.destination / entry.file, entry, manifest, first)
+            for table in self.encoder.tables:
+                for column in table.columns:
+                    table.recount(shard.ids(column))
+            first += entry.samples
+
+    def _count(self) -> None:
+        """The first pass: how often each value occurs."""
+        since = 0
+        for block, done, known in self._blocks():
+            if self.options.on_error == "stop":
+                self.rejected.add(block.problems[known:])
+            part = part_of(block, done, min(len(block), done + self._room(self._counted)))
+            self.encoder.count(part)
+            self._counted += len(part)
+            since += len(part)
+            self._here = (block.end, 0, 0)
+            self._told(block, self._counted)
+            if self._room(self._counted) == 0:
+                break
+            if since >= max(COUNT_SAMPLES, 8 * sum(len(t.map or ()) for t in self.encoder.tables if t.counts_first)):
+                self._commit_counts("count")
+                since = 0
+        self._here = (BEGINNING, 0, 0)
+        self._write_counts()
+        for table in self.encoder.tables:
+            if table.counts_first:
+                table.settle(self._vocabulary_path(table), self.encoder.space)
+        self._save("encode", Written((), ()))
+        self._done_bytes = sum(source.size for source in self.sources)
+
+    def _encode(self) -> None:
+        """The pass that writes shards."""
+        for block, done, known in self._blocks():
+            self.rejected.add(block.problems[known:])
+            while done < len(block) and self._room(self.writer.num_samples):
+                stop = min(len(block), done + min(self.writer.room, self._room(self.writer.num_samples)))
+                part = part_of(block, done, stop)
+                samples = self.encoder.encode(part)
+                self.days.add(part)
+                done = stop
+                at_end = done == len(block)
+                self._here = (block.end, 0, 0) if at_end else (block.start, done, len(block.problems))
+                self.writer.add(samples.batch(0, len(samples), self.writer.num_samples))
+            self._told(block, self.writer.num_samples)
+            if not self._room(self.writer.num_samples):
+                break
+        self._ended = True
+        self.writer.flush()
+
+    def _blocks(self) -> Iterator[tuple[Block, int, int]]:
+        """Blocks from here on, each with the samples and problems at its beginning that are done already."""
+        place, samples, problems = self._here
+        blocks = self._read(place)
+        with closing(blocks):
+            for block in blocks:
+                done, known = min(samples, len(block)), min(problems, len(block.problems))
+                samples, problems = samples - done, problems - known
+                yield block, done, known
+
+    def _read(self, place: Place) -> Generator[Block, None, None]:
+        start = BEGINNING if self.schema.sort else place
+        blocks = read_blocks(self.schema, self.sources, start, block_bytes=BLOCK_BYTES, threads=self.options.threads)
+        if self.schema.sort:
+            directory = self.working.path / "sorted"
+            directory.mkdir(exist_ok=True)
+            blocks = in_time_order(blocks, directory, place, memory_bytes=self._shares[1])
+        return cast(Generator[Block, None, None], blocks)
+
+    def _room(self, samples: int) -> int:
+        """How many more samples are wanted."""
+        return 2**62 if self.options.limit is None else self.options.limit - samples
+
+    def _told(self, block: Block, samples: int) -> None:
+        self._report(self._done_bytes + block.position, self.total_bytes, samples)
+
+    def _commit_shard(self, written: Written) -> None:
+        self._save("encode", written)
+
+    def _commit_counts(self, phase: str) -> None:
+        self._write_counts()
+        self._save(phase, Written((), ()))
+
+    def _write_counts(self) -> None:
+        self._counts += 1
+        for number, table in enumerate(self.encoder.tables):
+            if table.counts_first:
+                write_file(self.working.counts_path(self._counts, number), table.counts(), "wb")
+
+    def _save(self, phase: str, written: Written) -> None:
+        place, samples, problems = self._here
+        tables = self.encoder.tables
+        self.working.save(
+            Progress(
+                settings=self.settings,
+                sources=identities(self.sources),
+                phase="count" if phase == "count" else "encode",
+                ended=self._ended,
+                file=place.file,
+                offset=place.offset,
+                line=place.line,
+                samples_after=samples,
+                problems_after=problems,
+                counted=self._counted,
+                counts=self._counts,
+                words=self.encoder.commit(),
+                values={table.name: table.values for table in tables if table.values is not None},
+                settled={table.name: table.settled for table in tables if table.settled is not None},
+                days=self.days.ranges(),
+                features=written.features,
+                shards=written.shards,
+                skipped=self.rejected.count,
+                on_error=self.options.on_error,
+                rejected=self.rejected.commit(),
+            )
+        )
+        self._committed = True
+        self.writer.keep()
+
+    def _complete(self, manifest: Manifest) -> Manifest:
+        if not manifest.samples:
+            raise DataError(
+                f"{self.sources[0].path} has no line that gives a sample ({self.rejected.count} were put aside)"
+            )
+        tables = []
+        for entry, table in zip(manifest.tables, self.encoder.tables, strict=True):
+            numbering = table.finish(self._vocabulary_path(table))
+            tables.append(entry.model_copy(update={"rows": table.rows, "numbering": numbering}))
+        days = self.days.ranges()
+        update = {
+            "tables": tuple(tables),
+            "numeric": tuple(column.column for column in self.schema.numeric),
+            "parts": parts_of(days, self.options.validation, self.options.test),
+            "days": days,
+            "skipped": self.rejected.count,
+        }
+        return manifest.model_copy(update=update)
+
+    def _vocabulary_path(self, table: TableEncoder) -> Path:
+        return self.destination / VOCABULARY / self._files[table.name]
+
+    def _numberings(self) -> tuple[dict[str, Numbering], dict[str, Vocabulary], str]:
+        """How each table is numbered, the vocabularies of an earlier run, and what tells that run from others."""
+        directory, tables = self.options.vocabulary, tuple(self.schema.tables)
+        if directory is None:
+            return parse_numberings(tables, self.options.numbering, self.options.min_count), {}, "none"
+        if self.options.numbering or self.options.min_count:
+            raise ConfigError("--vocabulary says how values are numbered: leave --numbering and --min-count out")
+        manifest = load_manifest(directory)
+        known = {table.name: table for table in manifest.tables}
+        numberings = {}
+        for name in tables:
+            entry = known[name].numbering if name in known else None
+            if entry is None:
+                raise ConfigError(
+                    f"{directory} says nothing of table {name!r}: give a data set prepared with the same schema"
+                )
+            size = known[name].rows if entry.kind == "hash" else None
+            numberings[name] = Numbering(entry.kind, size, entry.min_count)
+        vocabularies = {
+            name: Vocabulary(directory / VOCABULARY, entry)
+            for name, entry in manifest.vocabularies().items()
+            if name in tables
+        }
+        return numberings, vocabularies, f"{directory.resolve()} ({manifest.checksum})"
+
+    def _quarantine(self) -> tuple[str, bytes]:
+        """How the file of lines put aside is called, and the header it needs to be read like the others."""
+        if self.schema.format == "parquet":
+            return "jsonl", b""
+        if self.schema.columns:
+            return self.schema.format, b""
+        with self.sources[0].open() as stream:
+            header = stream.read(1 << 20).partition(b"\n")[0].removeprefix(b"\xef\xbb\xbf").removesuffix(b"\r")
+        return self.schema.format, header
+
+    def _prepared(self, manifest: Manifest, progress: Progress | None, began: float) -> Prepared:
+        paths = (self.rejected.list_path, self.rejected.lines_path)
+        before = sum(shard.samples for shard in progress.shards) if progress is not None else 0
+        return Prepared(manifest, before, time.monotonic() - began, tuple(path for path in paths if path.exists()))
+
+
+def _rows(table: TableEncoder) -> int | None:
+    if not table.numbering.has_vocabulary:
+        return table.numbering.size
+    return table.rows if table.rows is not None else len(table.map or ()) + 2
+
+
+def _shares(options: Options, schema: Schema) -> tuple[int, int]:
+    """Bytes for vocabularies and for sorting: what is left of the memory beside the program, blocks and a shard."""
+    size = cache_size(options.memory)
+    if not isinstance(size, Size):
+        raise ConfigError(f"memory is {options.memory}: give bytes, such as '2GB'")
+    left = size.num_bytes - resident_bytes()
+    if left < _WORKING_BYTES_MIN:
+        raise ConfigError(
+            f"memory is {options.memory}, of which the program itself takes {resident_bytes() / 1e6:,.0f} MB: give at "
+            f"least {(resident_bytes() + _WORKING_BYTES_MIN) / 1e6:,.0f} MB"
+        )
+    sample_bytes = 8 * (len(schema.categorical) + 1) + 4 * (len(schema.numeric) + 1)
+    blocks = (2 * options.threads + 3) * 6 * BLOCK_BYTES
+    shard = 3 * sample_bytes * options.shard_samples
+    sorting = left // 4 if schema.sort else 0
+    return max(left - blocks - shard - sorting, left // 4), max(sorting, left // 8)

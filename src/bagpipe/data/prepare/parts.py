@@ -1,0 +1,110 @@
+"""Which samples are of which day, and which are to train, validate and test on: ranges of the order of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagpipe.data.manifest import RangeEntry
+from bagpipe.data.prepare.block import Block
+from bagpipe.data.prepare.sources import Source
+from bagpipe.errors import ConfigError
+
+_DAY_SECONDS = 86_400
+_SUFFIXES = (".gz", ".gzip", ".zst", ".bz2", ".lz4")
+
+
+def day_name(source: Source) -> str:
+    """The name of a file, without what compressing it has added."""
+    return source.path.stem if source.path.suffix in _SUFFIXES else source.path.name
+
+
+class Days:
+    """Where each day begins: by the times of samples where there are any, else by file."""
+
+    def __init__(self, sources: Sequence[Source], known: Sequence[RangeEntry] = ()) -> None:
+        self._names = [day_name(source) for source in sources]
+        self._starts = [(day.name, day.start) for day in known]
+        self.num_samples = known[-1].stop if known else 0
+
+    def add(self, block: Block) -> None:
+        """Take note of the next samples."""
+        if block.times is None:
+            name = self._names[block.start.file]
+            if len(block) and (not self._starts or self._starts[-1][0] != name):
+                self._starts.append((name, self.num_samples))
+        else:
+            self._add_times(block.times)
+        self.num_samples += len(block)
+
+    def _add_times(self, times: NDArray[np.int64]) -> None:
+        # A sample of an earlier day than the one before it does not begin that day again.
+        latest = np.maximum.accumulate(times // _DAY_SECONDS)
+        for place in np.flatnonzero(np.diff(latest, prepend=latest[:1] - 1)).tolist():
+            name = datetime.fromtimestamp(int(latest[place]) * _DAY_SECONDS, timezone.utc).date().isoformat()
+            if not self._starts or name > self._starts[-1][0]:
+                self._starts.append((name, self.num_samples + place))
+
+    def ranges(self) -> tuple[RangeEntry, ...]:
+        """The days so far."""
+        stops = [start for _, start in self._starts[1:]] + [self.num_samples]
+        return tuple(
+            RangeEntry(name=name, start=start, stop=stop)
+            for (name, start), stop in zip(self._starts, stops, strict=False)
+        )
+
+
+def check_split(validation: str | None, test: str | None, days: Sequence[str] | None) -> None:
+    """Find out before anything is read what can't be divided; `days` are the names known by now, if they are."""
+    shares = [share for option in (validation, test) if option is not None and (share := _share(option)) is not None]
+    if any(not 0 < share < 1 for share in shares) or sum(shares) >= 1:
+        raise ConfigError(
+            f"--validation {validation} and --test {test} leave nothing to train on: give shares between 0 and 1, "
+            "together less than 1"
+        )
+    for option in (validation, test):
+        if option is not None and _share(option) is None and days is not None and option not in days:
+            raise ConfigError(f"there is no day {option!r} to divide at: there are {', '.join(days)}")
+
+
+def parts_of(days: Sequence[RangeEntry], validation: str | None, test: str | None) -> tuple[RangeEntry, ...]:
+    """The parts train, validation and test, in order of time; none if none was asked for.
+
+    A part is given as a share of all samples, or by the name of the day with which it begins.
+    """
+    if validation is None and test is None:
+        return ()
+    stop = days[-1].stop
+    parts = []
+    for name, option in (("test", test), ("validation", validation)):
+        if option is not None:
+            start = _start(days, option, stop)
+            parts.append(RangeEntry(name=name, start=start, stop=stop))
+            if not 0 < start < stop:
+                raise ConfigError(
+                    f"--{name} {option} is samples {start} to {stop}: choose another share or day, so that it and what "
+                    "comes before it have samples"
+                )
+            stop = start
+    parts.append(RangeEntry(name="train", start=0, stop=stop))
+    return tuple(reversed(parts))
+
+
+def _start(days: Sequence[RangeEntry], option: str, stop: int) -> int:
+    share = _share(option)
+    if share is not None:
+        return stop - int(days[-1].stop * share)
+    for day in days:
+        if day.name == option:
+            return day.start
+    raise ConfigError(f"there is no day {option!r} to divide at: there are {', '.join(day.name for day in days)}")
+
+
+def _share(option: str) -> float | None:
+    try:
+        return float(option)
+    except ValueError:
+        return None
