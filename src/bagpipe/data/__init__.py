@@ -2,6 +2,7 @@
 
 from bagpipe.data.dataset import Dataset, IndexedDataset
 from bagpipe.data.described import describe, open_described
+from bagpipe.data.frames import from_frame
 from bagpipe.data.generator import Generated, best_auc, generated
 from bagpipe.data.loader import Loader
 from bagpipe.data.manifest import Manifest
@@ -24,6 +25,7 @@ __all__ = [
     "best_auc",
     "describe",
     "find_preset",
+    "from_frame",
     "generated",
     "open_described",
     "write",

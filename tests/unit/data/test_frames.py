@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,8 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bagpipe.api import accelerate
-from bagpipe.data import Dataset, IndexedDataset, Shards, write
-from bagpipe.data.frames import from_frame
+from bagpipe.data import Dataset, IndexedDataset, Shards, from_frame, write
 from bagpipe.errors import ConfigError, DataError, ValueRangeError
 from bagpipe.models import build_model
 from bagpipe.state import of_store
@@ -379,3 +382,12 @@ def test_training_from_a_frame_has_the_bits_of_training_from_a_loader(make):
     loader = [batch(number, slice(at, at + 32)) for number, at in enumerate(range(0, 200, 32))]
     data = from_frame(make(columns | {"seen": seen}), label="y", numeric=("n", "m"), tables=TABLES)
     assert_identical(train(loader), train(data.batches(32)))
+
+
+def test_the_example_learns_from_its_frame():
+    example = Path(__file__).parents[3] / "examples" / "from_dataframe.py"
+    result = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    said = re.fullmatch(r"AUC (0\.\d+) on 10,000 samples not seen\n", result.stdout)
+    assert float(said[1]) > 0.8
+    assert len(example.read_text().splitlines()) <= 62
