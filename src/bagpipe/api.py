@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +19,9 @@ import torch
 from torch import nn
 
 from bagpipe.cache import RowCache, divide, group_by_width
-from bagpipe.config import cache_size
+from bagpipe.config import cache_size, store_memory_bytes
 from bagpipe.embedding import CachedLayer, check_range
-from bagpipe.errors import BatchError, ConfigError, ModelError
+from bagpipe.errors import BatchError, ConfigError, ModelError, StoreError
 from bagpipe.initial import Given, Initial, Normal
 from bagpipe.layers import Binding, FeatureMap, bind
 from bagpipe.layout import RowLayout
@@ -28,6 +29,7 @@ from bagpipe.optim import Frozen, PerTable, RowOptimizer
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.store import MappedStore, MemoryStore, Store
+from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.source import Source
@@ -44,6 +46,7 @@ def accelerate(
     lookahead: int | Literal["auto"] = "auto",
     policy: str = "lookahead",
     store: str | Path = "memory",
+    store_memory: str | None = None,
     device: torch.device | str | None = None,
     features: FeatureMap | None = None,
     tables: Sequence[Table] = (),
@@ -73,6 +76,10 @@ def accelerate(
             stays in the cache. "auto" reads as far as fills it, and lets rows go only when their place is needed.
         policy: What the oracle keeps: "lookahead", "lru", "nocache" or "ideal".
         store: Where all rows live: "memory", "mapped" (files in a temporary directory), or a directory for the files.
+            A directory that an earlier process left, after its `with` block, goes on with the rows that are there, if
+            they are of the same tables, sizes, row optimizer and first values; else it must be new or empty. Dense
+            parameters and `rows.state_dict()` are not in it: save them beside it.
+        store_memory: How much of rows on disk the operating system may keep in memory, such as "4GB"; 1 GiB by default.
         device: Where the cache is; by default where the model's other parameters are. Other devices than the CPU use
             torch operations, equal to float tolerance only; untested on a GPU.
         features: Which layer or layers each feature feeds, where names do not tell.
@@ -101,6 +108,7 @@ def accelerate(
     if threads is not None:
         _at_least("threads", threads, 1)
     size = cache_size(cache)
+    resident_bytes_max = RESIDENT_BYTES_MAX if store_memory is None else store_memory_bytes(store_memory, store)
     source = Source(loader, epochs, accumulate)
     if source.empty:
         raise BatchError("the loader is empty: there is nothing to train on")
@@ -127,20 +135,18 @@ def accelerate(
         lookahead=lookahead,
         policy=policy,
     )
-    return Batches(
-        model,
-        binding,
-        rows,
-        layouts,
-        source,
-        oracle,
-        RowCache(widths, capacity, place),
-        _open_store(store, layouts) if earlier is None else _same_store(store, earlier),
-        driver or Threads(),
-        depth=depth,
-        threads=threads or torch.get_num_threads(),
-        check=check,
-    )
+    row_cache = RowCache(widths, capacity, place)
+    opened = _open_store(store, layouts, resident_bytes_max) if earlier is None else _same_store(store, earlier)
+    threads = threads or torch.get_num_threads()
+    try:
+        return Batches(
+            model, binding, rows, layouts, source, oracle, row_cache, opened, driver or Threads(), depth=depth,
+            threads=threads, check=check,
+        )  # fmt: skip
+    except BaseException:
+        if earlier is None:
+            opened.close()
+        raise
 
 
 def _layouts(
@@ -224,18 +230,43 @@ def _refuse_unknown_optimizers(rows: RowOptimizer | PerTable, binding: Binding) 
             raise ConfigError(f"PerTable names {name!r}; the model has {', '.join(map(repr, dict.fromkeys(known)))}")
 
 
-def _open_store(store: str | Path, layouts: Sequence[RowLayout]) -> Store:
+def _open_store(store: str | Path, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
     if store == "memory":
         return MemoryStore(layouts)
     if store == "mapped":
-        return MappedStore.create(tempfile.mkdtemp(prefix="bagpipe-"), layouts)
+        path = tempfile.mkdtemp(prefix="bagpipe-")
+        return MappedStore.create(path, layouts, resident_bytes_max=resident_bytes_max)
     if isinstance(store, str) and os.sep not in store:
         raise ConfigError(f"store={store!r}: give 'memory', 'mapped', or the path of a directory for the files")
-    return MappedStore.create(store, layouts, keep=True)
+    labels = [_label(layout) for layout in layouts]
+    if _is_occupied(Path(store)):
+        return MappedStore.open(store, layouts, labels=labels, resident_bytes_max=resident_bytes_max)
+    return MappedStore.create(store, layouts, keep=True, labels=labels, resident_bytes_max=resident_bytes_max)
+
+
+def _is_occupied(path: Path) -> bool:
+    try:
+        return path.exists() and any(path.iterdir())
+    except OSError as error:
+        raise StoreError(f"can't look into {path}: {error.strerror}: give a directory for the files") from error
+
+
+def _label(layout: RowLayout) -> str:
+    """What the rows of a table are; its first values are told by those of a few ids."""
+    last = (layout.table.rows or 2**63) - 1
+    ids = np.unique(np.linspace(0, last, 16).astype(np.uint64).clip(max=last).astype(np.int64))
+    values = np.empty((len(ids), layout.width), np.float32)
+    layout.initialise(ids, values)
+    dims = "+".join(map(str, layout.dims))
+    return (
+        f"table {layout.table.name}, {layout.table.rows or 'any number of'} rows of {dims} floats, "
+        f"{layout.optimizer.name}, first values {zlib.crc32(values.data):08x}"
+    )
 
 
 def _same_store(store: str | Path, earlier: Batches) -> Store:
-    if store not in ("memory", "mapped"):
+    held = earlier.store.path if isinstance(earlier.store, MappedStore) else None
+    if store not in ("memory", "mapped") and Path(store).resolve() != held:
         raise ConfigError(f"store={str(store)!r}: this model's rows are in a store already: leave store out")
     return earlier.store
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from bagpipe import optim
 from bagpipe.errors import ConfigError
 from bagpipe.optim import RowOptimizer
+from bagpipe.store.residency import RESIDENT_BYTES_MIN
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -127,10 +128,26 @@ def cache_size(value: int | str) -> int | Size:
         if value < 1:
             raise ConfigError(f"cache is {value!r}: give at least 1 row, or bytes such as '2GB'")
         return value
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)B\s*", str(value), re.IGNORECASE)
-    if match is None:
+    size = _bytes_in(value)
+    if size is None:
         raise ConfigError(f"cache is {value!r}: give a number of rows, or bytes such as '500MB' or '2GB'")
-    return Size(int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")))
+    return Size(size)
+
+
+def store_memory_bytes(value: str, store: str | Path) -> int:
+    """How much of a store on disk may be kept in memory, from a text such as "2GB"."""
+    if store == "memory":
+        raise ConfigError(f"store_memory ({value!r}) goes with rows on disk, but store is 'memory': leave it out")
+    size = _bytes_in(value)
+    if size is None or size < RESIDENT_BYTES_MIN:
+        raise ConfigError(f"store_memory is {value!r}: give bytes such as '500MB' or '2GB', at least '5MB'")
+    return size
+
+
+def _bytes_in(text: object) -> int | None:
+    """The number in a text such as "1.5 GB"; None if it is not of that form."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)B\s*", str(text), re.IGNORECASE)
+    return None if match is None else int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
 class Config(Section):
@@ -154,6 +171,8 @@ class Config(Section):
     """What the oracle keeps in the cache."""
     store: Literal["memory", "mapped"] = "memory"
     """Where all rows live: in memory, or in files in the run directory."""
+    store_memory: str | None = None
+    """Memory that the files of a mapped store may take, such as "4GB"; 1 GiB if not given."""
     check: bool = False
     """Follow every row and stop at the first wrong value; slow."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -176,6 +195,8 @@ class Config(Section):
                 f"policy 'nocache' keeps nothing, so lookahead ({self.lookahead}) says nothing: leave it out"
             )
         cache_size(self.cache)
+        if self.store_memory is not None:
+            store_memory_bytes(self.store_memory, self.store)
         return self
 
 

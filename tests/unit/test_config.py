@@ -76,3 +76,11 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
     broken.write_text("batch_size = = 3")
     with pytest.raises(ConfigError, match=r"broken\.toml is not TOML"):
         load_config(broken)
+
+
+def test_memory_of_a_mapped_store_is_checked_when_it_is_read():
+    assert load_config(None, ["store=mapped", "store_memory=2GB"]).store_memory == "2GB"
+    with pytest.raises(ConfigError, match=r"store_memory \('2GB'\) goes with rows on disk"):
+        load_config(None, ["store_memory=2GB"])
+    with pytest.raises(ConfigError, match="store_memory is '3KB': give bytes such as"):
+        load_config(None, ["store=mapped", "store_memory=3KB"])

@@ -24,6 +24,11 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 ROWS_PER_CHUNK = 65_536
+NO_ITERATION = -1
+"""Before the first one."""
+
+TablePart = tuple[int, Int64s, Floats]
+"""Rows of one table: its number, their ids, their values (ids, width)."""
 
 
 class RowSource(Protocol):
@@ -67,17 +72,31 @@ class Store(ABC):
     def write(self, table: int, ids: Int64s, values: Floats) -> None:
         """Set the rows of these ids, all different, to `values`, (ids, width)."""
 
+    def read_many(self, parts: Sequence[TablePart], after: int = NO_ITERATION) -> None:  # noqa: ARG002
+        """Fill the values of several tables' rows, once every trainer has passed iteration `after`.
+
+        Where a store has one trainer only, that one knows what it has passed, and `after` says nothing.
+        """
+        for part in parts:
+            self.read(*part)
+
+    def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:  # noqa: ARG002
+        """Set rows of several tables, each named once; then this trainer has passed iteration `passed`."""
+        check_tables_differ(parts)
+        for part in parts:
+            self.write(*part)
+
     @abstractmethod
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""
 
     @abstractmethod
     def ids(self, table: int) -> Int64s:
-        """The ids of the rows ever written, in order of first write."""
+        """The ids of the rows ever written, in order of first write; where servers hold them, server by server."""
 
     @abstractmethod
     def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
-        """The rows ever written as (ids, values), in order of first write, so many at a time."""
+        """The rows ever written as (ids, values), in the order of `ids`, so many at a time."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -122,6 +141,26 @@ def check_rows(tables: Sequence[RowSource], table: int, ids: Int64s, rows: Float
         raise StoreError(f"table {table}: ids are {_described(ids)}: give a one-dimensional int64 array")
     if not isinstance(rows, np.ndarray) or rows.dtype != np.float32 or rows.shape != (len(ids), width):
         raise StoreError(f"table {table}: {name} is {_described(rows)}: give float32 of shape ({len(ids)}, {width})")
+
+
+def check_chunk(table: int, rows_per_chunk: int) -> None:
+    """Refuse chunks without rows."""
+    if rows_per_chunk < 1:
+        raise StoreError(f"table {table}: rows_per_chunk is {rows_per_chunk}: give at least 1")
+
+
+def check_readable(table: int, out: Floats) -> None:
+    """Refuse an output that rows can't be copied into."""
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise StoreError(f"table {table}: out is read-only or strided: give a C-contiguous array to write into")
+
+
+def check_tables_differ(parts: Sequence[TablePart]) -> None:
+    """Refuse a table that is named twice: which of two values of a row should stay?"""
+    tables = [table for table, _, _ in parts]
+    for table in tables:
+        if tables.count(table) > 1:
+            raise StoreError(f"table {table} is named twice in one call: give all its rows at once")
 
 
 def check_distinct(table: int, ids: Int64s) -> None:

@@ -28,7 +28,7 @@ from bagpipe.errors import StoreError
 from bagpipe.store.base import Int64s
 from bagpipe.store.failures import medium_failure, too_short
 
-VERSION = 1
+VERSION = 2
 INDEX_NAME = "index.json"
 _INDEX_BYTES_MAX = 64 << 20
 
@@ -37,6 +37,8 @@ class TableIndex(BaseModel):
     """What the index says of one table."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    label: str
+    """What its rows are, in the words of whoever wrote them."""
     width: PositiveInt
     num_rows: NonNegativeInt
     ids_crc32: NonNegativeInt
@@ -134,18 +136,13 @@ class StoreDirectory:
         return directory
 
     @classmethod
-    def open(cls, path: Path, widths: Sequence[int]) -> tuple[StoreDirectory, Index]:
-        """A directory that was kept, whose tables have these widths, and what is in it."""
+    def open(cls, path: Path, widths: Sequence[int], labels: Sequence[str]) -> tuple[StoreDirectory, Index]:
+        """A directory that was kept, whose tables have these widths and labels, and what is in it."""
         directory = cls(path.resolve(), keep=True)
         with ExitStack() as undo:
             undo.callback(directory.close)
             index = _read_index(directory.path)
-            found = [table.width for table in index.tables]
-            if found != list(widths):
-                raise StoreError(
-                    f"{path} holds rows of {found} floats by table, and {list(widths)} are asked for: "
-                    "use the model and row optimizer that it was written with"
-                )
+            _check_tables(path, index, widths, labels)
             for number, table in enumerate(index.tables):
                 files = TableFiles(directory.path, number, new=False)
                 directory.tables.append(files)
@@ -198,6 +195,16 @@ class StoreDirectory:
         os.close(self._fd)
 
 
+def _check_tables(path: Path, index: Index, widths: Sequence[int], labels: Sequence[str]) -> None:
+    remedy = "use the model, row optimizer and seed that it was written with, or another directory"
+    found = [table.width for table in index.tables]
+    if found != list(widths):
+        raise StoreError(f"{path} holds rows of {found} floats by table, and {list(widths)} are asked for: {remedy}")
+    for table, label in zip(index.tables, labels, strict=True):
+        if table.label != label:
+            raise StoreError(f"{path} holds rows of {table.label!r}, and those of {label!r} are asked for: {remedy}")
+
+
 def _read_index(path: Path) -> Index:
     file = path / INDEX_NAME
     try:
@@ -206,7 +213,8 @@ def _read_index(path: Path) -> Index:
     except FileNotFoundError as error:
         if any(path.glob("table-*.rows")):
             raise StoreError(
-                f"{path} was not closed: its rows are from different moments; start again from a checkpoint"
+                f"{path} was not closed: its rows are from different moments; start again from a checkpoint, or "
+                "in another directory"
             ) from error
         raise StoreError(f"{path} holds no store ({INDEX_NAME} is missing): check the path") from error
     except OSError as error:

@@ -1,13 +1,15 @@
 """What the stores of this machine share: ids to positions, initial values, locks.
 
 A backing holds rows by position and knows nothing of ids. A lock a table is held while ids are looked up and room is
-made, never while rows are copied: rows do not move, so a reader's positions stay good while a writer adds more.
+made, never while rows are copied: rows do not move, so a reader's positions stay good while a writer adds more, and
+several writers may work at once, as long as no row is in two of their calls.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from threading import Lock
 
 import numpy as np
@@ -15,17 +17,24 @@ import numpy as np
 from bagpipe.errors import StoreError
 from bagpipe.kernels.idmap import IdMap
 from bagpipe.store.base import (
+    NO_ITERATION,
     ROWS_PER_CHUNK,
     Floats,
     Int64s,
     RowSource,
     Store,
     StoreStats,
+    TablePart,
+    check_chunk,
     check_distinct,
+    check_readable,
     check_rows,
     check_table,
+    check_tables_differ,
     check_widths,
 )
+
+_BYTES_PER_ID = 25
 
 
 class Backing(ABC):
@@ -65,9 +74,15 @@ class _Table:
 class LocalStore(Store):
     """Rows of this process, by table in a backing each."""
 
-    def __init__(self, tables: Sequence[RowSource], make_backing: Callable[[int, int], Backing]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[RowSource],
+        make_backing: Callable[[int, int], Backing],
+        bytes_in_memory_max: int | None = None,
+    ) -> None:
         """`make_backing(table, width)` makes the backing of a table."""
         self._sources = check_widths(tables)
+        self._bytes_in_memory_max = bytes_in_memory_max
         self._tables = [_Table(source, make_backing(number, source.width)) for number, source in enumerate(tables)]
         self._refusal: str | None = None
 
@@ -80,15 +95,12 @@ class LocalStore(Store):
         """Fill `out` with the row of each id: as last written, else its initial value."""
         self._check_usable()
         check_rows(self._sources, table, ids, out, "out")
-        if not (out.flags.c_contiguous and out.flags.writeable):
-            raise StoreError(f"table {table}: out is read-only or strided: give a C-contiguous array to write into")
+        check_readable(table, out)
         if not len(ids):
             return
         part = self._tables[table]
         ids = np.ascontiguousarray(ids)
-        positions = np.empty(len(ids), np.int64)
-        with part.lock:
-            num_missing = part.positions.find(ids, positions)
+        positions, num_missing = self.find(table, ids)
         if num_missing < len(ids):
             part.backing.gather(positions, out)
         if num_missing == len(ids):
@@ -99,26 +111,42 @@ class LocalStore(Store):
             part.source.initialise(ids[missing], initial)
             out[missing] = initial
 
-    def write(self, table: int, ids: Int64s, values: Floats) -> None:
-        """Set the rows of these ids, all different, to `values`."""
+    def find(self, table: int, ids: Int64s) -> tuple[Int64s, int]:
+        """Where the row of each id is, -1 if it was never written, and the number of those. Rows do not move."""
         self._check_usable()
-        check_rows(self._sources, table, ids, values, "values")
-        check_distinct(table, ids)
-        if not len(ids):
-            return
-        self._before_write()
         part = self._tables[table]
-        ids, values = np.ascontiguousarray(ids), np.ascontiguousarray(values)
         positions = np.empty(len(ids), np.int64)
         with part.lock:
-            if num_new := part.positions.find(ids, positions):
-                self._make_room(table, num_new)
-                part.positions.find_or_insert(ids, positions)
-        try:
-            part.backing.scatter(positions, values)
-        except BaseException as error:
-            self._refusal = f"a write to table {table} failed halfway ({error}): start again from a checkpoint"
-            raise
+            return positions, part.positions.find(ids, positions)
+
+    def gather(self, table: int, positions: Int64s, out: Floats) -> None:
+        """Copy the rows that `find` has found into `out`, (positions, width)."""
+        self._check_usable()
+        self._tables[table].backing.gather(positions, out)
+
+    def write(self, table: int, ids: Int64s, values: Floats) -> None:
+        """Set the rows of these ids, all different, to `values`."""
+        self.write_many([(table, ids, values)])
+
+    def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:  # noqa: ARG002
+        """Set rows of several tables, each named once: all, or none where there is no room for them."""
+        self._check_usable()
+        check_tables_differ(parts)
+        for table, ids, values in parts:
+            check_rows(self._sources, table, ids, values, "values")
+            check_distinct(table, ids)
+        contiguous = [(table, np.ascontiguousarray(ids), np.ascontiguousarray(values)) for table, ids, values in parts]
+        written = sorted((part for part in contiguous if len(part[1])), key=lambda part: part[0])
+        if not written:
+            return
+        self._before_write()
+        found = self._insert([(table, ids) for table, ids, _ in written])
+        for (table, _, values), positions in zip(written, found, strict=True):
+            try:
+                self._tables[table].backing.scatter(positions, values)
+            except BaseException as error:
+                self._refusal = f"a write to table {table} failed halfway ({error}): start again from a checkpoint"
+                raise
 
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""
@@ -137,9 +165,18 @@ class LocalStore(Store):
         """The rows ever written as (ids, values), in order of first write, so many at a time."""
         self._check_usable()
         check_table(self._sources, table)
-        if rows_per_chunk < 1:
-            raise StoreError(f"table {table}: rows_per_chunk is {rows_per_chunk}: give at least 1")
-        return self._chunks(self._tables[table], rows_per_chunk)
+        check_chunk(table, rows_per_chunk)
+        return self._chunks(table, rows_per_chunk)
+
+    def scan(self, table: int, start: int, stop: int) -> tuple[Int64s, Floats]:
+        """Ids and values of the rows at these positions."""
+        self._check_usable()
+        part = self._tables[table]
+        with part.lock:
+            ids = part.positions.ids(start, stop)
+        values = np.empty((len(ids), part.source.width), np.float32)
+        part.backing.gather(np.arange(start, start + len(ids)), values)
+        return ids, values
 
     def sync(self) -> None:
         """Return once everything written outlives this process, where the store promises that at all."""
@@ -166,6 +203,36 @@ class LocalStore(Store):
         if self._refusal is not None:
             raise StoreError(self._refusal)
 
+    def _insert(self, parts: Sequence[tuple[int, Int64s]]) -> list[Int64s]:
+        """The positions of all ids, tables in ascending order; room is made for all before a table changes."""
+        found = [np.empty(len(ids), np.int64) for _, ids in parts]
+        with ExitStack() as locked:
+            num_new = []
+            for (table, ids), positions in zip(parts, found, strict=True):
+                part = self._tables[table]
+                locked.enter_context(part.lock)
+                num_new.append(part.positions.find(ids, positions))
+            if any(num_new):
+                self._check_memory([table for table, _ in parts], num_new)
+            for (table, _), more in zip(parts, num_new, strict=True):
+                if more:
+                    self._make_room(table, more)
+            for (table, ids), positions, more in zip(parts, found, num_new, strict=True):
+                if more:
+                    self._tables[table].positions.find_or_insert(ids, positions)
+        return found
+
+    def _check_memory(self, tables: Sequence[int], num_new: Sequence[int]) -> None:
+        if self._bytes_in_memory_max is None:
+            return
+        row_bytes = [self._sources[table].width * 4 + _BYTES_PER_ID for table in tables]
+        needed = self.stats().bytes_in_memory + sum(a * b for a, b in zip(row_bytes, num_new, strict=True))
+        if needed > self._bytes_in_memory_max:
+            raise StoreError(
+                f"{sum(num_new):,} more rows would take {needed:,} B of memory, and {self._bytes_in_memory_max:,} are "
+                "allowed: allow more, keep rows on disk (store = mapped), or spread them over more servers"
+            )
+
     def _make_room(self, table: int, num_new: int) -> None:
         part = self._tables[table]
         num_rows = len(part.positions) + num_new
@@ -178,10 +245,7 @@ class LocalStore(Store):
                 "keep rows on disk (store = mapped) or spread them over servers"
             ) from error
 
-    def _chunks(self, part: _Table, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
-        for start in range(0, len(part.positions), rows_per_chunk):
-            self._check_usable()
-            ids = part.positions.ids(start, start + rows_per_chunk)
-            values = np.empty((len(ids), part.source.width), np.float32)
-            part.backing.gather(np.arange(start, start + len(ids)), values)
-            yield ids, values
+    def _chunks(self, table: int, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
+        self._check_usable()
+        for start in range(0, len(self._tables[table].positions), rows_per_chunk):
+            yield self.scan(table, start, start + rows_per_chunk)

@@ -28,8 +28,10 @@ _IDS_PER_APPEND = 1 << 20
 class MappedStore(LocalStore):
     """Rows in files of a directory of its own; `create` a new one or `open` one that was kept."""
 
-    def __init__(self, tables: Sequence[RowSource], directory: StoreDirectory, residency: Residency) -> None:
-        self._directory = directory
+    def __init__(
+        self, tables: Sequence[RowSource], directory: StoreDirectory, residency: Residency, labels: Sequence[str]
+    ) -> None:
+        self._directory, self._labels = directory, labels
         # Also when nobody closes the store: descriptors, lock and temporary directory go with it.
         self._finalizer = weakref.finalize(self, directory.close)
         self._residency = residency
@@ -45,26 +47,41 @@ class MappedStore(LocalStore):
         tables: Sequence[RowSource],
         *,
         keep: bool = False,
+        labels: Sequence[str] | None = None,
         resident_bytes_max: int = RESIDENT_BYTES_MAX,
     ) -> MappedStore:
-        """A store without rows, in a directory that is new or empty; removed on close unless `keep`."""
+        """A store without rows, in a directory that is new or empty; removed on close unless `keep`.
+
+        `labels` say what the rows of each table are; whoever opens a kept store must give the same.
+        """
         tables, residency = check_widths(tables), Residency(resident_bytes_max)
-        return cls(tables, StoreDirectory.create(Path(path), len(tables), keep=keep), residency)
+        directory = StoreDirectory.create(Path(path), len(tables), keep=keep)
+        return cls(tables, directory, residency, labels or [""] * len(tables))
 
     @classmethod
     def open(
-        cls, path: str | Path, tables: Sequence[RowSource], *, resident_bytes_max: int = RESIDENT_BYTES_MAX
+        cls,
+        path: str | Path,
+        tables: Sequence[RowSource],
+        *,
+        labels: Sequence[str] | None = None,
+        resident_bytes_max: int = RESIDENT_BYTES_MAX,
     ) -> MappedStore:
         """A store that was kept, as it was when it was closed or last synced."""
-        residency = Residency(resident_bytes_max)
-        directory, index = StoreDirectory.open(Path(path), [table.width for table in tables])
-        store = cls(tables, directory, residency)
+        residency, labels = Residency(resident_bytes_max), labels or [""] * len(tables)
+        directory, index = StoreDirectory.open(Path(path), [table.width for table in tables], labels)
+        store = cls(tables, directory, residency, labels)
         try:
             store._load(index)
         except BaseException:
             directory.close()
             raise
         return store
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._directory.path
 
     def sync(self) -> None:
         """Make the directory readable as it is now, also if this process is killed, until the next write."""
@@ -122,8 +139,8 @@ class MappedStore(LocalStore):
             starts = range(files.num_ids, len(part.positions), _IDS_PER_APPEND)
             files.save_ids(part.positions.ids(start, start + _IDS_PER_APPEND) for start in starts)
         tables = [
-            TableIndex(width=source.width, num_rows=files.num_ids, ids_crc32=files.ids_crc32)
-            for source, files in zip(self.tables, self._directory.tables, strict=True)
+            TableIndex(label=label, width=source.width, num_rows=files.num_ids, ids_crc32=files.ids_crc32)
+            for label, source, files in zip(self._labels, self.tables, self._directory.tables, strict=True)
         ]
         self._directory.publish(Index(tables=tables))
         self._published = True

@@ -210,7 +210,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         replaced("index.json", lambda _: b"[" * 10**6 + b"\n%08x\n" % zlib.crc32(b"[" * 10**6)),
         "not the index",
     ),
-    "newer version": (edited_index(lambda index: index.update(version=2)), r"version 2.*reads version 1"),
+    "newer version": (edited_index(lambda index: index.update(version=3)), r"version 3.*reads version 2"),
     "no version": (edited_index(lambda index: index.pop("version")), "not the index"),
     "another format": (edited_index(lambda index: index.update(format="x")), "not the index"),
     "no tables": (edited_index(lambda index: index.pop("tables")), "not the index"),
@@ -231,6 +231,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "ids missing": (lambda path: (path / "table-00000.ids").unlink(), r"opening .*table-00000\.ids failed"),
     "rows behind a link": (replace_by_link, r"opening .*table-00000\.rows failed"),
 }
+
+
+def test_labels_must_be_those_that_the_rows_were_written_with(tmp_path: Path) -> None:
+    with MappedStore.create(tmp_path / "store", TABLES, keep=True, labels=["users", "ads"]) as store:
+        store.write(0, np.arange(3), values(0, 3))
+    for labels in (["users", "words"], None):
+        with pytest.raises(StoreError, match=r"holds rows of '\w+', and those of '\w*' are asked for: use the model"):
+            MappedStore.open(tmp_path / "store", TABLES, labels=labels)
+    with MappedStore.open(tmp_path / "store", TABLES, labels=["users", "ads"]) as store:
+        assert store.num_rows(0) == 3
+        assert store.path == (tmp_path / "store").resolve()
 
 
 @pytest.mark.parametrize("name", DAMAGE)
