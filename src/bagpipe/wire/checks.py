@@ -51,12 +51,14 @@ def check_rows(
 
 
 def check_scanned(scanned: Scanned, buffers: Buffers, asked: Scan, width: int) -> tuple[Int64s, Floats]:
-    """The ids found and their rows."""
-    _check_number("Scanned", buffers, 2)
+    """The ids found and their rows; no rows where only ids were asked for."""
+    _check_number("Scanned", buffers, 2 if asked.values else 1)
     if scanned.count > asked.count:
         raise WireError(f"Scanned has {scanned.count} rows: {asked.count} were asked for")
-    values = _floats("Scanned", buffers[1], scanned.count * width)
-    return _ids("Scanned", buffers[0], scanned.count), values.reshape(scanned.count, width)
+    ids = _ids("Scanned", buffers[0], scanned.count)
+    if not asked.values:
+        return ids, np.empty((0, width), np.float32)
+    return ids, _floats("Scanned", buffers[1], scanned.count * width).reshape(scanned.count, width)
 
 
 def _check_number(name: str, buffers: Buffers, expected: int) -> None:

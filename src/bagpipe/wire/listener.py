@@ -1,0 +1,195 @@
+"""The server's end: one ROUTER socket, and threads that take turns to wait on it and then do what the message asks.
+
+Whichever thread is free takes the next message, and while none is free nothing is read, so that clients feel it through
+TCP: no queue here grows (promise I5). Nothing that a peer sends ends a thread (promise I8).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import zmq
+
+from bagpipe.errors import BagpipeError, ConfigError, DeadlineError, WireError
+from bagpipe.wire.admission import Admission
+from bagpipe.wire.endpoint import (
+    Address,
+    CopyableSocket,
+    check_security,
+    parse_address,
+    receive_frames,
+    send_frames,
+    set_options,
+    wire_error,
+)
+from bagpipe.wire.frames import Envelope, decode, encode, envelope
+from bagpipe.wire.keys import Keys, Security
+from bagpipe.wire.limits import LIMITS, Limits
+from bagpipe.wire.messages import Body, Failed, Message
+
+Reply: TypeAlias = Callable[[Message], None]
+Handler: TypeAlias = Callable[[bytes, Message, Reply], None]
+"""Takes the peer (a name for its connection), its message, and what to answer with: at once, later, from any thread."""
+
+_LAST_ANSWERS_MS = 500  # how long a listener that closes waits for peers to take what they were answered
+_log = logging.getLogger(__name__)
+
+
+class Listener:
+    """Listens on an address until it is closed; `handler` is called by several threads at once.
+
+    Buffers of an answer are not copied: they must not change after `reply`.
+    """
+
+    def __init__(
+        self, address: str, handler: Handler, threads: int = 2, security: Security = None, limits: Limits = LIMITS
+    ) -> None:
+        if threads < 1:
+            raise ConfigError(f"a listener with {threads} threads: give at least 1")
+        where = parse_address(address)
+        check_security(where, "server", security)
+        self._handler, self._limits = handler, limits
+        self._refused = 0
+        self._closing = False
+        self._context: zmq.Context[CopyableSocket] = zmq.Context()
+        self._admission: Admission | None = None
+        self._front = self._bind(where, security)
+        self.address = str(where._replace(port=_port(self._front)))
+        """Where it listens, with the port that the system chose if it was left to it."""
+        self._turn = threading.Lock()  # of the thread that waits for the next message
+        self._use = threading.Lock()  # of the socket, for moments
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(_option(self._front, zmq.FD), select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"bagpipe-listener-{each}", daemon=True) for each in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def refused(self) -> int:
+        """Messages that were malformed, and clients whose key was not admitted."""
+        return self._refused + (self._admission.refused if self._admission else 0)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Finish what is being handled, join all threads and free the port; a second call does nothing."""
+        if self._context.closed:
+            return
+        deadline = time.monotonic() + timeout_s
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+            if thread.is_alive():
+                raise DeadlineError(f"{thread.name} of {self.address} still handles a message after {timeout_s:g} s")
+        with self._use:
+            self._front.close(linger=_LAST_ANSWERS_MS)
+        self._end_context()
+        os.close(self._wake)
+
+    def _bind(self, address: Address, security: Security) -> CopyableSocket:
+        if isinstance(security, Keys):
+            self._admission = Admission(self._context, security.peer)
+        front = self._context.socket(zmq.ROUTER)
+        try:
+            set_options(front, address, self._limits, security)
+            host = "127.0.0.1" if address.host == "localhost" else address.host
+            front.bind(str(address._replace(host=host)))
+        except zmq.ZMQError as error:
+            front.close()
+            self._end_context()
+            raise wire_error(address, error) from error
+        return front
+
+    def _end_context(self) -> None:
+        self._context.term()  # which ends the thread of the admission
+        if self._admission is not None:
+            self._admission.thread.join()
+
+    def _work(self) -> None:
+        while (frames := self._next()) is not None:
+            peer, content = bytes(frames[0]), frames[1:]
+            del frames
+            try:
+                self._handle(peer, content)
+            except Exception:  # a defect of ours, which must not cost the thread
+                _log.exception("a message to %s was lost", self.address)
+            del content
+
+    def _next(self) -> list[memoryview] | None:
+        """The next message, this thread being the one that waits; None once the listener closes."""
+        with self._turn:
+            while not self._closing:
+                try:
+                    with self._use:
+                        return receive_frames(self._front, self._limits.frames + 1)
+                except zmq.Again:
+                    self._poll.poll()
+                if not self._closing:
+                    self._drain()
+        return None
+
+    def _drain(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+
+    def _handle(self, peer: bytes, frames: list[memoryview]) -> None:
+        try:
+            message = decode(frames, self._limits)
+        except WireError as error:
+            self._refused += 1
+            if (sender := envelope(frames)) is not None:
+                self._send(peer, sender, Failed(type(error).__name__, str(error)))
+            return
+        del frames
+        sender = Envelope(message.run, message.generation, message.request)
+        try:
+            self._handler(peer, message, lambda answer: self._reply(peer, answer))
+        except BagpipeError as error:
+            self._send(peer, sender, Failed(type(error).__name__, str(error)))
+        except Exception:
+            _log.exception("%s of %s failed", type(message.body).__name__, self.address)
+            text = f"the server at {self.address} failed inside: its log says how"
+            self._send(peer, sender, Failed(BagpipeError.__name__, text))
+
+    def _send(self, peer: bytes, to: Envelope, body: Body) -> None:
+        self._reply(peer, Message(to.run, to.generation, to.request, body))
+
+    def _reply(self, peer: bytes, answer: Message) -> None:
+        """Send an answer; what is wrong with it is told to its own peer, whoever's thread this is."""
+        try:
+            frames = encode(answer, self._limits)
+        except WireError as error:
+            _log.warning("an answer of %s can't be sent: %s", self.address, error)
+            frames = encode(
+                Message(answer.run, answer.generation, answer.request, Failed("WireError", str(error))), self._limits
+            )
+        with self._use:
+            if self._front.closed:
+                return
+            send_frames(self._front, [peer, *frames])  # never blocks: a peer that is gone or takes nothing gets nothing
+            # sending may have swallowed the signal that something came in, for which another thread waits
+            if _option(self._front, zmq.EVENTS) & zmq.POLLIN:
+                os.eventfd_write(self._wake, 1)
+
+
+def _option(socket: CopyableSocket, option: zmq.SocketOption) -> int:
+    value = socket.get(option)
+    assert isinstance(value, int)
+    return value
+
+
+def _port(socket: CopyableSocket) -> int:
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return parse_address(endpoint.rstrip(b"\0").decode()).port
