@@ -87,9 +87,9 @@ def stays_one_iteration_too_short(patch):
 def writes_back_twice(patch):
     write = Pipeline._write
 
-    def twice(pipeline, leaving):
-        yield from write(pipeline, leaving)
-        yield from write(pipeline, leaving)
+    def twice(pipeline, *leaving):
+        yield from write(pipeline, *leaving)
+        yield from write(pipeline, *leaving)
 
     patch.setattr(Pipeline, "_write", twice)
 
@@ -113,8 +113,8 @@ def drops_a_write_back(patch):
     write = Pipeline._write
     count = itertools.count()
 
-    def dropped(pipeline, leaving):
-        yield from write(pipeline, [] if next(count) == 3 else leaving)
+    def dropped(pipeline, leaving, *passed):
+        yield from write(pipeline, [] if next(count) == 3 else leaving, *passed)
 
     patch.setattr(Pipeline, "_write", dropped)
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from bagpipe.cache import RowCache, TableRows
 from bagpipe.oracle.plan import Plan, RowList
-from bagpipe.store.base import Store
+from bagpipe.store.base import NO_ITERATION, Store
 from bagpipe.trainer.stages import Driver, Stage, Wait
 
 Payload = TypeVar("Payload")
@@ -186,7 +186,7 @@ class Pipeline(Generic[Payload]):
             yield self._until(f"iteration {after} to be in the store", self._reached("acknowledged", after))  # wait 3
             if self._ended():
                 break
-            fetched = [self._read(plan, *part) for part in tables_of(plan.fetch)]
+            fetched = self._read(plan, after)
             freed = int(plan.fetch.slot_after.max(initial=-1))
             yield self._until(f"evictions of iteration {freed} to leave", self._reached("copied_out", freed))  # wait 2
             if self._ended():
@@ -210,9 +210,11 @@ class Pipeline(Generic[Payload]):
             elif self._trained:
                 plan = self._trained.popleft()
                 leaving = self._copy_out(plan.evict)  # wait 1: only updated plans come here
-                leaving += self._observed(self._cache.copy_kept(*part) for part in tables_of(plan.flush))
+                kept = self._observed(self._cache.copy_kept(*part) for part in tables_of(plan.flush))
                 self.points.copied_out = plan.iteration
-                yield from self._write(leaving)
+                if kept:
+                    yield from self._write(kept)
+                yield from self._write(leaving, plan.iteration)
                 self.points.acknowledged = plan.iteration
             elif self._flush_wanted > self._flush_done:
                 wanted = self._flush_wanted
@@ -238,15 +240,18 @@ class Pipeline(Generic[Payload]):
     def _reached(self, point: str, iteration: int) -> Callable[[], bool]:
         return lambda: bool(getattr(self.points, point) >= iteration)
 
-    def _read(
-        self, plan: Plan, table: int, ids: npt.NDArray[np.int64], slots: npt.NDArray[np.int32]
-    ) -> tuple[TableRows, npt.NDArray[np.int32]]:
-        values = np.empty((len(ids), self._cache.widths[self._cache.group[table]]), np.float32)
-        self._store.read(table, ids, values)
-        rows = TableRows(table, ids, values)
+    def _read(self, plan: Plan, after: int) -> list[tuple[TableRows, npt.NDArray[np.int32]]]:
+        """The rows that the plan fetches, and their slots."""
+        fetched = []
+        for table, ids, slots in tables_of(plan.fetch):
+            values = np.empty((len(ids), self._cache.widths[self._cache.group[table]]), np.float32)
+            fetched.append((TableRows(table, ids, values), slots))
+        if fetched:
+            self._store.read_many([rows for rows, _ in fetched], after)
         if self._observer:
-            self._observer.fetched(plan, rows)
-        return rows, slots
+            for rows, _ in fetched:
+                self._observer.fetched(plan, rows)
+        return fetched
 
     def _copy_out(self, leaving: RowList) -> list[TableRows]:
         copied = []
@@ -257,21 +262,23 @@ class Pipeline(Generic[Payload]):
             copied.append(rows)
         return copied
 
-    def _write(self, leaving: list[TableRows]) -> Stage:
+    def _write(self, leaving: list[TableRows], passed: int = NO_ITERATION) -> Stage:
+        """Write rows of tables that differ, after which all up to iteration `passed` are written."""
         yield Wait("its turn", lambda: True)
+        leaving = [rows for rows in leaving if len(rows.ids)]
+        self._store.write_many(leaving, passed)
         for rows in leaving:
-            if len(rows.ids):
-                self._store.write(rows.table, rows.ids, rows.values)
-                self.traffic.written_rows += len(rows.ids)
-                if self._observer:
-                    self._observer.written(rows)
+            self.traffic.written_rows += len(rows.ids)
+            if self._observer:
+                self._observer.written(rows)
 
     def _flush(self) -> Stage:
         yield Wait("its turn", lambda: True)
         with self._cache.moving:  # victims that left since the last look are updates so far as well
-            rows = [part for _ in range(len(self._victims)) for part in self._victims.popleft()]
-            rows += self._observed(self._cache.take_dirty())
-        yield from self._write(rows)
+            groups = [self._victims.popleft() for _ in range(len(self._victims))]
+            groups.append(self._observed(self._cache.take_dirty()))
+        for rows in groups:
+            yield from self._write(rows)
 
     def _observed(self, copied: Iterable[TableRows]) -> list[TableRows]:
         """Rows that will be written and stay."""
