@@ -12,11 +12,13 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from bagpipe.cli.output import AsJson, console, errors, print_json, print_pairs, print_rows, progress
+from bagpipe.cli.stats import stats
 
 if TYPE_CHECKING:
     from bagpipe.data.prepare.job import Prepared
 
 app = typer.Typer(help="Make and inspect data.", no_args_is_help=True)
+app.command("stats")(stats)
 
 Preset = Annotated[str, typer.Argument(help="Kind of data; `bagpipe data presets` lists them.")]
 Destination = Annotated[Path, typer.Argument(help="Directory for the shards; must be new or empty.")]

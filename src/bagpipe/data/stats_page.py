@@ -25,16 +25,19 @@ def stats_page(title: str, stats: Stats) -> Page:
             "ids a sample": whole.ids_per_sample,
             "different rows": whole.unique_rows,
             **{f"accesses of the top {top}": _percent(whole.top_share[top]) for top in TOP},
-            "rows for 90 % of accesses": whole.rows_for["90%"],
+            "rows for 90% of accesses": whole.rows_for["90%"],
         }
     )
     page.section(
         "Skew and batches",
         "How unevenly rows are used, and how many different ones a batch needs. Rows are those that occur in this "
-        "data: an extract has fewer of them than the whole, so its top 1 % is fewer rows.",
+        "data: an extract has fewer of them than the whole, so its top 1% is fewer rows.",
     )
     page.charts(_curves(stats), _batches(stats))
-    page.section("Drift", "How use moves from day to day, over all tables.")
+    page.section(
+        "Drift",
+        "How use moves from day to day, over all tables. Data that names no days is cut into equal stretches.",
+    )
     page.charts(*_drift(stats))
     page.section("By table")
     page.charts(_tops(stats), _batch_tables(stats))

@@ -60,11 +60,11 @@ def count(value: Number) -> str:
 
 
 def percent(value: Number) -> str:
-    """A share as an axis shows it: 0.00001 %, 0.1 %, 40 %."""
+    """A share as an axis shows it: 0.00001%, 0.1%, 40%."""
     value *= 100
     digits = 0 if not value or abs(value) >= 100 else 2 - math.floor(math.log10(abs(value)))
     text = f"{value:.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} %"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text}%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def bar_chart(title: str, names: Sequence[str], series: Sequence[Series], axis: 
 
 
 def share_chart(title: str, series: Sequence[Series], x: str, y: str, note: str = "") -> Chart:
-    """Cumulative shares: how much (0 to 100 %) the first share of things takes, on a logarithmic axis."""
+    """Cumulative shares: how much (0 to 100%) the first share of things takes, on a logarithmic axis."""
     lowest = min((px for each in series for px, _ in each.points if px > 0), default=0.001)
     low = min(0.1, 10.0 ** math.floor(math.log10(lowest)))
     across = Axis(x, log=True, show=percent, low=low, high=1.0)

@@ -109,8 +109,8 @@ def test_every_point_and_bar_tells_its_value():
     chart = share_chart("s", [Series("all", [(0.001, 0.5), (1, 1)])], "share of rows", "share of accesses")
     titles = [element.text for element in ElementTree.fromstring(chart.svg).iter(f"{SVG}title")]
     assert titles == [
-        "all\nshare of rows: 0.1 %\nshare of accesses: 50 %",
-        "all\nshare of rows: 100 %\nshare of accesses: 100 %",
+        "all\nshare of rows: 0.1%\nshare of accesses: 50%",
+        "all\nshare of rows: 100%\nshare of accesses: 100%",
     ]
     chart = bar_chart("b", ["a table with a very long name"], [Series("rows", [(0, 1234)])], Axis("rows"))
     titles = [element.text for element in ElementTree.fromstring(chart.svg).iter(f"{SVG}title")]
@@ -120,7 +120,7 @@ def test_every_point_and_bar_tells_its_value():
 def test_logarithmic_axes_have_powers_of_ten():
     chart = share_chart("s", [Series("all", [(0.0003, 0.1), (1, 1)])], "rows", "accesses")
     said = [element.text for element in ElementTree.fromstring(chart.svg).iter(f"{SVG}text")]
-    assert {"0.01 %", "0.1 %", "1 %", "10 %", "100 %"} <= set(said)
+    assert {"0.01%", "0.1%", "1%", "10%", "100%"} <= set(said)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_counts_on_axes_are_short(value, text):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 %"), (1e-7, "0.00001 %"), (0.001, "0.1 %"), (0.672, "67.2 %"), (1, "100 %"), (0.4, "40 %")],
+    [(0, "0%"), (1e-7, "0.00001%"), (0.001, "0.1%"), (0.672, "67.2%"), (1, "100%"), (0.4, "40%")],
 )
 def test_shares_on_axes_are_percentages(value, text):
     assert percent(value) == text
