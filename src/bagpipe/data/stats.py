@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.data.accesses import AccessCount, DayTally, RowPart, Sums, Tally, direct_rows, share_of_top
+from bagpipe.data.accesses import AccessCount, RowPart, Sums, Tally, direct_rows, share_of_top
 from bagpipe.data.dataset import Dataset
 from bagpipe.errors import CapacityError, ConfigError, DataError
 from bagpipe.kernels.count import NUM_WORDS
@@ -92,7 +92,7 @@ class Stats:
     days: tuple[Day, ...]
     batch_sizes: tuple[int, ...]
     passes: int
-    """How often the samples were read."""
+    """How often the samples were read, also where the counts turned out too large on the way."""
     whole: TableStats
     """All tables together: a row is a table and an id."""
     tables: tuple[TableStats, ...]
@@ -282,16 +282,13 @@ def _figures(
             size: batch_rows / (samples // size) if samples >= size else None
             for size, batch_rows in zip(sizes, tally.batch_rows.tolist(), strict=True)
         },
-        days=tuple(_day(day.name, each, tally.days[0], n) for n, (day, each) in enumerate(_pairs(days, tally))),
+        days=tuple(_day(day.name, n, tally) for n, day in enumerate(days)),
         curve=_curve(popularity, accesses),
     )
 
 
-def _pairs(days: Sequence[Day], tally: Tally) -> list[tuple[Day, DayTally]]:
-    return list(zip(days, tally.days, strict=True))
-
-
-def _day(name: str, day: DayTally, first: DayTally, number: int) -> DayStats:
+def _day(name: str, number: int, tally: Tally) -> DayStats:
+    first, day = tally.days[0], tally.days[number]
     own = Sums(day.popularity.counts, day.popularity.counts * day.popularity.sums)
     return DayStats(
         name=name,
