@@ -129,7 +129,8 @@ def test_batches_are_not_made_without_end_and_a_consumer_who_stops_ends_everythi
     slots = [slot for processor in started.processors.values() for slot in processor._slots]
     assert sum(os.fstat(slot.descriptor).st_size for slot in slots) < 2 * pool.SLOTS * 64 * BATCH * 1000
     for process in started:
-        assert sum(1 for _ in Path(f"/proc/{process.pid}/task").iterdir()) == 1
+        names = [(task / "comm").read_text() for task in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert len([name for name in names if "jemalloc" not in name]) == 1  # pyarrow's allocator tidies up in its own
         os.kill(process.pid, signal.SIGINT)  # not theirs
     assert sum(1 for _ in islice(reading, 200)) == 200
     assert len(started) == 2

@@ -77,6 +77,9 @@ class Batches:
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
         self._stepped = self._skipped = self._warned = self._unflushed = False
+        self._trained = 0
+        """Iterations that are over: their step was called, or the loop went on without one."""
+        self._data_wait_s = 0.0
         self._helpers: list[Workers] = []
         attach(rows, self)
         for layer in binding.layers:
@@ -150,9 +153,12 @@ class Batches:
         if self._stepped:
             raise ModelError(f"step() twice in iteration {plan.iteration}: call it once, after the backward pass")
         if not self._update.any_gradient():
+            self._trained = plan.iteration + 1
             return False
         if scaler is not None:
-            return bool(scaler.step(self))
+            updated = bool(scaler.step(self))
+            self._trained = plan.iteration + 1
+            return updated
         self._skipped = True  # unless the next line lets it pass
         self._update.check(self._views, plan.iteration)
         optimizers = {id(layout.optimizer): layout.optimizer for layout in self.layouts}
@@ -164,6 +170,7 @@ class Batches:
             for table in self._update.tables:
                 self.cache.mark_updated(table, self._views[table].slots)
             self._stepped = self._unflushed = True
+            self._trained = plan.iteration + 1
             if self._checker is not None:
                 self._checker.updated(plan, self._update.tables)
         return True
@@ -220,20 +227,33 @@ class Batches:
             "fetched_rows": traffic.fetched_rows,
             "written_rows": traffic.written_rows,
             "stall_seconds": traffic.stall_s,
+            "data_wait_seconds": self._data_wait_s,
             "lookahead": traffic.lookahead,
             "cache_rows": sum(self.cache.capacity),
             "cache_bytes": self.cache.num_bytes,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training has changed besides the dense part: rows with their state, and the counters."""
+        """Everything that training has changed besides the dense part: rows with their state, counters, data position.
+
+        The batch in hand counts as trained once `rows.step()` was called.
+        """
         self.barrier()
-        return {"tables": save_rows(self.layouts, self.store), "optimizer": self._rows.state_dict()}
+        return {
+            "tables": save_rows(self.layouts, self.store),
+            "optimizer": self._rows.state_dict(),
+            "data": self._source.position(self._trained),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; before the first batch only."""
+        """Go on from what `state_dict` returned, with the batch after those trained; before the first batch only.
+
+        Without its "data" the loop begins with the loader's first batch.
+        """
         check_rows(self.layouts, state)
         self._refuse_while_training()
+        if "data" in state:
+            self._source.resume(state["data"])
         self._rows.load_state_dict(state["optimizer"])
         for number, layout in enumerate(self.layouts):
             part = state["tables"][layout.table.name]
@@ -273,16 +293,26 @@ class Batches:
             raise ModelError("these batches have been read to their end: call bagpipe.accelerate again")
         if not self._micro:
             self._warn_of_lost_gradients()
+            if self._plan is not None:
+                self._trained = self._plan.iteration + 1
             with uninterrupted():
                 self._finish_iteration()
             if self._lookups.workers is None:
                 self._lookups.workers = Workers(self._threads)
                 self._helpers.append(self._lookups.workers)
-            if not self._pipeline.wait():
+            if not self._wait():
                 return False
             with uninterrupted():
                 self._begin_iteration(*self._pipeline.take())
         return True
+
+    def _wait(self) -> bool:
+        """Wait for the next iteration's rows; what of it was due to the loader is counted too."""
+        before = self._source.reading.seconds()
+        try:
+            return self._pipeline.wait()
+        finally:
+            self._data_wait_s += self._source.reading.seconds() - before
 
     def _begin_iteration(self, plan: Plan, batches: list[Rewritten]) -> None:
         self._plan, self._micro = plan, batches

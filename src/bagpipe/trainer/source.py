@@ -6,22 +6,21 @@ plan's `inverse`, half their size. A loader that fails ends the data: what it ga
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader
 
 from bagpipe.adapt import Adapter
 from bagpipe.embedding import check_range
-from bagpipe.errors import ConfigError, ValueRangeError
+from bagpipe.errors import ValueRangeError
 from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
+from bagpipe.trainer.reading import Reading
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
@@ -51,23 +50,18 @@ class Source:
     def __init__(self, loader: Iterable[Any], epochs: int = 1, accumulate: int = 1) -> None:
         self.tables: tuple[Table, ...] = ()
         """Whose ids are taken; set before the first plan."""
-        self._loader, self._epochs, self._accumulate = loader, epochs, accumulate
+        self.reading = Reading(loader, epochs)
+        self._accumulate = accumulate
+        self._iterations = 0
+        """Iterations of the run before this reading began."""
         self._error: Exception | None = None
-        if epochs > 1:
-            _draw_privately(loader)
-        self._first_epoch: Iterator[Any] = iter(loader)
-        if epochs > 1 and self._first_epoch is loader:
-            raise ConfigError(
-                f"epochs is {epochs}, but the loader is an iterator, which can be read once: give a list, a "
-                "DataLoader, or another object whose iter() begins anew"
-            )
-        self._first = list(islice(self._first_epoch, 1))
-        self.adapter = Adapter(self._first[0] if self._first else None)
+        self._batches: Generator[tuple[int, Any], None, None] | None = None
+        self.adapter = Adapter(self.reading.examples[0] if self.reading.examples else None)
 
     @property
     def empty(self) -> bool:
         """Whether the loader has no batch at all."""
-        return not self._first
+        return not self.reading.examples
 
     @property
     def features(self) -> list[str]:
@@ -76,7 +70,7 @@ class Source:
 
     def first_ids(self) -> dict[str, Ids]:
         """The ids of the first batch."""
-        return self.adapter.extract(self._first[0], self.features, 0)
+        return self.adapter.extract(self.reading.examples[0], self.features, 0)
 
     def plans(self, oracle: Oracle) -> Generator[tuple[Plan, list[Rewritten]], None, None]:
         """For each iteration its plan and its batches; what went wrong with the loader comes after them."""
@@ -87,7 +81,18 @@ class Source:
 
     def close(self) -> None:
         """Let go of the loader, so that its worker processes can end."""
-        self._loader, self._first_epoch, self._first = (), iter(()), []
+        if self._batches is not None:
+            self._batches.close()
+        self.reading.close()
+
+    def position(self, iterations: int) -> dict[str, Any]:
+        """Where in the data training is after so many iterations of this reading; plain values."""
+        return {"iterations": self._iterations + iterations} | self.reading.state(iterations * self._accumulate)
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Begin where another run was; before the first plan."""
+        self.reading.resume(position)
+        self._iterations = position.get("iterations", 0)
 
     def _groups(self) -> Iterator[tuple[list[Ids], Group]]:
         """For each iteration the ids of each feature, and the batches."""
@@ -103,18 +108,15 @@ class Source:
             yield _join(batches, ids)
 
     def _read(self) -> Iterator[tuple[Any, list[Ids]]]:
-        number, features = 0, self.features
+        features = self.features
+        self._batches = iter(self.reading)
         try:
-            for epoch in range(self._epochs):
-                batches: Iterable[Any] = self._loader if epoch else chain(self._first, self._first_epoch)
-                for batch in batches:
-                    ids = self.adapter.extract(batch, features, number)
-                    if self._accumulate > 1:
-                        self._check(ids, number)
-                    nothing = {name: _nothing(len(part)) for name, part in ids.items()}
-                    yield self.adapter.replace(batch, nothing), list(ids.values())
-                    number += 1
-                    self._first = []
+            for number, batch in self._batches:
+                ids = self.adapter.extract(batch, features, number)
+                if self._accumulate > 1:
+                    self._check(ids, number)
+                nothing = {name: _nothing(len(part)) for name, part in ids.items()}
+                yield self.adapter.replace(batch, nothing), list(ids.values())
         except Exception as error:
             self._error = error
 
@@ -156,14 +158,3 @@ def _join(batches: list[Any], ids: list[list[Ids]]) -> tuple[list[Ids], Group]:
 def _nothing(length: int) -> torch.Tensor:
     """Has a length and takes no memory."""
     return torch.zeros(1, dtype=torch.int64).expand(length)
-
-
-def _draw_privately(loader: Iterable[Any]) -> None:
-    """Let a shuffling DataLoader draw from a generator of its own: reading ahead must not touch the global one."""
-    if not isinstance(loader, DataLoader) or loader.generator is not None:
-        return
-    loader.generator = torch.Generator()
-    loader.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if getattr(sampler, "generator", loader) is None:
-            sampler.generator = loader.generator  # type: ignore[union-attr]

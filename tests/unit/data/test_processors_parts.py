@@ -258,7 +258,7 @@ def test_a_processor_reads_no_more_than_it_has_slots_for_and_ends_with_its_consu
     ours, theirs = pair
     counted = Counted(shards)
     monkeypatch.setattr(child, "open_described", lambda _: counted)
-    job = Job({}, BatchOrder(2000, 1, None), range(2000))
+    job = Job({}, BatchOrder(2000, 1, None), range(2000), 64)
     slots = [Slot.make() for _ in range(SLOTS)]
     thread = threading.Thread(
         target=child.serve, args=(theirs, job.message(0, 1, []), [Slot(os.dup(slot.descriptor)) for slot in slots])
@@ -285,7 +285,7 @@ def test_a_processor_reads_no_more_than_it_has_slots_for_and_ends_with_its_consu
 )
 def test_a_processor_tells_what_went_wrong(pair, described, kind):
     ours, theirs = pair
-    ours.send(Job(described, BatchOrder(10, 5, None), range(2)).message(0, 1, []))
+    ours.send(Job(described, BatchOrder(10, 5, None), range(2), 1).message(0, 1, []))
     child.work(theirs)
     message = ours.receive()
     if "error" in message:

@@ -13,7 +13,6 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 
-from bagpipe.data.dataset import group_size
 from bagpipe.data.described import open_described
 from bagpipe.data.order import BatchOrder
 from bagpipe.data.processors.channel import Channel, Message
@@ -38,7 +37,7 @@ def serve(channel: Channel, job: Message, slots: Sequence[Slot]) -> None:
     """Read groups `first`, `first + every`, ... of the batches; wait for a free slot where there is none (I5)."""
     dataset = open_described(job["dataset"])
     order = BatchOrder(dataset.num_samples, job["batch_size"], job["seed"])
-    numbers, step = range(job["start"], job["stop"]), group_size(job["batch_size"])
+    numbers, step = range(job["start"], job["stop"]), job["step"]
     free = deque(range(len(slots)))
     for group in range(job["first"], -(-len(numbers) // step), job["every"]):
         samples = dataset.read_group(order, numbers[group * step : (group + 1) * step])

@@ -56,7 +56,8 @@ def read(
     if not deadline_s > 0:
         raise ConfigError(f"deadline_s is {deadline_s}: give a number of seconds above 0")
     order = BatchOrder(dataset.num_samples, batch_size, seed)
-    job = Job(describe(dataset), order, range(start, epochs * order.epoch_batches))
+    numbers = range(start, epochs * order.epoch_batches)
+    job = Job(describe(dataset), order, numbers, group_size(batch_size))
     return _read(job, processes, deadline_s)
 
 
@@ -67,16 +68,17 @@ class Job:
     dataset: Description
     order: BatchOrder
     numbers: range
+    step: int
+    """Batches of a group, which is read at once."""
 
     @property
     def num_groups(self) -> int:
-        """Groups of batches, each read at once."""
-        return -(-len(self.numbers) // group_size(self.order.batch_size))
+        """How many groups there are."""
+        return -(-len(self.numbers) // self.step)
 
     def group(self, place: int) -> range:
         """The batches of a group."""
-        step = group_size(self.order.batch_size)
-        return self.numbers[place * step : (place + 1) * step]
+        return self.numbers[place * self.step : (place + 1) * self.step]
 
     def message(self, first: int, every: int, slots: list[int]) -> Message:
         """What a processor is told."""
@@ -86,6 +88,7 @@ class Job:
             "seed": self.order.seed,
             "start": self.numbers.start,
             "stop": self.numbers.stop,
+            "step": self.step,
             "first": first,
             "every": every,
             "slots": slots,
