@@ -141,7 +141,7 @@ def cut_cells_reference(text: bytes, separator: bytes, quotes: bool) -> list[tup
         while True:
             cell, found, after = rest.partition(separator)
             if quotes and rest.startswith(b'"'):
-                match = re.match(rb'"((?:[^"]|"")*)"', rest, re.DOTALL)
+                match = re.match(rb'"((?:[^"]|"")*)"(?!")', rest, re.DOTALL)
                 tail = rest[match.end() :] if match else b""
                 state = OPEN_QUOTE if not match else AFTER_QUOTE if tail and not tail.startswith(separator) else state
                 cell = match[1] if match else rest[1:]

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.kernels import inlined, kernel
+from bagpipe.kernels import kernel
 from bagpipe.kernels.cells import GOOD, MINUS, MISSING, PLUS, POINT, SPACE, WRONG, ZERO, Bytes, Integer, Ints, States
 
 HOURS, ISO = 0, 1
@@ -20,7 +20,7 @@ _DAY_SECONDS, _HOUR_SECONDS, _MINUTE_SECONDS = 86_400, 3_600, 60
 _NEVER = -(2**62)
 
 
-@inlined
+@kernel
 def _digits(data: Bytes, position: Integer, end: Integer, count: int) -> int:
     """A number of so many digits at a position; -1 if there is none."""
     if position + count > end:
@@ -34,7 +34,7 @@ def _digits(data: Bytes, position: Integer, end: Integer, count: int) -> int:
     return number
 
 
-@inlined
+@kernel
 def _day_seconds(year: int, month: int, day: int) -> int:
     """Seconds from 1970 to the start of a day; _NEVER if there is no such day."""
     leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
@@ -80,12 +80,12 @@ def _read_iso(data: Bytes, position: Integer, end: Integer) -> int:
         position += 1
     elif position < end and (data[position] == PLUS or data[position] == MINUS):
         sign = 1 if data[position] == PLUS else -1
-        hour = _digits(data, position + 1, end, 2)
+        hour, minute = _digits(data, position + 1, end, 2), 0
         position += 3
-        if position < end and data[position] == _COLON:
-            position += 1
-        minute = 0 if position == end else _digits(data, position, end, 2)
-        position += 0 if position == end else 2
+        if position < end:
+            position += data[position] == _COLON
+            minute = _digits(data, position, end, 2)
+            position += 2
         if hour < 0 or hour > 23 or minute < 0 or minute > 59:
             return _NEVER
         seconds -= sign * (hour * _HOUR_SECONDS + minute * _MINUTE_SECONDS)

@@ -16,7 +16,7 @@ from bagpipe.data.prepare.parse import TextParser
 from bagpipe.data.prepare.schema import Schema, load_schema
 from bagpipe.data.prepare.sources import Source, find_sources
 from bagpipe.data.prepare.text import read_header, read_pieces
-from bagpipe.errors import ConfigError, DataError
+from bagpipe.errors import BagpipeError, ConfigError, DataError
 
 BLOCK_BYTES = 4 << 20
 """About 17,000 lines of Criteo: small enough to stay in a processor's cache while it is cut, parsed and hashed."""
@@ -96,7 +96,9 @@ Part = TypeVar("Part", bound=_Part)
 def _parsed(
     parts: Generator[Part, None, None], parsers: Sequence[Callable[[Part], Block]], threads: int
 ) -> Iterator[Block]:
-    def parse(part: Part) -> Block:
+    def parse(part: Part | BagpipeError) -> Block:
+        if isinstance(part, BagpipeError):
+            raise part
         return parsers[part.start.file](part)
 
     with (
@@ -107,10 +109,20 @@ def _parsed(
         yield from blocks
 
 
-def _ahead(parts: Iterator[Part]) -> Generator[Part, None, None]:
-    """The same parts, read on a thread of their own up to two ahead, so that uncompressing does not hold up others."""
-    with closing(ordered_map(lambda _: next(parts, None), itertools.count(), 1, "reading")) as read:
-        for part in read:
+def _ahead(parts: Iterator[Part]) -> Generator[Part | BagpipeError, None, None]:
+    """The same parts, read on a thread of their own up to two ahead, so that uncompressing does not hold up others.
+
+    An error comes last, as a part: what was read before it is parsed and passed on first.
+    """
+
+    def read(_: int) -> Part | BagpipeError | None:
+        try:
+            return next(parts, None)
+        except BagpipeError as error:
+            return error
+
+    with closing(ordered_map(read, itertools.count(), 1, "reading")) as ready:
+        for part in ready:
             if part is None:
                 return
             yield part

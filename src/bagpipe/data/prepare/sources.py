@@ -86,10 +86,12 @@ class Stream:
     def skip_to(self, offset: int) -> None:
         """Go on to a later byte; what is compressed must be uncompressed up to there."""
         if self._source.compression is None:
-            self._contents.seek(min(offset, self._source.size))
-            self.offset = offset
+            self.offset = min(offset, self._source.size)
+            self._contents.seek(self.offset)
         while self.offset < offset and self.read(min(offset - self.offset, _SKIPPED_AT_ONCE)):
             pass
+        if self.offset < offset:
+            raise DataError(f"{self._source.path} has fewer bytes than the {offset:,} that were read of it: start anew")
 
     @property
     def position(self) -> int:
@@ -97,12 +99,12 @@ class Stream:
         return int(self._file.tell())
 
     def _damaged(self, error: OSError) -> str:
-        where = f"{self._source.path} can't be read on from byte {self.position:,}"
+        path, size = self._source.path, self._source.size
         if self._source.compression is None:
-            return f"{where} ({error}): check the disk"
+            return f"{path} can't be read on from byte {self.position:,} ({error}): check the disk"
         return (
-            f"{where} of {self._source.size:,}, after {self.offset:,} bytes uncompressed: it is damaged or cut short "
-            f"({self._source.compression}: {error}): fetch it again"
+            f"{path} is damaged or cut short near byte {self.position:,} of {size:,}, after {self.offset:,} bytes "
+            f"uncompressed ({self._source.compression}: {error}): fetch it again"
         )
 
     def __enter__(self) -> Stream:

@@ -17,6 +17,7 @@ from bagpipe.errors import DataError
 from bagpipe.kernels.cells import WHOLE, cut_cells_reference
 
 HEADER_BYTES_MAX = 1 << 20
+_HEADER_READ = 1 << 12
 _SKIPPED_AT_ONCE = 1 << 16
 
 
@@ -47,13 +48,17 @@ class Piece:
 def read_header(schema: Schema, source: Source) -> Header:
     """The columns of a file, checked against the schema."""
     with source.open() as stream:
-        start = stream.read(HEADER_BYTES_MAX)
+        start = stream.read(_HEADER_READ)
+        while not schema.columns and b"\n" not in start and len(start) < HEADER_BYTES_MAX:
+            if not (more := stream.read(_HEADER_READ)):
+                break
+            start += more
     mark = len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0
     if schema.columns:
         return Header(schema.columns, mark, 0)
     line, newline, _ = start[mark:].partition(b"\n")
-    if not newline and len(start) == HEADER_BYTES_MAX:
-        raise DataError(f"{source.path} has no line end in its first {HEADER_BYTES_MAX:,} bytes: is it a text file?")
+    if not newline and len(start) >= HEADER_BYTES_MAX:
+        raise DataError(f"{source.path} has no line end in its first {len(start):,} bytes: is it a text file?")
     [(state, cells)] = cut_cells_reference(line + b"\n", schema.cell_separator.encode(), schema.format == "csv")
     try:
         columns = tuple(cell.replace(b'""', b'"').decode() for cell in cells)
@@ -83,21 +88,20 @@ def read_pieces(
 
 
 def _cut(stream: Stream, place: Place, block_bytes: int) -> Iterator[Piece]:
-    rest = b""
+    pending = b""
     while True:
-        data = rest + stream.read(block_bytes - len(rest))
-        ended = len(data) < block_bytes
-        cut = len(data) if ended else data.rfind(b"\n") + 1
-        rest = data[cut:]
+        if len(pending) < block_bytes:
+            pending += stream.read(block_bytes - len(pending))
+        ended = len(pending) < block_bytes
+        cut = len(pending) if ended else pending.rfind(b"\n", 0, block_bytes) + 1
         if cut:
-            yield (piece := _piece(data[:cut] if rest else data, place))
-            place = piece.end
+            piece, pending = _piece(pending[:cut], place), pending[cut:]
         elif not ended:
-            piece, rest = _cut_long(stream, data, place)
-            yield piece
-            place = piece.end
-        if ended:
+            piece, pending = _cut_long(stream, pending, place, block_bytes)
+        else:
             return
+        yield piece
+        place = piece.end
 
 
 def _piece(data: bytes, start: Place) -> Piece:
@@ -105,13 +109,12 @@ def _piece(data: bytes, start: Place) -> Piece:
     return Piece(data, start, Place(start.file, start.offset + len(data), start.line + lines), 0)
 
 
-def _cut_long(stream: Stream, data: bytes, start: Place) -> tuple[Piece, bytes]:
-    """Skip the rest of a line whose beginning is `data`; what was read beyond it."""
-    length = len(data)
-    while part := stream.read(_SKIPPED_AT_ONCE):
+def _cut_long(stream: Stream, pending: bytes, start: Place, block_bytes: int) -> tuple[Piece, bytes]:
+    """Of a line that does not end within a block, the beginning; and what was read beyond the line."""
+    data, part, length = pending[:block_bytes], pending[block_bytes:], block_bytes
+    while True:
         line, newline, rest = part.partition(b"\n")
         length += len(line) + len(newline)
-        if newline:
-            return Piece(data, start, Place(start.file, start.offset + length, start.line + 1), 0, True), rest
-    end = Place(start.file, start.offset + length, start.line + 1)
-    return Piece(data, start, end, 0, length > len(data)), b""
+        if newline or not (part := stream.read(_SKIPPED_AT_ONCE)):
+            end = Place(start.file, start.offset + length, start.line + 1)
+            return Piece(data, start, end, 0, cut_short=length > block_bytes), rest
