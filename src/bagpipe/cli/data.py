@@ -107,8 +107,8 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Turn raw files into shards; the same command goes on where it was stopped."""
-    from bagpipe.data.prepare.job import Options
     from bagpipe.data.prepare.job import prepare as run
+    from bagpipe.data.prepare.options import Options
     from bagpipe.data.prepare.progress import has_progress
 
     options = Options(

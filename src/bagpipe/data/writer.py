@@ -86,7 +86,7 @@ class ShardWriter:
         self._shard_samples, self._origin = shard_samples, origin
         self._tables, self._num_dense = tables, num_dense
         self._growing = {name for table in tables if table.name in growing for name in table.features}
-        self._features = done.features if done is not None else None
+        self._features = (done.features or None) if done is not None else None
         self._pending: list[Batch] = []
         self._shards = list(done.shards) if done is not None else []
         self._on_shard, self._goes_on = on_shard, done is not None
@@ -98,9 +98,9 @@ class ShardWriter:
         self._made_directory = False if self._goes_on else _claim(self.path)
         return self
 
-    def keep(self) -> None:
-        """Leave the directory claimed and the shards on record there, whatever happens."""
-        self._goes_on = True
+    def keep(self, num_shards: int) -> None:
+        """Leave the directory claimed and its first shards there, whatever happens: they are on record."""
+        self._goes_on, self._num_kept = True, num_shards
 
     @property
     def room(self) -> int:

@@ -15,23 +15,22 @@ from typing import cast
 
 import numpy as np
 
-from bagpipe.config import Size, cache_size
 from bagpipe.data.manifest import MANIFEST, VOCABULARY, Manifest, TableEntry, load_manifest
 from bagpipe.data.prepare.block import BEGINNING, Block, Place
 from bagpipe.data.prepare.cut import part_of
 from bagpipe.data.prepare.encoder import Encoder, TableEncoder
-from bagpipe.data.prepare.numbering import Numbering, describe, parse_numberings
+from bagpipe.data.prepare.numbering import describe
+from bagpipe.data.prepare.options import Options, memory_shares, numberings_of, quarantine_of
 from bagpipe.data.prepare.parts import Days, check_split, day_name, parts_of
 from bagpipe.data.prepare.progress import Progress, Working, check_same, identities
 from bagpipe.data.prepare.reading import BLOCK_BYTES, open_sources, read_blocks
-from bagpipe.data.prepare.rejected import OnError, Rejected
+from bagpipe.data.prepare.rejected import Rejected
 from bagpipe.data.prepare.schema import Schema
 from bagpipe.data.prepare.sorting import in_time_order
 from bagpipe.data.prepare.sources import Source
-from bagpipe.data.prepare.space import resident_bytes
-from bagpipe.data.prepare.vocabulary import Vocabulary, file_names
+from bagpipe.data.prepare.vocabulary import file_names
 from bagpipe.data.shard_file import ShardFile
-from bagpipe.data.writer import SHARD_SAMPLES, ShardWriter, Written, write_file
+from bagpipe.data.writer import ShardWriter, Written, write_file
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.types import Table
 
@@ -43,33 +42,6 @@ FORMATS = ("tsv", "csv", "parquet")
 COUNT_SAMPLES = 1 << 22
 """Counts of a first pass are put on record after so many samples, or as many as 8 for each value, if that is more: a
 count has 8 bytes, so this writes about one byte a sample."""
-_WORKING_BYTES_MIN = 64_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What `prepare` is asked for beside files."""
-
-    schema: Path | None = None
-    """A TOML file that says what the columns are."""
-    numbering: tuple[str, ...] = ()
-    """`first`, `frequency`, `hash:SIZE` or `ids`, of all tables or as TABLE=... of one."""
-    min_count: tuple[str, ...] = ()
-    """Values that occur less often share a row; of all tables or as TABLE=NUMBER of one."""
-    vocabulary: Path | None = None
-    """Number values as this data set, prepared earlier, has them."""
-    on_error: OnError = "stop"
-    """What to do with lines that can't be used."""
-    validation: str | None = None
-    """Share of the samples to validate on, or the day with which they begin."""
-    test: str | None = None
-    """Share of the samples, the last ones, to test on, or the day with which they begin."""
-    memory: str = "2GB"
-    """How much the process may take."""
-    threads: int = 2
-    limit: int | None = None
-    """How many samples to prepare; None: all."""
-    shard_samples: int = SHARD_SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +84,7 @@ class Job:
         check_split(options.validation, options.test, [day_name(s) for s in sources] if schema.time is None else None)
         self.schema, self.sources, self.destination, self.options = schema, sources, destination, options
         self.origin = f"{kind}: {', '.join(source.path.name for source in sources[:10])}"
-        self.numberings, self.earlier, vouched = self._numberings()
+        self.numberings, self.earlier, vouched = numberings_of(options, tuple(schema.tables))
         self.settings = {
             "schema": schema.model_dump_json(),
             "limit": str(options.limit),
@@ -120,10 +92,9 @@ class Job:
             "vocabulary": vouched,
         } | {f"numbering of {table}": text for table, text in describe(self.numberings).items()}
         self.working = Working(destination)
-        self.rejected = Rejected(destination, options.on_error, *self._quarantine())
-        self._shares = _shares(options, schema)
+        self.rejected = Rejected(destination, options.on_error, *quarantine_of(schema, sources[0]))
+        self._shares = memory_shares(options, schema)
         self._report, self._done_bytes = report, 0
-        self._committed = False
         self._counts, self._counted = 0, 0
         self._here = (BEGINNING, 0, 0)
         self._ended = False
@@ -154,7 +125,7 @@ class Job:
             shard_samples=self.options.shard_samples,
             origin=self.origin,
             growing={name for name, numbering in self.numberings.items() if numbering.has_vocabulary},
-            on_shard=self._commit_shard,
+            on_shard=self._save,
             done=done,
         )
         with self.writer:
@@ -190,8 +161,11 @@ class Job:
         return progress
 
     def _leave(self) -> None:
-        self.rejected.close(keep=self._committed)
-        if self._committed:
+        # What is on disk decides, not what this process remembers: it may have been interrupted in between.
+        progress = self.working.load()
+        self.rejected.close(keep=progress is not None)
+        if progress is not None:
+            self.writer.keep(len(progress.shards))
             self.working.close()
         else:
             self.working.remove(with_vocabularies=True)
@@ -199,7 +173,6 @@ class Job:
     def _run(self, progress: Progress | None) -> Manifest:
         if progress is None:
             self.working.open()
-        self._committed = progress is not None
         self.days = Days(self.sources, progress.days if progress is not None else ())
         tables = tuple(
             TableEncoder(name, columns, self.numberings[name]) for name, columns in self.schema.tables.items()
@@ -262,18 +235,19 @@ class Job:
             if self._room(self._counted) == 0:
                 break
             if since >= max(COUNT_SAMPLES, 8 * sum(len(t.map or ()) for t in self.encoder.tables if t.counts_first)):
-                self._commit_counts("count")
+                self._write_counts()
+                self._save(Written((), ()))
                 since = 0
         self._here = (BEGINNING, 0, 0)
         self._write_counts()
         for table in self.encoder.tables:
             if table.counts_first:
                 table.settle(self._vocabulary_path(table), self.encoder.space)
-        self._save("encode", Written((), ()))
-        self._done_bytes = sum(source.size for source in self.sources)
+        self._save(Written((), ()))
 
     def _encode(self) -> None:
         """The pass that writes shards."""
+        self._done_bytes = self.total_bytes - sum(source.size for source in self.sources)
         for block, done, known in self._blocks():
             self.rejected.add(block.problems[known:])
             while done < len(block) and self._room(self.writer.num_samples):
@@ -317,27 +291,20 @@ class Job:
     def _told(self, block: Block, samples: int) -> None:
         self._report(self._done_bytes + block.position, self.total_bytes, samples)
 
-    def _commit_shard(self, written: Written) -> None:
-        self._save("encode", written)
-
-    def _commit_counts(self, phase: str) -> None:
-        self._write_counts()
-        self._save(phase, Written((), ()))
-
     def _write_counts(self) -> None:
         self._counts += 1
         for number, table in enumerate(self.encoder.tables):
             if table.counts_first:
                 write_file(self.working.counts_path(self._counts, number), table.counts(), "wb")
 
-    def _save(self, phase: str, written: Written) -> None:
+    def _save(self, written: Written) -> None:
+        """Put on record what is finished."""
         place, samples, problems = self._here
         tables = self.encoder.tables
         self.working.save(
             Progress(
                 settings=self.settings,
                 sources=identities(self.sources),
-                phase="count" if phase == "count" else "encode",
                 ended=self._ended,
                 file=place.file,
                 offset=place.offset,
@@ -357,8 +324,6 @@ class Job:
                 rejected=self.rejected.commit(),
             )
         )
-        self._committed = True
-        self.writer.keep()
 
     def _complete(self, manifest: Manifest) -> Manifest:
         if not manifest.samples:
@@ -382,41 +347,6 @@ class Job:
     def _vocabulary_path(self, table: TableEncoder) -> Path:
         return self.destination / VOCABULARY / self._files[table.name]
 
-    def _numberings(self) -> tuple[dict[str, Numbering], dict[str, Vocabulary], str]:
-        """How each table is numbered, the vocabularies of an earlier run, and what tells that run from others."""
-        directory, tables = self.options.vocabulary, tuple(self.schema.tables)
-        if directory is None:
-            return parse_numberings(tables, self.options.numbering, self.options.min_count), {}, "none"
-        if self.options.numbering or self.options.min_count:
-            raise ConfigError("--vocabulary says how values are numbered: leave --numbering and --min-count out")
-        manifest = load_manifest(directory)
-        known = {table.name: table for table in manifest.tables}
-        numberings = {}
-        for name in tables:
-            entry = known[name].numbering if name in known else None
-            if entry is None:
-                raise ConfigError(
-                    f"{directory} says nothing of table {name!r}: give a data set prepared with the same schema"
-                )
-            size = known[name].rows if entry.kind == "hash" else None
-            numberings[name] = Numbering(entry.kind, size, entry.min_count)
-        vocabularies = {
-            name: Vocabulary(directory / VOCABULARY, entry)
-            for name, entry in manifest.vocabularies().items()
-            if name in tables
-        }
-        return numberings, vocabularies, f"{directory.resolve()} ({manifest.checksum})"
-
-    def _quarantine(self) -> tuple[str, bytes]:
-        """How the file of lines put aside is called, and the header it needs to be read like the others."""
-        if self.schema.format == "parquet":
-            return "jsonl", b""
-        if self.schema.columns:
-            return self.schema.format, b""
-        with self.sources[0].open() as stream:
-            header = stream.read(1 << 20).partition(b"\n")[0].removeprefix(b"\xef\xbb\xbf").removesuffix(b"\r")
-        return self.schema.format, header
-
     def _prepared(self, manifest: Manifest, progress: Progress | None, began: float) -> Prepared:
         paths = (self.rejected.list_path, self.rejected.lines_path)
         before = sum(shard.samples for shard in progress.shards) if progress is not None else 0
@@ -427,21 +357,3 @@ def _rows(table: TableEncoder) -> int | None:
     if not table.numbering.has_vocabulary:
         return table.numbering.size
     return table.rows if table.rows is not None else len(table.map or ()) + 2
-
-
-def _shares(options: Options, schema: Schema) -> tuple[int, int]:
-    """Bytes for vocabularies and for sorting: what is left of the memory beside the program, blocks and a shard."""
-    size = cache_size(options.memory)
-    if not isinstance(size, Size):
-        raise ConfigError(f"memory is {options.memory}: give bytes, such as '2GB'")
-    left = size.num_bytes - resident_bytes()
-    if left < _WORKING_BYTES_MIN:
-        raise ConfigError(
-            f"memory is {options.memory}, of which the program itself takes {resident_bytes() / 1e6:,.0f} MB: give at "
-            f"least {(resident_bytes() + _WORKING_BYTES_MIN) / 1e6:,.0f} MB"
-        )
-    sample_bytes = 8 * (len(schema.categorical) + 1) + 4 * (len(schema.numeric) + 1)
-    blocks = (2 * options.threads + 3) * 6 * BLOCK_BYTES
-    shard = 3 * sample_bytes * options.shard_samples
-    sorting = left // 4 if schema.sort else 0
-    return max(left - blocks - shard - sorting, left // 4), max(sorting, left // 8)

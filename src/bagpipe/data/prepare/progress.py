@@ -10,6 +10,7 @@ import fcntl
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Literal
 
@@ -51,7 +52,6 @@ class Progress(Record):
     settings: dict[str, str]
     """What must be the same when the run goes on."""
     sources: tuple[SourceEntry, ...]
-    phase: Literal["count", "encode"] = "encode"
     ended: bool = False
     """All samples are written; only vocabularies and the manifest are missing."""
     file: Count = 0
@@ -183,11 +183,12 @@ def check_same(
             raise ConfigError(
                 f"{destination} was begun with {name} {_short(before)}, now it is {_short(now)}: {remedy}"
             )
-    names = [source.path for source in progress.sources]
-    if names != [source.path for source in sources]:
+    names, given = [source.path for source in progress.sources], [source.path for source in sources]
+    if names != given:
+        other = next(then or now or "" for then, now in zip_longest(names, given) if then != now)
         raise ConfigError(
-            f"{destination} was begun with the files {_short(', '.join(names))}, now they are "
-            f"{_short(', '.join(source.path for source in sources))}: {remedy}"
+            f"{destination} was begun with {len(names)} files, now there are {len(given)}, the first that "
+            f"differs is {other}: {remedy}"
         )
     for then, new in zip(progress.sources, sources, strict=True):
         if then != new:
