@@ -15,9 +15,9 @@ class Limits:
     """Of the record of a message; some 50,000 tables."""
     buffers: int = 4
     """Raw buffers of a message."""
-    buffer_bytes: int = 256 << 20
+    buffer_bytes: int = 64 << 20
     """Of one raw buffer; no frame may be longer."""
-    message_bytes: int = 512 << 20
+    message_bytes: int = 128 << 20
     """Of all frames of a message."""
     queue_messages: int = 32
     """That wait in each direction of a connection. A client must not have more requests unanswered: a server drops

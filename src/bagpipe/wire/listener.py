@@ -11,13 +11,13 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeAlias
+from functools import partial
 
 import zmq
 
-from bagpipe.errors import BagpipeError, ConfigError, DeadlineError, WireError
+from bagpipe.errors import ConfigError, DeadlineError
 from bagpipe.wire.admission import Admission
+from bagpipe.wire.dispatch import Dispatcher, Handler, Reply
 from bagpipe.wire.endpoint import (
     Address,
     CopyableSocket,
@@ -28,14 +28,12 @@ from bagpipe.wire.endpoint import (
     set_options,
     wire_error,
 )
-from bagpipe.wire.frames import Envelope, decode, encode, envelope
+from bagpipe.wire.frames import Frame
+from bagpipe.wire.guard import EVENTS, Guard
 from bagpipe.wire.keys import Keys, Security
 from bagpipe.wire.limits import LIMITS, Limits
-from bagpipe.wire.messages import Body, Failed, Message
 
-Reply: TypeAlias = Callable[[Message], None]
-Handler: TypeAlias = Callable[[bytes, Message, Reply], None]
-"""Takes the peer (a name for its connection), its message, and what to answer with: at once, later, from any thread."""
+__all__ = ["Handler", "Listener", "Reply"]
 
 _LAST_ANSWERS_MS = 500  # how long a listener that closes waits for peers to take what they were answered
 _log = logging.getLogger(__name__)
@@ -54,8 +52,7 @@ class Listener:
             raise ConfigError(f"a listener with {threads} threads: give at least 1")
         where = parse_address(address)
         check_security(where, "server", security)
-        self._handler, self._limits = handler, limits
-        self._refused = 0
+        self._dispatcher, self._limits = Dispatcher(handler, limits), limits
         self._closing = False
         self._context: zmq.Context[CopyableSocket] = zmq.Context()
         self._admission: Admission | None = None
@@ -68,6 +65,8 @@ class Listener:
         self._poll = select.poll()
         self._poll.register(_option(self._front, zmq.FD), select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
+        self._messages: dict[int, int] = {}
+        self._guard = Guard(self._front.get_monitor_socket(EVENTS), limits, self._messages, self._is_drained)
         self._threads = [
             threading.Thread(target=self._work, name=f"bagpipe-listener-{each}", daemon=True) for each in range(threads)
         ]
@@ -76,8 +75,8 @@ class Listener:
 
     @property
     def refused(self) -> int:
-        """Messages that were malformed, and clients whose key was not admitted."""
-        return self._refused + (self._admission.refused if self._admission else 0)
+        """Messages that were malformed, clients whose key was not admitted, connections that were cut."""
+        return self._dispatcher.refused + self._guard.cut + (self._admission.refused if self._admission else 0)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish what is being handled, join all threads and free the port; a second call does nothing."""
@@ -91,7 +90,9 @@ class Listener:
             if thread.is_alive():
                 raise DeadlineError(f"{thread.name} of {self.address} still handles a message after {timeout_s:g} s")
         with self._use:
+            self._front.disable_monitor()
             self._front.close(linger=_LAST_ANSWERS_MS)
+        self._guard.thread.join()
         self._end_context()
         os.close(self._wake)
 
@@ -119,7 +120,7 @@ class Listener:
             peer, content = bytes(frames[0]), frames[1:]
             del frames
             try:
-                self._handle(peer, content)
+                self._dispatcher.dispatch(self.address, peer, content, partial(self._send, peer))
             except Exception:  # a defect of ours, which must not cost the thread
                 _log.exception("a message to %s was lost", self.address)
             del content
@@ -130,12 +131,32 @@ class Listener:
             while not self._closing:
                 try:
                     with self._use:
-                        return receive_frames(self._front, self._limits.frames + 1)
+                        frames = receive_frames(self._front, self._limits.frames + 1)
+                    self._count(frames)
+                    return frames
                 except zmq.Again:
                     self._poll.poll()
                 if not self._closing:
                     self._drain()
         return None
+
+    def _count(self, frames: list[memoryview]) -> None:
+        """Note that a message of this connection was whole, for the guard."""
+        frame = frames[-1].obj
+        assert isinstance(frame, zmq.Frame)
+        descriptor = frame.get(zmq.SRCFD)
+        assert isinstance(descriptor, int)
+        self._messages[descriptor] = self._messages.get(descriptor, 0) + 1
+
+    def _is_drained(self) -> bool:
+        with self._use:
+            return self._front.closed or not self._something_came()
+
+    def _something_came(self) -> bool:
+        """Whether a message waits. Asking may swallow the signal that it came, so the thread that waits is told."""
+        if came := bool(_option(self._front, zmq.EVENTS) & zmq.POLLIN):
+            os.eventfd_write(self._wake, 1)
+        return came
 
     def _drain(self) -> None:
         try:
@@ -143,44 +164,13 @@ class Listener:
         except BlockingIOError:
             return
 
-    def _handle(self, peer: bytes, frames: list[memoryview]) -> None:
-        try:
-            message = decode(frames, self._limits)
-        except WireError as error:
-            self._refused += 1
-            if (sender := envelope(frames)) is not None:
-                self._send(peer, sender, Failed(type(error).__name__, str(error)))
-            return
-        del frames
-        sender = Envelope(message.run, message.generation, message.request)
-        try:
-            self._handler(peer, message, lambda answer: self._reply(peer, answer))
-        except BagpipeError as error:
-            self._send(peer, sender, Failed(type(error).__name__, str(error)))
-        except Exception:
-            _log.exception("%s of %s failed", type(message.body).__name__, self.address)
-            text = f"the server at {self.address} failed inside: its log says how"
-            self._send(peer, sender, Failed(BagpipeError.__name__, text))
-
-    def _send(self, peer: bytes, to: Envelope, body: Body) -> None:
-        self._reply(peer, Message(to.run, to.generation, to.request, body))
-
-    def _reply(self, peer: bytes, answer: Message) -> None:
-        """Send an answer; what is wrong with it is told to its own peer, whoever's thread this is."""
-        try:
-            frames = encode(answer, self._limits)
-        except WireError as error:
-            _log.warning("an answer of %s can't be sent: %s", self.address, error)
-            frames = encode(
-                Message(answer.run, answer.generation, answer.request, Failed("WireError", str(error))), self._limits
-            )
+    def _send(self, peer: bytes, frames: list[Frame]) -> None:
+        """Send to a peer; one that is gone, or takes nothing, gets nothing, and nobody waits for it."""
         with self._use:
             if self._front.closed:
                 return
-            send_frames(self._front, [peer, *frames])  # never blocks: a peer that is gone or takes nothing gets nothing
-            # sending may have swallowed the signal that something came in, for which another thread waits
-            if _option(self._front, zmq.EVENTS) & zmq.POLLIN:
-                os.eventfd_write(self._wake, 1)
+            send_frames(self._front, [peer, *frames])
+            self._something_came()  # sending, too, may swallow the signal
 
 
 def _option(socket: CopyableSocket, option: zmq.SocketOption) -> int:

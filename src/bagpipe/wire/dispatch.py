@@ -1,0 +1,61 @@
+"""From frames to a handler and back, the same on sockets and in the simulation: whatever a peer sends and whatever
+happens inside the handler, its peer alone is answered, with a typed error that shows nothing of this process (I8).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from bagpipe.errors import BagpipeError, WireError
+from bagpipe.wire.frames import Envelope, Frame, decode, encode, envelope
+from bagpipe.wire.limits import Limits
+from bagpipe.wire.messages import Failed, Message
+
+Reply: TypeAlias = Callable[[Message], None]
+Handler: TypeAlias = Callable[[bytes, Message, Reply], None]
+"""Takes the peer (a name for its connection), its message, and what to answer with: at once, later, from any thread."""
+
+_log = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Hands messages to a handler; `refused` counts what was none."""
+
+    def __init__(self, handler: Handler, limits: Limits) -> None:
+        self.refused = 0
+        self._handler, self._limits = handler, limits
+
+    def dispatch(self, address: str, peer: bytes, frames: Sequence[Frame], send: Callable[[list[Frame]], None]) -> None:
+        """Let the handler answer a message that came to this address through `send`, which must not raise."""
+        try:
+            message = decode(frames, self._limits)
+        except WireError as error:
+            self.refused += 1
+            if (sender := envelope(frames)) is not None:
+                self._fail(sender, type(error).__name__, str(error), send)
+            return
+        sender = Envelope(message.run, message.generation, message.request)
+        try:
+            self._handler(peer, message, lambda answer: self._reply(answer, send))
+        except BagpipeError as error:
+            self._fail(sender, type(error).__name__, str(error), send)
+        except Exception:
+            _log.exception("%s to %s failed", type(message.body).__name__, address)
+            text = f"the server at {address} failed inside: its log says how"
+            self._fail(sender, BagpipeError.__name__, text, send)
+
+    def _reply(self, answer: Message, send: Callable[[list[Frame]], None]) -> None:
+        """Send an answer; what is wrong with it is told to its own peer, whoever's message released it."""
+        try:
+            frames = encode(answer, self._limits)
+        except WireError as error:
+            _log.warning("%s can't be sent as an answer: %s", type(answer.body).__name__, error)
+            self._fail(Envelope(answer.run, answer.generation, answer.request), type(error).__name__, str(error), send)
+        else:
+            send(frames)
+
+    def _fail(self, to: Envelope, error: str, text: str, send: Callable[[list[Frame]], None]) -> None:
+        longest = self._limits.body_bytes // 8  # of a text whose letters take up to four bytes
+        send(encode(Message(to.run, to.generation, to.request, Failed(error, text[:longest])), self._limits))
