@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from bagpipe.cli import bench, compare, data, doctor, plan, train, verify
+from bagpipe.cli import bench, compare, data, doctor, keys, plan, train, verify
 from bagpipe.cli.output import errors, fail
 from bagpipe.errors import BagpipeError
 
@@ -29,6 +29,7 @@ app.command("plan")(plan.plan)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")
+app.add_typer(keys.app, name="keys")
 
 
 def _version(wanted: bool) -> None:
