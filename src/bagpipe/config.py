@@ -102,9 +102,11 @@ class DataConfig(Section):
     shuffle: bool = False
     """Another order each epoch, fixed by `seed`; off: the order of the file."""
     held_out: Fraction = 0.1
-    """Share of the samples, the last ones, that is kept for evaluation."""
+    """Share of the samples, the last ones, that is kept for evaluation; unless the data has a part `validation`."""
     workers: Positive = 1
     """Threads that read batches; the order of batches does not depend on it."""
+    processes: Annotated[int, Field(ge=0)] = 0
+    """Processes that read batches instead of threads; the order does not depend on it either."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bagpipe.api import accelerate
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
-from bagpipe.data import Dataset, Shards, find_preset, generated
+from bagpipe.data import Dataset, Loader, Shards, find_preset, generated
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.initial import Uniform
 from bagpipe.layers import Binding, bind
@@ -71,8 +71,9 @@ class Job:
         config = self.config
         epochs = -(-self.iterations // -(-self.train.num_samples // config.batch_size))
         seed = config.seed if config.data.shuffle else None
-        reading = self.train.batches(config.batch_size, epochs=epochs, seed=seed, workers=config.data.workers)
-        with closing(reading):  # type: ignore[type-var]
+        workers, processes = config.data.workers, config.data.processes
+        loader = Loader(self.train, config.batch_size, epochs=epochs, seed=seed, workers=workers, processes=processes)
+        with closing(iter(loader)) as reading:
             yield from islice(reading, self.iterations)
 
 
@@ -81,18 +82,12 @@ def prepare(config: Config, run_dir: Path | None = None) -> Job:
     if config.trainers > 1:
         raise ConfigError(f"trainers is {config.trainers}: several trainers are not there yet, leave it at 1")
     source, data = _open(config)
-    held_out = int(data.num_samples * config.data.held_out)
-    if held_out == 0 or held_out == data.num_samples:
-        raise DataError(
-            f"{source} has {data.num_samples} samples, too few to hold out {config.data.held_out:.0%} of them"
-        )
-    split = data.num_samples - held_out
-    train = data.part(0, split)
-    an_epoch = -(-split // config.batch_size)
+    train, held_out = _divide(source, data, config.data.held_out)
+    an_epoch = -(-train.num_samples // config.batch_size)
     iterations = config.iterations or (config.epochs or 1) * an_epoch
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    return Job(config, source, train, data.part(split, data.num_samples), iterations, _claim(run_dir, config))
+    return Job(config, source, train, held_out, iterations, _claim(run_dir, config))
 
 
 def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
@@ -262,6 +257,19 @@ def _open(config: Config) -> tuple[str, Dataset]:
     preset = config.data.preset or DEFAULT_PRESET
     samples = config.data.samples or min(DEFAULT_SAMPLES, find_preset(preset).samples)
     return preset, generated(preset, samples, config.seed)
+
+
+def _divide(source: str, data: Dataset, share: float) -> tuple[Dataset, Dataset]:
+    """What is trained on and what is held out: parts that the data names, or the last samples; never `test`."""
+    parts = {name: data.part_named(name) for name in data.part_names} if isinstance(data, Shards) else {}
+    data = parts.get("train", data)
+    if "train" in parts and "validation" in parts and parts["validation"].num_samples:
+        return parts["train"], parts["validation"]
+    held_out = int(data.num_samples * share)
+    if held_out == 0 or held_out == data.num_samples:
+        raise DataError(f"{source} has {data.num_samples} samples, too few to hold out {share:.0%} of them")
+    split = data.num_samples - held_out
+    return data.part(0, split), data.part(split, data.num_samples)
 
 
 def _claim(run_dir: Path | None, config: Config) -> Path:

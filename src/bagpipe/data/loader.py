@@ -66,7 +66,7 @@ class Loader:
         """Batches of all epochs."""
         return self.epochs * self._order.epoch_batches
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         """The batches from the position on; iterating again gives the same ones again."""
         self._next = self._start
         return self._count(self._read())
