@@ -2,7 +2,8 @@
 
 Batches may be dicts, tuples, named tuples, dataclasses or plain objects, nested; ids may be integer tensors, `Ids`,
 (values, offsets[, weights]) tuples, or a KeyedJaggedTensor, known by its methods. Everything else passes through
-untouched. A feature's name is its key; where two places use the same key, the whole path, joined with dots.
+untouched. A feature's name is its key; where two places use the same key, the whole path, joined with dots. What a
+batch's parts are is decided once, from names and types and never from values, so that all batches are read alike.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,22 +28,67 @@ Tree = dict[str, Any]
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+ACCEPTED = "integer tensors, bagpipe.Ids, (values, offsets) pairs or KeyedJaggedTensors, in dicts, tuples or objects"
+
+
 class Adapter:
     """Knows where a loader's batches hold their ids; learnt from the first one."""
 
     def __init__(self, example: object) -> None:
-        paths = list(_leaves(example, (), ()))
-        last = Counter(path[-1] if path else "" for path in paths)
-        self.paths: dict[str, Path] = {
-            path[-1] if path and last[path[-1]] == 1 else ".".join(path): path for path in paths
-        }
+        self.kind = type(example).__name__
+        self.others: dict[str, str] = {}
+        """What else there is in a batch, by name: of which type and shape."""
+        self._leaves = list(_leaves(example, (), (), self.others))
+        self.paths: dict[str, Path] = {}
+        self._guessed: set[str] = set()
+        self.choose()
+
+    def choose(self, names: Collection[str] = (), *, bags: bool = True) -> None:
+        """Decide what two tensors side by side are, (values, offsets) of bags or two features, and name all features.
+
+        `names` are those that the caller has for features, and decide where they can: 'words' is a pair of bags,
+        'words.0' is the first of two features. Elsewhere a pair is bags if `bags`: if a layer of the model takes them.
+        """
+        names, pairs = set(names), [path for path, is_pair in self._leaves if is_pair]
+        two = {path for path in pairs if names & {".".join((*path, position)) for position in ("0", "1")}}
+        if len(pairs) == 1 and not names <= set(self._named(two, names)) and names <= set(self._named(pairs, names)):
+            two = set(pairs)
+        unnamed = {path for path in pairs if path not in two and not names & _names_of(path)}
+        if not bags:
+            two |= unnamed
+        self.paths = self._named(two, names)
+        self._guessed = {name for name, path in self.paths.items() if path in unnamed}
+
+    def _named(self, two: Collection[Path], names: set[str]) -> dict[str, Path]:
+        """All features by name, if these pairs are two features each."""
+        places: list[Path] = []
+        for path, _ in self._leaves:
+            places += [(*path, "0"), (*path, "1")] if path in two else [path]
+        last = Counter(path[-1] if path else "" for path in places)
+        named = {}
+        for path in places:
+            short, full = path[-1] if path else "", ".".join(path)
+            named[full if full in names or last[short] > 1 else short] = path
+        return named
 
     def require(self, names: Sequence[str]) -> None:
         """BatchError if a feature was not there in the first batch."""
+        self.choose(names)
         for name in names:
+            if name not in self.paths and name in self.others:
+                raise BatchError(f"feature {name!r} is {self.others[name]}: ids are {ACCEPTED}")
             if name not in self.paths:
                 found = ", ".join(map(repr, self.paths)) or "none"
                 raise BatchError(f"the batches have no ids of feature {name!r}; they have {found}")
+
+    def require_any(self) -> None:
+        """BatchError if there are no ids at all."""
+        if not self.paths:
+            found = ", ".join(f"{name!r} is {what}" for name, what in list(self.others.items())[:8])
+            raise BatchError(
+                f"no ids were found in the first batch, a {self.kind}"
+                f"{' in which ' + found if found else ''}: ids are {ACCEPTED}"
+            )
 
     def extract(self, batch: object, names: Sequence[str], number: int) -> dict[str, npt.NDArray[np.int64]]:
         """The ids of the named features, one after another as they stand in the batch."""
@@ -57,7 +103,10 @@ class Adapter:
                 raise BatchError(
                     f"batch {number} has no ids of feature {name!r} at {'.'.join(self.paths[name]) or 'its top'}, "
                     f"where batch 0 had them; it has {_names(batch)}"
+                    f"{f', and there {error}' if isinstance(error, NoIdsError) else ''}"
                 ) from error
+            if name in self._guessed:
+                _check_offsets(name, value, number)
             ids[name] = values.detach().to("cpu", torch.int64).contiguous().numpy().reshape(-1)
         return ids
 
@@ -74,26 +123,55 @@ class Adapter:
         return _rebuild(batch, tree, values)
 
 
+class NoIdsError(TypeError):
+    """Where ids should be, there is something else."""
+
+
 def values_of(leaf: Any) -> Tensor:
     """The tensor of ids in a leaf."""
     if isinstance(leaf, Ids):
         return leaf.values
     values = leaf[0] if isinstance(leaf, list | tuple) else leaf
-    if not isinstance(values, Tensor) or values.dtype not in INTEGERS:
-        raise TypeError(f"ids are {values.dtype if isinstance(values, Tensor) else type(values).__name__}")
+    if not _is_integers(values):
+        raise NoIdsError(f"is {_described(values)}")
+    assert isinstance(values, Tensor)
     return values
 
 
-def _leaves(value: Any, path: Path, within: tuple[int, ...]) -> Iterator[Path]:
+def _leaves(value: Any, path: Path, within: tuple[int, ...], others: dict[str, str]) -> Iterator[tuple[Path, bool]]:
+    """Where ids are, and whether they are a pair of which names must say what it is; the rest is added to `others`."""
     if id(value) in within:
         return  # an object that refers to one that holds it
-    if isinstance(value, Ids) or _is_integers(value) or (path and _is_bags(value)):
-        yield path
+    if isinstance(value, Ids) or _is_integers(value):
+        yield path, False
+    elif path and _is_pair(value):
+        yield path, True
     elif _is_keyed(value):
-        yield from ((*path, key) for key in value.keys())  # noqa: SIM118  (not a mapping)
+        yield from (((*path, key), False) for key in value.keys())  # noqa: SIM118  (not a mapping)
     else:
-        for name, part in _parts(value):
-            yield from _leaves(part, (*path, name), (*within, id(value)))
+        parts = list(_parts(value))
+        if not parts:
+            others |= dict.fromkeys(_names_of(path) if path else {"it"}, _described(value))
+        for name, part in parts:
+            yield from _leaves(part, (*path, name), (*within, id(value)), others)
+
+
+def _names_of(path: Path) -> set[str]:
+    return {path[-1], ".".join(path)}
+
+
+def _check_offsets(name: str, leaf: Any, number: int) -> None:
+    values, offsets = leaf[:2]
+    good = len(offsets) == 0 or (
+        int(offsets[0]) == 0 and int(offsets[-1]) <= len(values) and bool((offsets[1:] >= offsets[:-1]).all())
+    )
+    if not good:
+        raise BatchError(
+            f"batch {number}: {name!r} is a pair of tensors, taken for the values and offsets of bags, but the second "
+            f"has no offsets of {len(values)} values (from 0, never falling): if they are two features, say so with "
+            f"features={{'{name}.0': ..., '{name}.1': ...}}, and if they are bags of another kind, with "
+            f"features={{{name!r}: ...}}"
+        )
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -178,20 +256,25 @@ def _is_integers(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in INTEGERS
 
 
-def _is_bags(value: Any) -> bool:
-    """Whether this is (values, offsets) or (values, offsets, weights), and not two features side by side."""
+def _is_pair(value: Any) -> bool:
+    """Whether this may be (values, offsets) or (values, offsets, weights); it may also be features side by side."""
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) not in (2, 3):
         return False
     if not all(isinstance(part, Tensor) and part.dim() == 1 for part in value):
         return False
-    values, offsets = value[:2]
-    ends = [*offsets[:1].tolist(), *offsets[-1:].tolist()]
     return (
-        values.dtype in INTEGERS
-        and offsets.dtype in (torch.int64, torch.int32)
-        and (not ends or (ends[0] == 0 and ends[1] <= len(values) and bool((offsets[1:] >= offsets[:-1]).all())))
-        and (len(value) == 2 or (value[2].is_floating_point() and value[2].shape == values.shape))
+        value[0].dtype in INTEGERS
+        and value[1].dtype in (torch.int64, torch.int32)
+        and (len(value) == 2 or value[2].is_floating_point())
     )
+
+
+def _described(value: Any) -> str:
+    """Type and shape, in a few words."""
+    if isinstance(value, Tensor | np.ndarray):
+        kind = "a tensor" if isinstance(value, Tensor) else "a NumPy array"
+        return f"{kind} of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _is_keyed(value: Any) -> bool:
@@ -201,4 +284,4 @@ def _is_keyed(value: Any) -> bool:
 
 
 def _names(batch: Any) -> str:
-    return ", ".join(repr(".".join(path)) for path in _leaves(batch, (), ())) or "none"
+    return ", ".join(repr(".".join(path)) for path, _ in _leaves(batch, (), (), {})) or "none"

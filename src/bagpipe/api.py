@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from bagpipe.adapt import Adapter
 from bagpipe.cache import RowCache, divide, group_by_width
 from bagpipe.config import cache_size, store_memory_bytes
 from bagpipe.embedding import CachedLayer, check_range
 from bagpipe.errors import BatchError, ConfigError, ModelError, StoreError
 from bagpipe.initial import Given, Initial, Normal
-from bagpipe.layers import Binding, FeatureMap, bind
+from bagpipe.layers import Binding, FeatureMap, bind, embedding_layers
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, PerTable, RowOptimizer
 from bagpipe.oracle.lookahead import Oracle
@@ -82,7 +83,8 @@ def accelerate(
         store_memory: How much of rows on disk the operating system may keep in memory, such as "4GB"; 1 GiB by default.
         device: Where the cache is; by default where the model's other parameters are. Other devices than the CPU use
             torch operations, equal to float tolerance only; untested on a GPU.
-        features: Which layer or layers each feature feeds, where names do not tell.
+        features: Which layer or layers each feature feeds, where names do not tell. Of two tensors side by side in a
+            tuple under the key "words", "words" means (values, offsets) of bags, "words.0" and "words.1" two features.
         tables: Names and sizes of the data's tables, where known; ids of a table without a size are any 64-bit number.
         keep: Layers to leave as they are.
         initial: Makes the first values of a table whose layers are on the meta device; by default N(0, 1), as PyTorch.
@@ -112,7 +114,7 @@ def accelerate(
     source = Source(loader, epochs, accumulate)
     if source.empty:
         raise BatchError("the loader is empty: there is nothing to train on")
-    binding = bind(model, list(source.adapter.paths), features, tables, keep)
+    binding = _bind(model, source.adapter, features, tables, keep)
     _refuse_held_parameters(binding)
     earlier = _earlier(model)
     _refuse_unknown_optimizers(rows, binding)
@@ -128,8 +130,8 @@ def accelerate(
     capacity = divide(size, widths, needed, most, whole=policy == "ideal")
     oracle = Oracle(
         [
-            OracleTable(table.name, table.rows, table.features, group)
-            for table, group in zip(binding.tables, group_by_width(widths)[0], strict=True)
+            OracleTable(table.name, table.rows, table.features, group, width)
+            for table, group, width in zip(binding.tables, group_by_width(widths)[0], widths, strict=True)
         ],
         capacity,
         lookahead=lookahead,
@@ -147,6 +149,18 @@ def accelerate(
         if earlier is None:
             opened.close()
         raise
+
+
+def _bind(
+    model: nn.Module, adapter: Adapter, features: FeatureMap | None, tables: Sequence[Table], keep: Collection[str]
+) -> Binding:
+    """Map features to layers; what the batches hold is decided first, by names and the kinds of layers."""
+    layers = [layer for name, layer in embedding_layers(model).items() if name not in keep]
+    names = [name for table in tables for name in table.features] if features is None else list(features)
+    adapter.choose(names, bags=any(isinstance(layer, nn.EmbeddingBag) for layer in layers))
+    if layers:
+        adapter.require_any()
+    return bind(model, list(adapter.paths), features, tables, keep, unusable=adapter.others)
 
 
 def _layouts(

@@ -9,18 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from bagpipe.errors import ModelError
+from bagpipe.errors import BatchError, ModelError
 from bagpipe.types import Table
 
 EmbeddingLayer = nn.EmbeddingBag | nn.Embedding
 FeatureMap = Mapping[str, str | Sequence[str]]
 NOISE = {"bag", "bags", "emb", "embed", "embedding", "embeddings", "embs", "id", "ids", "lookup", "table", "tables"}
+
+
+_INTEGERS = "ids are integers; convert them, such as by torch.as_tensor(ids).long()"
 
 
 class Replacement(nn.Module):
@@ -89,12 +93,15 @@ def bind(
     mapping: FeatureMap | None = None,
     tables: Sequence[Table] = (),
     keep: Collection[str] = (),
+    *,
+    unusable: Mapping[str, str] = MappingProxyType({}),
 ) -> Binding:
     """Map the embedding layers of a model to the features of its batches.
 
     `mapping` names for each feature the layer or layers that look it up; without it they are guessed from their names
     and those of `tables`, the tables of the data. Layers named in `keep` stay as they are. Layers that are fed by the
-    same features share a table, so that one cached row serves them all.
+    same features share a table, so that one cached row serves them all. `unusable` says what the parts of a batch are
+    that hold no ids, for messages.
     """
     everything = embedding_layers(model)
     if isinstance(keep, str):
@@ -112,7 +119,10 @@ def bind(
         _refuse_retired(name, layer, model.get_submodule(name))
     _refuse_shared(model, found)
     names_of = _names_of(model, found)
-    fed = _given(names_of, features, mapping) if mapping is not None else _guess(names_of, features, tables)
+    if mapping is not None:
+        fed = _given(names_of, features, mapping, unusable)
+    else:
+        fed = _guess(names_of, features, tables, unusable)
     known = {name: table for table in tables for name in table.features}
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in found:
@@ -233,10 +243,14 @@ def _table(
     return Table(name if table.name in taken else table.name, rows, features)
 
 
-def _given(layers: Mapping[str, Sequence[str]], features: Collection[str], mapping: FeatureMap) -> dict[str, list[str]]:
+def _given(
+    layers: Mapping[str, Sequence[str]], features: Collection[str], mapping: FeatureMap, unusable: Mapping[str, str]
+) -> dict[str, list[str]]:
     fed: dict[str, list[str]] = {name: [] for name in layers}
     first = {alias: name for name, aliases in layers.items() for alias in aliases}
     for feature, targets in mapping.items():
+        if feature not in features and feature in unusable:
+            raise BatchError(f"feature {feature!r} is {unusable[feature]}: {_INTEGERS}")
         if feature not in features:
             raise ModelError(f"the mapping names feature {feature!r}; the batches have {_list(features)}")
         for target in [targets] if isinstance(targets, str) else targets:
@@ -250,7 +264,10 @@ def _given(layers: Mapping[str, Sequence[str]], features: Collection[str], mappi
 
 
 def _guess(
-    layers: Mapping[str, Sequence[str]], features: Collection[str], tables: Sequence[Table]
+    layers: Mapping[str, Sequence[str]],
+    features: Collection[str],
+    tables: Sequence[Table],
+    unusable: Mapping[str, str],
 ) -> dict[str, list[str]]:
     if len(layers) == 1 and len(features) == 1:
         return {name: list(features) for name in layers}
@@ -263,6 +280,9 @@ def _guess(
     for name, names in layers.items():
         stems = {_stem(part) for each in names for part in (each, each.rpartition(".")[2])} - {()}
         fed[name] = [feature for feature in features if stems & aliases[feature]]
+        alike = [part for part in unusable if stems & {_stem(part), _stem(part.rpartition(".")[2])}]
+        if not fed[name] and alike:
+            raise BatchError(f"{alike[0]!r} could feed layer {name!r}, but is {unusable[alike[0]]}: {_INTEGERS}")
         if not fed[name]:
             raise ModelError(
                 f"can't tell which feature feeds layer {name!r}; the batches have {_list(features)}: "

@@ -2,6 +2,7 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,12 +126,75 @@ def test_the_kind_of_mapping_stays():
     assert Adapter(frozen).replace(frozen, {"3": ids(9)})[3].tolist() == [9]
 
 
-def test_two_features_side_by_side_are_no_offsets():
-    """Whatever their first values are; and what the first batch was taken for, all later ones are."""
-    adapter = Adapter({"ids": (ids(4, 5), ids(0, 3)), "pair": (ids(7, 7, 7), ids(0, 2))})
-    assert list(adapter.paths) == ["0", "1", "pair"]
-    later = {"ids": (ids(4, 5), ids(0, 0)), "pair": (ids(7), ids(0))}
-    assert adapter.extract(later, ("0", "1", "pair"), 1)["1"].tolist() == [0, 0]
+SORTED = (ids(4, 5), ids(0, 1))
+UNSORTED = (ids(4, 5), ids(3, 0))
+
+
+@pytest.mark.parametrize("pair", [SORTED, UNSORTED, [ids(4, 5), ids(0, 1)], (ids(4, 5), ids(0, 1), torch.ones(2))])
+@pytest.mark.parametrize(
+    ("names", "bags", "found"),
+    [
+        ((), True, ["words", "user"]),
+        ((), False, ["0", "1", "user"]),
+        (("words", "user"), False, ["words", "user"]),
+        (("words.0", "user"), True, ["words.0", "1", "user"]),
+        (("0", "1", "user"), True, ["0", "1", "user"]),
+        (("user",), True, ["words", "user"]),
+    ],
+)
+def test_what_a_pair_of_tensors_is_depends_on_names_and_layers_and_not_on_values(pair, names, bags, found):
+    adapter = Adapter({"words": pair, "user": ids(7)})
+    adapter.choose(names, bags=bags)
+    assert list(adapter.paths) == found
+
+
+def test_pairs_by_position_are_two_features_if_their_names_say_so():
+    adapter = Adapter((SORTED, torch.ones(2)))
+    adapter.choose(["0", "1"])
+    assert adapter.paths == {"0": ("0", "0"), "1": ("0", "1")}
+    adapter.choose(["0"])
+    assert adapter.paths == {"0": ("0",)}
+    adapter.choose(["0.0", "0.1"])
+    assert adapter.paths == {"0.0": ("0", "0"), "0.1": ("0", "1")}
+    adapter.require(["0", "1"])
+    assert adapter.extract((UNSORTED, torch.ones(2)), ["0", "1"], 0)["1"].tolist() == [3, 0]
+
+
+def test_of_two_pairs_each_is_what_its_names_say():
+    adapter = Adapter({"left": SORTED, "right": SORTED})
+    adapter.choose(["left", "right.1"])
+    assert list(adapter.paths) == ["left", "0", "right.1"]
+
+
+def test_a_pair_taken_for_bags_without_being_named_must_have_offsets_in_every_batch():
+    adapter = Adapter({"words": SORTED})
+    assert adapter.extract({"words": (ids(9), ids(0, 0, 1))}, ["words"], 3)["words"].tolist() == [9]
+    for offsets in (ids(1), ids(0, 2), ids(0, 1, 0)):
+        with pytest.raises(BatchError, match=r"batch 4: 'words' is a pair.*offsets of bags.*features=\{'words\.0'"):
+            adapter.extract({"words": (ids(9), offsets)}, ["words"], 4)
+    adapter.choose(["words"])
+    lengths = {"words": (ids(9, 9, 8), ids(2, 1))}
+    assert adapter.extract(lengths, ["words"], 4)["words"].tolist() == [9, 9, 8], "whoever names it knows what it is"
+
+
+def test_a_batch_without_ids_says_what_it_has_and_what_is_accepted():
+    adapter = Adapter({"x": torch.ones(2, 3), "at": np.array([1, 2]), "name": ["a"], "none": None})
+    with pytest.raises(BatchError) as caught:
+        adapter.require_any()
+    for named in ("a dict", "'x' is a tensor of float32 and shape (2, 3)", "'at' is a NumPy array of int64", "a str"):
+        assert named in str(caught.value)
+    assert "integer tensors, bagpipe.Ids, (values, offsets) pairs or KeyedJaggedTensors" in str(caught.value)
+    with pytest.raises(BatchError, match=r"first batch, a float in which 'it' is a float: ids are integer tensors"):
+        Adapter(3.5).require_any()
+    Adapter(ids(1)).require_any()
+
+
+def test_ids_of_another_type_are_named_with_their_type():
+    with pytest.raises(BatchError, match=r"feature 'b' is a tensor of float64 and shape \(1,\): ids are integer"):
+        Adapter({"a": ids(1), "b": torch.ones(1, dtype=torch.float64)}).require(["a", "b"])
+    adapter = Adapter({"a": ids(1)})
+    with pytest.raises(BatchError, match=r"batch 2 has no ids of feature 'a'.*and there is a tensor of float32"):
+        adapter.extract({"a": torch.ones(3)}, ["a"], 2)
 
 
 def test_objects_that_refer_to_each_other_are_walked_once():

@@ -213,7 +213,8 @@ def test_a_cache_smaller_than_the_first_batch_says_which_size_is_enough(dims, un
 def test_a_later_batch_too_large_for_the_cache_ends_the_data(policy):
     batches = make_batches()[:4] + make_batches(1, size=60, seed=9) + make_batches()
     net, rows, loop, dense = start(batches, cache=22, policy=policy)
-    with pytest.raises(CapacityError, match=r"iteration 4 needs \d+ rows .* at least \d+ rows"):
+    named = r"iteration 4 needs \d+ rows of tables 'user', 'item' \(rows of 8 floats\) at once.* at least \d+ rows"
+    with pytest.raises(CapacityError, match=named):
         train(net, rows, loop, dense)
     assert rows.updates == 4
     assert_same_bits(train_fast(make_net(), batches[:4], adagrad()), net.state_dict())
@@ -398,6 +399,29 @@ def test_a_batch_that_lacks_a_feature_ends_the_data():
     with pytest.raises(BatchError, match="batch 3 has no ids of feature 'user'"):
         train(net, rows, loop, dense)
     assert rows.updates == 3
+
+
+def test_a_batch_without_ids_is_refused_with_what_it_has():
+    batches = [{"x": torch.ones(2, 3), "user": np.array([1, 2])}]
+    net = make_net()
+    with pytest.raises(
+        BatchError, match=r"no ids.*a dict in which 'x' is a tensor of float32.*'user' is a NumPy array"
+    ):
+        bagpipe.accelerate(net, batches, adagrad())
+    assert_untouched(net)
+
+
+def test_ids_that_are_not_integers_are_refused_with_their_type():
+    batches = [batch | {"item": batch["item"].float()} for batch in make_batches()]
+    for features in (None, {"user": "user", "item": "item"}):
+        with pytest.raises(BatchError, match=r"'item'.* is a tensor of float32 and shape \(6, 3\): ids are integers"):
+            bagpipe.accelerate(make_net(), batches, adagrad(), features=features)
+
+
+def test_a_pair_that_is_not_bags_is_refused_when_nobody_has_named_it():
+    batches = [batch | {"item": (torch.tensor([4, 5]), torch.tensor([3, 0]))} for batch in make_batches()]
+    with pytest.raises(BatchError, match=r"batch 0: 'item' is a pair.*offsets of bags.*'item\.0'"):
+        bagpipe.accelerate(make_net(), batches, adagrad())
 
 
 def test_one_row_optimizer_drives_one_model():

@@ -419,3 +419,41 @@ def test_an_optimizer_of_its_own_for_a_table_and_a_learning_rate_that_moves():
         bagpipe.optim.Adagrad(0.1), {"user": bagpipe.optim.SGD(lambda step: 0.1 / (step + 1))}
     )
     assert_close(net.state_dict(), train_fast(make_net(), make_batches(), rows), rtol=1e-4, atol=1e-5)
+
+
+class Towers(nn.Module):
+    """Two layers for two features that lie side by side in a tuple."""
+
+    def __init__(self, kind=nn.Embedding, names=("user", "item")):
+        super().__init__()
+        torch.manual_seed(2)
+        self.names = names
+        for name in names:
+            self.add_module(name, kind(20, 3))
+        self.top = nn.Linear(3, 1)
+
+    def forward(self, batch):
+        vectors = [getattr(self, name)(ids.reshape(-1, 1)) for name, ids in zip(self.names, batch[0], strict=True)]
+        return self.top(vectors[0].reshape(-1, 3) * vectors[1].reshape(-1, 3))
+
+
+@pytest.mark.parametrize("names", [("0", "1"), ("0.0", "0.1")])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_two_features_in_a_tuple_are_two_whatever_their_first_values_are(kind, names):
+    random = np.random.default_rng(4)
+    batches = [(tuple(torch.from_numpy(random.integers(0, 20, (2, 5)))), torch.ones(5)) for _ in range(4)]
+    batches[0] = ((batches[0][0][0], torch.tensor([0, 1, 2, 4, 5])), torch.ones(5))  # might be offsets
+    compare(lambda: Towers(kind), batches, features=dict(zip(names, ("user", "item"), strict=True)))
+
+
+def test_a_model_without_bags_has_none_in_its_batches_either():
+    batches = [((torch.tensor([3, 1]), torch.tensor([0, 1])), torch.ones(2))]
+    net, rows = Towers(names=("t0", "t1")), bagpipe.optim.SGD(0.1)
+    tables = [bagpipe.Table("t0", 20, ("0",)), bagpipe.Table("t1", 20, ("1",))]
+    with bagpipe.accelerate(net, batches, rows, tables=tables) as loop:
+        for batch in loop:
+            net(batch).sum().backward()
+            rows.step()
+            for other in loop.evaluate(batches):
+                assert net(other).shape == (2, 1)
+    assert [loop.store.num_rows(table) for table in (0, 1)] == [2, 2]

@@ -24,7 +24,7 @@ from bagpipe.oracle.lingering import Lingering
 from bagpipe.oracle.parts import Part, Workers, make_parts
 from bagpipe.oracle.plan import Fetch, Plan, RowList, Victims
 from bagpipe.oracle.slots import Group
-from bagpipe.oracle.tables import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MappedRows, OracleTable
+from bagpipe.oracle.tables import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MappedRows, OracleTable, described
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.oracle.window import Window
 from bagpipe.policies import make_policy
@@ -59,8 +59,10 @@ class Oracle:
         """
         _check_settings(tables, capacity, threads, ahead, start)
         self.tables = tuple(tables)
+        members = [[t for t, table in enumerate(tables) if table.group == g] for g in range(len(capacity))]
         self.groups = tuple(
-            Group(g, [t for t, table in enumerate(tables) if table.group == g], size) for g, size in enumerate(capacity)
+            Group(g, own, size, described([tables[t] for t in own]))
+            for g, (own, size) in enumerate(zip(members, capacity, strict=True))
         )
         self.policy = make_policy(policy)
         self.policy.bind(self.groups, lookahead, ahead)
@@ -217,11 +219,10 @@ class Oracle:
         for group in self.groups:
             needed = int(counts[group.tables].sum())
             if needed > group.slots.capacity:
-                names = ", ".join(repr(self.tables[t].name) for t in group.tables[:3])
                 raise CapacityError(
-                    f"iteration {iteration} needs {needed:,} rows of group {group.number} (tables {names}"
-                    f"{', ...' if len(group.tables) > 3 else ''}) at once, and the cache has {group.slots.capacity:,} "
-                    f"slots for them: raise `cache` to at least {needed:,} rows of this width, or lower the batch size"
+                    f"iteration {iteration} needs {needed:,} rows of {group.label} at once, and the cache has places "
+                    f"for {group.slots.capacity:,}: raise `cache` to at least {needed:,} rows of this width, or lower "
+                    "the batch size"
                 )
 
     def _assign_slots(self, iteration: int, rows: RowList, entries: Int32s, fetch: Fetch) -> Victims:

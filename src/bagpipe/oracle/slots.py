@@ -63,8 +63,10 @@ class Slots:
 class Group:
     """Tables of equal row width and the slot space that they share."""
 
-    def __init__(self, number: int, tables: Sequence[int], capacity: int) -> None:
+    def __init__(self, number: int, tables: Sequence[int], capacity: int, label: str = "") -> None:
         self.number = number
+        self.label = label or f"group {number}"
+        """What messages call it."""
         self.tables: Int64s = np.array(tables, np.int64)
         self.slots = Slots(capacity)
         firsts = [t for t in tables if t - 1 not in tables]

@@ -37,6 +37,8 @@ class OracleTable:
     """The features whose ids are rows of this table; empty: one feature of the table's own name."""
     group: int = 0
     """Tables of equal row width share the slot space of this number."""
+    width: int | None = None
+    """Floats in a row, for messages."""
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:
@@ -45,6 +47,13 @@ class OracleTable:
             raise ConfigError(f"table {self.name!r} is in group {self.group}: groups are numbered from 0")
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
+
+
+def described(tables: Sequence[OracleTable]) -> str:
+    """The tables of a group, for messages."""
+    names = ", ".join(repr(table.name) for table in tables[:3]) + (", ..." if len(tables) > 3 else "")
+    width = tables[0].width
+    return f"{'table' if len(tables) == 1 else 'tables'} {names}" + (f" (rows of {width} floats)" if width else "")
 
 
 class DirectRows:

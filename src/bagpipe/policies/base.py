@@ -80,7 +80,7 @@ class Policy:
 
     def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
         """The slots of so many rows that the batch does not use, and the last iteration that used any of them."""
-        assert needed == 0, f"iteration {demand.iteration} lacks {needed} slots of group {demand.group.number}"
+        assert needed == 0, f"iteration {demand.iteration} lacks {needed} slots of {demand.group.label}"
         return np.empty(0, np.int32), -1
 
     def planned(self, iteration: int, group: Group, slots: Int32s) -> None:

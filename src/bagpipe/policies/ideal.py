@@ -32,9 +32,9 @@ class IdealPolicy(Policy):
         for group, needed in zip(self.groups, num_seen, strict=True):
             if needed > group.slots.capacity:
                 raise CapacityError(
-                    f"policy 'ideal' keeps every row, and iteration {iteration} raises them to {needed:,} in group "
-                    f"{group.number}, whose cache has {group.slots.capacity:,} slots: raise `cache`, or choose another "
-                    "policy"
+                    f"policy 'ideal' keeps every row, and iteration {iteration} raises those of {group.label} to "
+                    f"{needed:,}, and the cache has places for {group.slots.capacity:,}: raise `cache`, or choose "
+                    "another policy"
                 )
         self._num_seen = num_seen
         return super().admit(iteration, window, counts, gaps)

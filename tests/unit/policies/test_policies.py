@@ -56,7 +56,7 @@ def test_ideal_needs_a_cache_for_all_rows() -> None:
     plans = oracle.plans([([np.array([row])], None) for row in range(3)])
     assert next(plans)[0].evict.ids.tolist() == []
     assert next(plans)[0].evict.ids.tolist() == [0, 1], "everything is written back before the error"
-    with pytest.raises(CapacityError, match="iteration 2 raises them to 3 in group 0, whose cache has 2 slots"):
+    with pytest.raises(CapacityError, match=r"iteration 2 raises those of table 'only' to 3, and the cache has .* 2: "):
         next(plans)
 
 
