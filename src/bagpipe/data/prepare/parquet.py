@@ -194,10 +194,12 @@ class _ParquetColumns:
         if kind == "integer":
             found = cells.integers()
             return Checked(category_of_integers(found.values, found.missing, offsets), found.wrong, NOT_INTEGER)
-        wrong = np.zeros(len(cells), np.bool_)
-        if not is_utf8(cells.data):
+        category, wrong = cells.category(offsets), np.zeros(len(cells), np.bool_)
+        try:
+            category.values.validate(full=True)  # the reader takes a file's word that its strings are UTF-8
+        except pa.ArrowInvalid:
             wrong = np.array([not is_utf8(cells.text(i)) for i in range(len(cells))], np.bool_)
-        return Checked(cells.category(offsets), wrong, _NOT_UTF8)
+        return Checked(category, wrong, _NOT_UTF8)
 
     def value(self, column: str, row: int) -> str:
         return str(_python(self.arrays[column][row]))

@@ -170,7 +170,8 @@ class TextParser:
             return columns
         for line in map(int, np.flatnonzero(~whole)):
             if states[line] == kernels.WHOLE:
-                lines.refuse(line, None, f"has {counts[line]} columns, {expected} expected")
+                found = "1 column" if counts[line] == 1 else f"{counts[line]} columns"
+                lines.refuse(line, None, f"has {found}, {expected} expected")
             elif states[line] != kernels.EMPTY:
                 lines.refuse(line, None, _QUOTE_FAULTS[int(states[line])])
         lines.rows = np.flatnonzero(whole)

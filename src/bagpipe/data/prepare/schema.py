@@ -86,7 +86,7 @@ class Schema(Record):
     """What raw files hold. A column of the file that appears nowhere is an error, so that none is forgotten."""
 
     format: Literal["tsv", "csv", "parquet"]
-    """tsv and csv: one sample a line, cells separated; in csv a cell may be in double quotes."""
+    """tsv and csv: one sample a line; in csv a cell may be in double quotes, but not go on in the next line."""
     separator: Annotated[str, Field(min_length=1, max_length=4)] | None = None
     """Between the cells of a line; not given: tab for tsv, comma for csv."""
     columns: tuple[Name, ...] = ()

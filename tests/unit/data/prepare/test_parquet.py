@@ -99,6 +99,9 @@ def test_texts_that_are_not_utf8_are_problems(tmp_path):
     assert values == ["a", "b"]
     assert [(p.line, p.column, p.reason) for p in problems] == [(2, "c", "'\\\\xff' is not UTF-8")]
     assert json.loads(problems[0].text) == {"y": 1, "c": "\\xff"}
+    halves = category(tmp_path, pa.array([b"\xc3", b"\xa9", b"b"], pa.binary()))
+    assert halves[0] == ["b"]
+    assert [p.line for p in halves[1]] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def problem(text, **settings):
 
 def test_a_line_with_too_few_or_too_many_columns_is_a_problem_of_the_line():
     assert problem("1,2") == (None, "has 2 columns, 3 expected")
-    assert problem("1") == (None, "has 1 columns, 3 expected")
+    assert problem("1") == (None, "has 1 column, 3 expected")
     assert problem("1,2,a,") == (None, "has 4 columns, 3 expected")
 
 
