@@ -1,7 +1,8 @@
 """The command line: `bagpipe COMMAND`. Each command is a thin layer over a function of the library.
 
 Heavy imports happen inside the commands, so that `--help` answers at once. Errors that Bagpipe raises on purpose end
-in one readable line and exit code 1; anything else is a defect and keeps its traceback.
+in one readable line and exit code 1, wrong usage in exit code 2, with --json both in one object on standard output;
+anything else is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import sys
 import typer
 
 from bagpipe.cli import bench, compare, data, doctor, keys, plan, train, verify
-from bagpipe.cli.output import errors, fail
+from bagpipe.cli.output import fail
 from bagpipe.errors import BagpipeError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="bagpipe",
@@ -48,11 +51,31 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 def main() -> None:
     """Entry point of the `bagpipe` command."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that everything is tidied up
+    sys.exit(_run(as_json="--json" in sys.argv))
+
+
+def _run(as_json: bool) -> int:
+    """The exit code: 1 for errors of the work, 2 for those of the command line, 130 for Ctrl-C."""
     try:
-        app()
+        # On its own, typer tells people of wrong usage, and ends the process; programs get an object from us.
+        code = app(standalone_mode=not as_json)
     except BagpipeError as error:
-        fail(error, as_json="--json" in sys.argv)
-        sys.exit(1)
+        fail(type(error).__name__, str(error), as_json)
+        return 1
     except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(130)
+        code = INTERRUPTED
+    except SystemExit as ended:
+        if ended.code != INTERRUPTED:
+            raise
+        code = INTERRUPTED
+    except Exception as error:
+        if type(error).__name__ == "Abort":  # what older releases of typer make of Ctrl-C
+            code = INTERRUPTED
+        elif not as_json or not hasattr(error, "format_message"):
+            raise
+        else:  # the class is private to typer, or to click, which older releases use
+            fail("UsageError", error.format_message(), as_json)
+            return 2
+    if code == INTERRUPTED:
+        fail("Interrupted", "stopped by Ctrl-C", as_json)
+    return code if isinstance(code, int) else 0

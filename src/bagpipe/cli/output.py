@@ -14,8 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bagpipe.errors import BagpipeError
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the configuration.")
@@ -101,10 +99,10 @@ def progress(total: int, title: str) -> Iterator[Reporter]:
         yield report
 
 
-def fail(error: BagpipeError, as_json: bool) -> None:
+def fail(error: str, message: str, as_json: bool) -> None:
     """Say what went wrong, on one channel."""
     if as_json:
-        print_json({"error": type(error).__name__, "message": str(error)})
+        print_json({"error": error, "message": message})
     else:
-        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"[bold red]{error}[/]: ", end="")
+        errors.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -1,7 +1,9 @@
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +119,64 @@ def test_bad_input_ends_in_one_readable_line_and_exit_code_1(bagpipe, arguments,
     as_json = bagpipe(*arguments, "--json")
     assert as_json.returncode == 1
     assert json.loads(as_json.stdout).keys() == {"error", "message"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train", "--nope"], "--nope"),
+        (["plan"], "data"),
+        (["plan", "tiny", "--batch-size", "0"], "--batch-size"),
+        (["plan", "tiny", "--batch-size", "many"], "--batch-size"),
+        (["nope"], "nope"),
+        (["data", "generate"], "preset"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_an_object_with_json(bagpipe, arguments, named):
+    for_people = bagpipe(*arguments)
+    assert (for_people.returncode, for_people.stdout) == (2, "")
+    assert named in for_people.stderr
+    for_programs = bagpipe(*arguments, "--json")
+    assert (for_programs.returncode, for_programs.stderr) == (2, "")
+    found = json.loads(for_programs.stdout)
+    assert found["error"] == "UsageError"
+    assert named in found["message"]
+
+
+def test_ctrl_c_is_exit_code_130_and_an_object_with_json(bagpipe, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bagpipe.doctor.examine", interrupted)
+    for_people = bagpipe("doctor")
+    assert (for_people.returncode, for_people.stdout) == (130, "")
+    assert "Interrupted" in for_people.stderr
+    for_programs = bagpipe("doctor", "--json")
+    assert (for_programs.returncode, for_programs.stderr) == (130, "")
+    assert json.loads(for_programs.stdout)["error"] == "Interrupted"
+
+
+def test_a_real_ctrl_c_ends_in_the_same_object(tmp_path):
+    command = [sys.executable, "-c", "from bagpipe.cli import main; main()", "train", "--json", "--set", "epochs=50"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not (tmp_path / "runs").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert json.loads(out)["error"] == "Interrupted"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_defects_keep_their_traceback(bagpipe, monkeypatch):
+    def broken():
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("bagpipe.doctor.examine", broken)
+    for arguments in (["doctor"], ["doctor", "--json"]):
+        with pytest.raises(RuntimeError, match="a defect"):
+            bagpipe(*arguments)
 
 
 def test_an_occupied_run_directory_is_never_written_into(bagpipe, tmp_path):
