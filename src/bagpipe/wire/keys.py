@@ -107,16 +107,11 @@ def load_keys(path: Path, role: Role) -> Keys:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise WireError(f"the key file {path} can't be opened: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise WireError(f"{path} is not a file: give one that `bagpipe keys new` made")
-        if status.st_mode & 0o077:
-            mode = stat.S_IMODE(status.st_mode)
-            raise WireError(f"the key file {path} has mode {mode:04o}, others can use it: chmod 600 {path}")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise WireError(f"the key file {path} belongs to user {status.st_uid}: use one of your own")
-        text = file.read(FILE_BYTES_MAX + 1)
+    try:
+        _check_file(path, os.fstat(descriptor))
+        text = os.read(descriptor, FILE_BYTES_MAX + 1)
+    finally:
+        os.close(descriptor)
     return _parse(text, str(path), role)
 
 
@@ -128,6 +123,16 @@ def find_keys(role: Role) -> Keys | None:
     if given.lstrip().startswith("{"):
         return _parse(given.encode(errors="replace"), VARIABLE, role)
     return load_keys(Path(given), role)
+
+
+def _check_file(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise WireError(f"{path} is not a file: give one that `bagpipe keys new` made")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise WireError(f"the key file {path} has mode {mode:04o}, others can use it: chmod 600 {path}")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise WireError(f"the key file {path} belongs to user {status.st_uid}: use one of your own")
 
 
 def _parse(text: bytes, source: str, role: Role) -> Keys:
