@@ -189,6 +189,18 @@ def test_without_a_position_the_loop_begins_with_the_first_batch_it_is_given():
     assert_same_end(expected, rest.end())
 
 
+def test_a_run_may_change_its_loader_as_long_as_the_batches_are_the_same():
+    undisturbed = Session(STORED)
+    undisturbed.train()
+    expected = undisturbed.end()
+    state = None
+    for number, make in enumerate([lambda: STORED, lambda: Loader(DATA, BATCH, epochs=EPOCHS, seed=1)] * 3):
+        session = Session(make(), state)
+        state = session.train(1 if number < 5 else None)[-1]
+        found = session.end()
+    assert_same_end(expected, found)
+
+
 def test_a_loader_that_knows_positions_is_not_read_from_the_beginning(monkeypatch):
     session = Session(Loader(DATA, BATCH, epochs=EPOCHS, seed=1))
     state = session.train(5)[-1]

@@ -50,6 +50,8 @@ class Reading:
         """Batches of the run that were read, those before the position included."""
         self._before = 0
         """Batches of the run before this reading began."""
+        self._passed_over = 0
+        """Of these the ones that the loader gives all the same."""
         self._clock: tuple[float, float | None] = (0.0, None)
         self._positioned: Positioned | None = None
         self._epochs: Iterator[Iterable[Any]]
@@ -89,7 +91,7 @@ class Reading:
     def state(self, batches: int) -> dict[str, Any]:
         """The position after so many batches of this reading; the last iteration may have had fewer than it could."""
         batches = min(batches, max(0, self.num_read - self._before))
-        loader = None if self._positioned is None else self._positioned.state_dict(batches)
+        loader = None if self._positioned is None else self._positioned.state_dict(self._passed_over + batches)
         return {"batches": self._before + batches, "loader": loader}
 
     def resume(self, state: State) -> None:
@@ -99,7 +101,9 @@ class Reading:
             raise ModelError(f"the saved state is {batches!r} batches into the data: it is damaged")
         if self._positioned is not None and state.get("loader") is not None:
             self._positioned.load_state_dict(state["loader"])
-            self.num_read = batches
+            self.num_read, self._passed_over = batches, 0
+        else:
+            self.num_read, self._passed_over = 0, batches
         self._before = batches
 
     def seconds(self) -> float:
