@@ -74,15 +74,11 @@ class _Table:
 class LocalStore(Store):
     """Rows of this process, by table in a backing each."""
 
-    def __init__(
-        self,
-        tables: Sequence[RowSource],
-        make_backing: Callable[[int, int], Backing],
-        bytes_in_memory_max: int | None = None,
-    ) -> None:
+    def __init__(self, tables: Sequence[RowSource], make_backing: Callable[[int, int], Backing]) -> None:
         """`make_backing(table, width)` makes the backing of a table."""
         self._sources = check_widths(tables)
-        self._bytes_in_memory_max = bytes_in_memory_max
+        self.bytes_in_memory_max: int | None = None
+        """Rows that would take more memory are refused."""
         self._tables = [_Table(source, make_backing(number, source.width)) for number, source in enumerate(tables)]
         self._refusal: str | None = None
 
@@ -168,15 +164,15 @@ class LocalStore(Store):
         check_chunk(table, rows_per_chunk)
         return self._chunks(table, rows_per_chunk)
 
-    def scan(self, table: int, start: int, stop: int) -> tuple[Int64s, Floats]:
-        """Ids and values of the rows at these positions."""
+    def scan(self, table: int, start: int, stop: int, values: bool = True) -> tuple[Int64s, Floats]:
+        """Ids of the rows at these positions, and their values unless only the ids are wanted."""
         self._check_usable()
         part = self._tables[table]
         with part.lock:
             ids = part.positions.ids(start, stop)
-        values = np.empty((len(ids), part.source.width), np.float32)
-        part.backing.gather(np.arange(start, start + len(ids)), values)
-        return ids, values
+        rows = np.empty((len(ids) if values else 0, part.source.width), np.float32)
+        part.backing.gather(np.arange(start, start + len(rows)), rows)
+        return ids, rows
 
     def sync(self) -> None:
         """Return once everything written outlives this process, where the store promises that at all."""
@@ -223,13 +219,13 @@ class LocalStore(Store):
         return found
 
     def _check_memory(self, tables: Sequence[int], num_new: Sequence[int]) -> None:
-        if self._bytes_in_memory_max is None:
+        if self.bytes_in_memory_max is None:
             return
         row_bytes = [self._sources[table].width * 4 + _BYTES_PER_ID for table in tables]
         needed = self.stats().bytes_in_memory + sum(a * b for a, b in zip(row_bytes, num_new, strict=True))
-        if needed > self._bytes_in_memory_max:
+        if needed > self.bytes_in_memory_max:
             raise StoreError(
-                f"{sum(num_new):,} more rows would take {needed:,} B of memory, and {self._bytes_in_memory_max:,} are "
+                f"{sum(num_new):,} more rows would take {needed:,} B of memory, and {self.bytes_in_memory_max:,} are "
                 "allowed: allow more, keep rows on disk (store = mapped), or spread them over more servers"
             )
 

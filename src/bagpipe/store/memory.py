@@ -114,5 +114,8 @@ class ChunkedRows(Backing):
 class MemoryStore(LocalStore):
     """Rows in this process's memory, 19-25 B a touched row more for its id."""
 
-    def __init__(self, tables: Sequence[RowSource], *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, tables: Sequence[RowSource], *, chunk_bytes: int = CHUNK_BYTES, bytes_max: int | None = None
+    ) -> None:
         super().__init__(tables, lambda _, width: ChunkedRows(width, chunk_bytes))
+        self.bytes_in_memory_max = bytes_max

@@ -15,16 +15,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-NO_ITERATION = -1
-"""Before the first one: a read after it waits for nothing."""
-
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-Iteration: TypeAlias = Annotated[int, msgspec.Meta(ge=NO_ITERATION)]
-
-
-class Record(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A body of a message; its type is told by its first field."""
+from bagpipe.wire.plan_messages import PlanBody
+from bagpipe.wire.records import NO_ITERATION as NO_ITERATION
+from bagpipe.wire.records import Count, Iteration, Positive, Record
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -167,6 +160,8 @@ class Failed(Record, frozen=True):
     error: str
     """The name of one of Bagpipe's errors."""
     message: str
+    decided: bool = False
+    """A write was refused for good, and its number is used up; else the number is still to be used."""
 
 
 Body: TypeAlias = (
@@ -185,6 +180,7 @@ Body: TypeAlias = (
     | AskStats
     | Stats
     | Failed
+    | PlanBody
 )
 
 

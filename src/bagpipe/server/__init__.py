@@ -1,0 +1,1 @@
+"""The embedding server: holds rows for trainers, sharded by key, and knows nothing of how they are trained."""

@@ -1,0 +1,277 @@
+"""Rows on embedding servers: the store of a trainer that keeps none itself.
+
+Requests to all servers are under way at once. A write has returned only when every server concerned has acknowledged
+it, and is applied once however often it had to be sent (I4). Every wait has an end and says what it was for (I7).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Literal
+
+import numpy as np
+
+from bagpipe.errors import ConfigError, StoreError
+from bagpipe.server.shared import NUM_BYTES, regions
+from bagpipe.store.base import (
+    NO_ITERATION,
+    ROWS_PER_CHUNK,
+    Floats,
+    Int64s,
+    RowSource,
+    Store,
+    StoreStats,
+    TablePart,
+    check_chunk,
+    check_distinct,
+    check_readable,
+    check_rows,
+    check_table,
+    check_tables_differ,
+    check_widths,
+)
+from bagpipe.store.links import Asking, Link, Patience, Request, Session, exchange
+from bagpipe.store.requests import (
+    Greeting,
+    ReadCall,
+    ScanRequest,
+    StatsRequest,
+    SyncRequest,
+    WriteRequest,
+    cut,
+)
+from bagpipe.wire.channel import Network
+from bagpipe.wire.messages import Scan, Stats
+
+
+class RemoteStore(Store):
+    """The rows of all `addresses`, which are the servers of one run, in order.
+
+    One thread may write while others read, as long as no row is in two calls.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[RowSource],
+        addresses: Sequence[str],
+        network: Network,
+        *,
+        run: bytes | None = None,
+        generation: int = 0,
+        trainer: int = 0,
+        trainers: int = 1,
+        shared_memory: bool | Literal["auto"] = "auto",
+        patience: Patience | None = None,
+        watch: Callable[[int], str | None] = lambda _: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connects to all servers. `watch` tells why a server is known to be gone; `on_close` is called last."""
+        if not addresses:
+            raise ConfigError("a remote store without servers: give at least one address")
+        self._sources = check_widths(tables)
+        self._session = Session(
+            network,
+            list(addresses),
+            os.urandom(16) if run is None else run,
+            generation,
+            trainer,
+            trainers,
+            [source.width for source in tables],
+            shared_memory,
+            patience or Patience(),
+            watch,
+        )
+        self._on_close = on_close
+        self._idle: list[list[Link]] = []
+        self._pool, self._writing = Lock(), Lock()
+        self._refusal: str | None = None
+        self._closed = False
+        self._bytes_max = NUM_BYTES
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tables(self) -> Sequence[RowSource]:
+        """The tables, by number."""
+        return self._sources
+
+    @property
+    def num_servers(self) -> int:
+        """Over which rows are spread."""
+        return len(self._session.addresses)
+
+    def read(self, table: int, ids: Int64s, out: Floats) -> None:
+        """Fill `out` with the row of each id: as last written, else its initial value."""
+        self.read_many([(table, ids, out)])
+
+    def read_many(self, parts: Sequence[TablePart], after: int = NO_ITERATION) -> None:
+        """Fill the values of several tables' rows, once every trainer has passed iteration `after`."""
+        self._check_usable()
+        for table, ids, out in parts:
+            check_rows(self._sources, table, ids, out, "out")
+            check_readable(table, out)
+        parts = [(table, np.ascontiguousarray(ids), out) for table, ids, out in parts]
+        call = ReadCall(self._sources, parts, after)
+        pieces = cut(parts, self.num_servers, self._bytes_max)
+        self._ask([call.requests(of_server) for of_server in pieces])
+        call.finish()
+
+    def write(self, table: int, ids: Int64s, values: Floats) -> None:
+        """Set the rows of these ids, all different, to `values`."""
+        self.write_many([(table, ids, values)])
+
+    def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:
+        """Set rows of several tables, each named once; all servers then know that this trainer has passed `passed`."""
+        self._check_usable()
+        check_tables_differ(parts)
+        for table, ids, values in parts:
+            check_rows(self._sources, table, ids, values, "values")
+            check_distinct(table, ids)
+        parts = [(table, np.ascontiguousarray(ids), np.ascontiguousarray(values)) for table, ids, values in parts]
+        with self._writing:
+            requests = [
+                [
+                    WriteRequest(parts, piece, passed if piece.last else NO_ITERATION)
+                    for piece in pieces
+                    if piece.num_rows or passed != NO_ITERATION
+                ]
+                for pieces in cut(parts, self.num_servers, self._bytes_max)
+            ]
+            try:
+                self._ask(list(map(iter, requests)))
+            except BaseException as error:
+                self._refuse_if_torn([request for of_server in requests for request in of_server], error)
+                raise
+
+    def num_rows(self, table: int) -> int:
+        """The number of rows ever written."""
+        self._check_usable()
+        check_table(self._sources, table)
+        return sum(stats.num_rows[table] for stats in self.server_stats())
+
+    def ids(self, table: int) -> Int64s:
+        """The ids of the rows ever written, server by server, in order of first write."""
+        self._check_usable()
+        check_table(self._sources, table)
+        found = [ids for ids, _ in self._chunks(table, self._rows_at_once(table), values=False)]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
+        """The rows ever written as (ids, values), in the order of `ids`, so many at a time."""
+        self._check_usable()
+        check_table(self._sources, table)
+        check_chunk(table, rows_per_chunk)
+        return self._chunks(table, rows_per_chunk)
+
+    def sync(self) -> None:
+        """Return once everything written outlives the servers, where their storage promises that."""
+        self._check_usable()
+        self._ask([iter([SyncRequest()]) for _ in range(self.num_servers)])
+
+    def close(self) -> None:
+        """Give back connections and shared memory; a second call does nothing."""
+        with self._pool:
+            if self._closed:
+                return
+            self._closed = True
+            self._refusal = "the store is closed: open another"
+            idle, self._idle = self._idle, []
+        for links in idle:
+            for link in links:
+                link.close()
+        self._on_close()
+
+    def stats(self) -> StoreStats:
+        """What is held on all servers, and what it takes."""
+        self._check_usable()
+        found = self.server_stats()
+        return StoreStats(
+            num_rows=sum(sum(stats.num_rows) for stats in found),
+            bytes_in_memory=sum(stats.bytes_in_memory for stats in found),
+            bytes_on_disk=sum(stats.bytes_on_disk for stats in found),
+        )
+
+    def server_stats(self) -> list[Stats]:
+        """What each server holds and has done."""
+        self._check_usable()
+        requests = [StatsRequest() for _ in range(self.num_servers)]
+        self._ask([iter([request]) for request in requests])
+        return [request.stats for request in requests]
+
+    def _open(self) -> None:
+        """Connect now, so that a wrong address or another run shows at once."""
+        with self._links() as links:
+            self._ask_over(links, [iter([Greeting()]) for _ in links])
+            self._bytes_max = min([NUM_BYTES, *(link.opened.bytes_max for link in links if link.opened is not None)])
+
+    def _ask(self, requests: Sequence[Iterator[Request]]) -> None:
+        """Have requests to each server answered; the first failure is raised."""
+        with self._links() as links:
+            self._ask_over(links, requests)
+
+    def _ask_over(self, links: Sequence[Link], requests: Sequence[Iterator[Request]]) -> None:
+        askings = [Asking(link, of_server) for link, of_server in zip(links, requests, strict=True)]
+        exchange(self._session, askings)
+        for asking in askings:
+            if asking.failure is not None:
+                raise asking.failure
+
+    @contextmanager
+    def _links(self) -> Iterator[list[Link]]:
+        """Links to all servers that no other thread uses meanwhile."""
+        with self._pool:
+            links = self._idle.pop() if self._idle else None
+        if links is None:
+            links = [Link(self._session, server) for server in range(self.num_servers)]
+        try:
+            yield links
+        finally:
+            with self._pool:
+                if not self._closed:
+                    self._idle.append(links)
+                    links = []
+            for link in links:
+                link.close()
+
+    def _refuse_if_torn(self, requests: Sequence[WriteRequest], error: BaseException) -> None:
+        """A write that failed on some servers only has changed rows all the same."""
+        if any(request.written or (request.sent and not request.was_refused) for request in requests):
+            self._refusal = f"a write to the servers failed halfway ({error}): start again from a checkpoint"
+
+    def _chunks(self, table: int, rows_per_chunk: int, values: bool = True) -> Iterator[tuple[Int64s, Floats]]:
+        at_once = self._rows_at_once(table)
+        held: list[ScanRequest] = []
+        for server in range(self.num_servers):
+            start, more = 0, True
+            while more:
+                self._check_usable()
+                room = rows_per_chunk - sum(len(part.ids) for part in held)
+                scan = Scan(table, start, min(room, at_once), values)
+                request = ScanRequest(scan, self._sources[table].width)
+                self._ask([iter([request] if each == server else []) for each in range(self.num_servers)])
+                held.append(request)
+                start, more = start + len(request.ids), len(request.ids) == scan.count
+                if len(request.ids) == room:
+                    yield _joined(held)
+                    held = []
+        if any(len(part.ids) for part in held):
+            yield _joined(held)
+
+    def _rows_at_once(self, table: int) -> int:
+        """As many rows as one answer holds."""
+        margin = regions(0, 0).num_bytes + 3 * 64
+        return max((self._bytes_max - margin) // (self._sources[table].width * 4 + 9), 1)
+
+    def _check_usable(self) -> None:
+        if self._refusal is not None:
+            raise StoreError(self._refusal)
+
+
+def _joined(parts: Sequence[ScanRequest]) -> tuple[Int64s, Floats]:
+    return np.concatenate([part.ids for part in parts]), np.concatenate([part.values for part in parts])
