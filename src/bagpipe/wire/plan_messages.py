@@ -1,0 +1,126 @@
+"""What data processors, the oracle and trainers say to each other; arrays travel beside it as raw buffers.
+
+A message with a batch or a plan has three buffers, one a type of number: float32, int32, int64. Which array lies where
+follows from the record (`bagpipe.data.batch_wire`, `bagpipe.oracle.plan_wire`). All requests may be asked again: the
+answer is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from bagpipe.wire.records import Count, Iteration, Positive, Record, Value
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Slots: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Fingerprint: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class FeatureHead(Value, frozen=True):
+    """The ids of one feature in one batch."""
+
+    name: Name
+    width: Size | None
+    """Ids a sample; None: bags of any number, with offsets."""
+    num_ids: Size
+    bits: Literal[0, 32, 64]
+    """Of each id; 0: they do not travel, the plan has what stands for them."""
+    weighted: bool
+
+
+class BatchHead(Value, frozen=True):
+    """A batch, but for its numbers."""
+
+    number: Count
+    num_samples: Size
+    num_dense: Size
+    features: list[FeatureHead]
+
+
+class GetBatch(Record, frozen=True):
+    """A batch, please."""
+
+    number: Count
+    order: Fingerprint
+    """Of data and order, so that batches of others are not taken for it."""
+
+
+class GotBatch(Record, frozen=True):
+    """Here it is."""
+
+    head: BatchHead
+
+
+class NotYet(Record, frozen=True):
+    """It is being worked on, and the answer will come; for those who ask a second time."""
+
+    why: str
+
+
+class PlannedTable(Value, frozen=True):
+    """A table as the oracle knows it."""
+
+    name: Name
+    rows: Positive | None
+    features: list[Name]
+    width: Positive
+    """Floats of a row, its optimizer state included."""
+
+
+class DescribePlans(Record, frozen=True):
+    """What will the plans be like?"""
+
+    trainer: Count
+
+
+class PlansDescribed(Record, frozen=True):
+    """What a trainer needs to know before the first one."""
+
+    tables: list[PlannedTable]
+    capacity: list[Slots]
+    """Slots of each row width, the widest first."""
+    lookahead: Positive | Literal["auto"]
+    policy: Name
+    accumulate: Positive
+    """Batches an iteration, at most."""
+    fingerprint: Fingerprint
+    """Of all this: an oracle that plans something else refuses to go on with it."""
+
+
+class NextPlan(Record, frozen=True):
+    """The plan of an iteration, please."""
+
+    trainer: Count
+    iteration: Count
+    received: Iteration
+    """All plans up to this one have arrived, and won't be asked for again."""
+    fingerprint: Fingerprint
+
+
+class Planned(Record, frozen=True):
+    """The plan of an iteration, and its batches without the ids."""
+
+    iteration: Count
+    lookahead: Positive
+    hits: Count
+    evict_after: Iteration
+    num_rows: Size
+    """Of the batches; then those of the lists of rows that move."""
+    num_fetch: Size
+    num_evict: Size
+    num_victims: Size
+    num_flush: Size
+    batches: list[BatchHead]
+
+
+class NoMorePlans(Record, frozen=True):
+    """The data has ended."""
+
+    iterations: Count
+    """How many plans there were."""
+
+
+PlanBody: TypeAlias = GetBatch | GotBatch | NotYet | DescribePlans | PlansDescribed | NextPlan | Planned | NoMorePlans
