@@ -27,7 +27,7 @@ def run(quick: bool) -> Results:
         path = Path(directory) / "shards"
         write(generated(PRESET, samples), path, workers=2)
         for seed in (0,) if quick else (None, 0):
-            found: dict[int, list[dict[str, float]]] = {0: [], 1: [], 2: []}
+            found: dict[int, list[dict[str, float]]] = {processes: [] for processes in ((0, 2) if quick else (0, 1, 2))}
             for _ in range(1 if quick else ROUNDS):
                 for processes, rounds in found.items():
                     rounds.append(_read(path, seed, processes, 4 if quick else 400))
