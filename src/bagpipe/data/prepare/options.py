@@ -18,7 +18,8 @@ from bagpipe.data.prepare.vocabulary import Vocabulary
 from bagpipe.data.writer import SHARD_SAMPLES
 from bagpipe.errors import ConfigError
 
-_WORKING_BYTES_MIN = 64_000_000
+_SHARE_MIN = 64_000_000
+_SLACK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,17 @@ def memory_shares(options: Options, schema: Schema) -> tuple[int, int]:
     size = cache_size(options.memory)
     if not isinstance(size, Size):
         raise ConfigError(f"memory is {options.memory}: give bytes, such as '2GB'")
-    left = size.num_bytes - resident_bytes()
-    if left < _WORKING_BYTES_MIN:
-        raise ConfigError(
-            f"memory is {options.memory}, of which the program itself takes {resident_bytes() / 1e6:,.0f} MB: give at "
-            f"least {(resident_bytes() + _WORKING_BYTES_MIN) / 1e6:,.0f} MB"
-        )
+    program = resident_bytes()
+    left = int((size.num_bytes - program) * (1 - _SLACK))
     sample_bytes = 8 * (len(schema.categorical) + 1) + 4 * (len(schema.numeric) + 1)
     blocks = (2 * options.threads + 3) * 6 * BLOCK_BYTES
-    shard = 3 * sample_bytes * options.shard_samples
-    sorting = left // 4 if schema.sort else 0
-    return max(left - blocks - shard - sorting, left // 4), max(sorting, left // 8)
+    shard = 3 * sample_bytes * options.shard_samples  # while it is collected, joined, and laid out
+    shares = 2 if schema.sort else 1
+    if left - blocks - shard < shares * _SHARE_MIN:
+        least = program + (blocks + shard + shares * _SHARE_MIN) / (1 - _SLACK)
+        raise ConfigError(
+            f"memory is {options.memory}; the program takes {program / 1e6:,.0f} MB, blocks {blocks / 1e6:,.0f} and a "
+            f"shard {shard / 1e6:,.0f}: give at least {least / 1e6:,.0f}MB, or fewer --threads or --shard-samples"
+        )
+    share = (left - blocks - shard) // shares
+    return share, share

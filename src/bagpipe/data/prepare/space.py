@@ -23,6 +23,7 @@ PIECE = 1024
 each, so this is at most 64 MiB that nobody counted."""
 _SMALL_SHARE = 256
 _MEMORY_SHARE = 3 / 4
+_ANONYMOUS_BYTES_MIN = 1 << 18
 
 
 class Held:
@@ -40,7 +41,7 @@ class Space:
         self._lock = Lock()
         self._bytes_now = 0
         self._mapped: list[mmap.mmap] = []
-        self._resident_at_start = resident_file_bytes()
+        self._resident_elsewhere = resident_file_bytes()
 
     @property
     def bytes_mapped(self) -> int:
@@ -56,7 +57,7 @@ class Space:
             small = num_bytes <= self.bytes_max // _SMALL_SHARE
             if small or self._bytes_now + num_bytes <= self.bytes_max * _MEMORY_SHARE:
                 self._bytes_now += num_bytes
-                return Held(np.zeros(shape, dtype), None)
+                return Held(_anonymous(num_bytes, dtype).reshape(shape), None)
             mapped = self._map(num_bytes)
             self._mapped.append(mapped)
         return Held(np.frombuffer(mapped, dtype).reshape(shape), mapped)
@@ -73,11 +74,12 @@ class Space:
 
     def relieve(self) -> None:
         """Let go of the pages of mapped files when there are many."""
-        if resident_file_bytes() - self._resident_at_start <= self.bytes_max * (1 - _MEMORY_SHARE):
+        if resident_file_bytes() - self._resident_elsewhere <= self.bytes_max * (1 - _MEMORY_SHARE):
             return
         with self._lock:
             for mapped in self._mapped:
                 mapped.madvise(mmap.MADV_DONTNEED)
+            self._resident_elsewhere = resident_file_bytes()
 
     def _map(self, num_bytes: int) -> mmap.mmap:
         try:
@@ -93,6 +95,14 @@ class Space:
             ) from error
         mapped.madvise(mmap.MADV_RANDOM)
         return mapped
+
+
+def _anonymous(num_bytes: int, dtype: type[np.generic]) -> NDArray[Any]:
+    """Zeros in memory that goes back to the operating system at once when it is given back: arrays that grow by
+    being copied would else leave holes in the heap."""
+    if num_bytes < _ANONYMOUS_BYTES_MIN:
+        return np.zeros(num_bytes // np.dtype(dtype).itemsize, dtype)
+    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype)
 
 
 def resident_bytes() -> int:
