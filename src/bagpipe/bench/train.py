@@ -3,7 +3,8 @@
 `criteo-kaggle-like`, batches of 16,384, 26 tables of 48 columns, SGD for rows and dense part, default settings. All
 systems train the same batches from the same values and take turns in one process; a turn lasts until the background
 threads have made up for it, so that no work is left to the next one's time. Ratios are medians over rounds. `prepared`
-data lies in memory, so reading costs nothing; `live` data is generated on a thread of its own while training goes on.
+data lies in memory, so reading costs nothing; `live` data is generated on a thread of its own while training goes on;
+`shards` are read by two processes, as `data.processes = 2` does.
 Freed memory is kept (`allocator.py`), for all systems alike: otherwise paging is a quarter of what is measured.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from torch import nn
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.api import accelerate
 from bagpipe.bench import Benchmark, Results
-from bagpipe.data import Generated, find_preset
+from bagpipe.data import Generated, Loader, Shards, find_preset, write
 from bagpipe.initial import Uniform
 from bagpipe.layout import RowLayout
 from bagpipe.models import build_model
@@ -38,7 +40,8 @@ CACHE_SHARE = 0.03
 POLL_S = 0.004
 IDLE_SHARE = 0.2
 """Background threads are at rest when the process used less than this share of one core between two polls."""
-PREPARED, LIVE = "prepared", "live"
+PREPARED, LIVE, SHARDS = "prepared", "live", "shards"
+PROCESSES = 2
 OURS, IDEAL, PYTORCH = "bagpipe", "ideal", "pytorch"
 
 
@@ -86,6 +89,8 @@ class Work:
     """Batches without end."""
     touched: dict[str, Any]
     """The ids of each table that occur."""
+    directory: tempfile.TemporaryDirectory[str] | None = None
+    """Of shards; goes with the record."""
 
     @property
     def tables(self) -> Sequence[Table]:
@@ -180,7 +185,7 @@ class PyTorch:
 
 
 def run(quick: bool) -> Results:
-    """Wide&Deep with prepared and live data, DLRM with prepared; about ten minutes, and 14 GB."""
+    """Wide&Deep with prepared, live and stored data, DLRM with prepared; about ten minutes, and 14 GB."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     keep_freed_memory()
     size = QUICK if quick else FULL
@@ -188,6 +193,7 @@ def run(quick: bool) -> Results:
     for model, kind, peers in (
         ("wide_deep", PREPARED, (IDEAL, PYTORCH)),
         ("wide_deep", LIVE, (IDEAL, PYTORCH)),
+        ("wide_deep", SHARDS, (IDEAL,)),
         ("dlrm", PREPARED, (IDEAL,)),
     ):
         work = _work(size, model, kind)
@@ -210,6 +216,12 @@ def _work(size: Size, model: str, kind: str) -> Work:
     }  # fmt: skip
     if kind == PREPARED:
         return Work(model, size, data, lambda: cycle(prepared), touched)
+    if kind == SHARDS:
+        directory = tempfile.TemporaryDirectory(prefix="bagpipe-bench-")
+        shards = Path(directory.name) / "shards"
+        write(data, shards, workers=2)
+        loader = Loader(Shards(shards), size.batch_size, epochs=1_000_000, processes=PROCESSES)
+        return Work(model, size, data, lambda: iter(loader), touched, directory)
     return Work(model, size, data, lambda: data.batches(size.batch_size, epochs=1_000_000), touched)
 
 
@@ -270,6 +282,7 @@ def _traffic(before: dict[str, Any], after: dict[str, Any], seconds: float) -> d
         "fetched_rows": (after["fetched_rows"] - before["fetched_rows"]) / iterations,
         "written_rows": (after["written_rows"] - before["written_rows"]) / iterations,
         "stall_fraction": (after["stall_seconds"] - before["stall_seconds"]) / seconds,
+        "data_wait_fraction": (after["data_wait_seconds"] - before["data_wait_seconds"]) / seconds,
     }
 
 
