@@ -19,21 +19,20 @@ import torch
 from torch import nn
 
 from bagpipe.adapt import Adapter
-from bagpipe.cache import RowCache, divide, group_by_width
+from bagpipe.cache import RowCache
 from bagpipe.config import cache_size, store_memory_bytes
-from bagpipe.embedding import CachedLayer, check_range
+from bagpipe.embedding import CachedLayer
 from bagpipe.errors import BatchError, ConfigError, ModelError, StoreError
 from bagpipe.initial import Given, Initial, Normal
 from bagpipe.layers import Binding, FeatureMap, bind, embedding_layers
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, PerTable, RowOptimizer
-from bagpipe.oracle.lookahead import Oracle
-from bagpipe.oracle.tables import OracleTable
+from bagpipe.oracle.capacity import make_oracle
 from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.pipeline import DEPTH
-from bagpipe.trainer.source import Source
+from bagpipe.trainer.source import LocalPlans, Source
 from bagpipe.trainer.stages import Driver, Threads
 from bagpipe.types import Table
 
@@ -122,28 +121,14 @@ def accelerate(
     source.tables = binding.tables
     layouts = _layouts(binding, rows, initial, seed, earlier)
     widths = [layout.width for layout in layouts]
-    first = source.first_ids()
-    for table in binding.tables:
-        check_range(table, [first[name] for name in table.features])
-    needed = [len(np.unique(np.concatenate([first[name] for name in table.features]))) for table in binding.tables]
-    most = [table.rows for table in binding.tables]
-    capacity = divide(size, widths, needed, most, whole=policy == "ideal")
-    oracle = Oracle(
-        [
-            OracleTable(table.name, table.rows, table.features, group, width)
-            for table, group, width in zip(binding.tables, group_by_width(widths)[0], widths, strict=True)
-        ],
-        capacity,
-        lookahead=lookahead,
-        policy=policy,
-    )
-    row_cache = RowCache(widths, capacity, place)
+    oracle = make_oracle(binding.tables, widths, size, source.first_ids(), lookahead=lookahead, policy=policy)
+    row_cache = RowCache(widths, oracle.capacity, place)
     opened = _open_store(store, layouts, resident_bytes_max) if earlier is None else _same_store(store, earlier)
     threads = threads or torch.get_num_threads()
     try:
         return Batches(
-            model, binding, rows, layouts, source, oracle, row_cache, opened, driver or Threads(), depth=depth,
-            threads=threads, check=check,
+            model, binding, rows, layouts, LocalPlans(source, oracle), row_cache, opened, driver or Threads(),
+            depth=depth, threads=threads, check=check,
         )  # fmt: skip
     except BaseException:
         if earlier is None:

@@ -77,6 +77,11 @@ class Oracle:
         features = iter(range(sum(len(table.features) for table in tables)))
         self._features = [[next(features) for _ in table.features] for table in tables]
 
+    @property
+    def capacity(self) -> list[int]:
+        """The slots of each group."""
+        return [group.slots.capacity for group in self.groups]
+
     def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
         """A plan for each batch, with the payload that came with its ids (one array a feature, in order of tables).
 

@@ -28,14 +28,13 @@ from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, swap
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
-from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.store import Store
 from bagpipe.trainer.evaluation import private_batches
 from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.saved import check_rows, save_rows
-from bagpipe.trainer.source import Rewritten, Source
+from bagpipe.trainer.source import PlanSource, Rewritten
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.update import RowUpdate, squared_norm
 
@@ -54,8 +53,7 @@ class Batches:
         binding: Binding,
         rows: RowOptimizer | PerTable,
         layouts: Sequence[RowLayout],
-        source: Source,
-        oracle: Oracle,
+        source: PlanSource,
         cache: RowCache,
         store: Store,
         driver: Driver,
@@ -66,13 +64,11 @@ class Batches:
     ) -> None:
         self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
         self.closed = False
-        self._source, self._rows, self._oracle, self._threads = source, rows, oracle, threads
+        self._source, self._rows, self._threads = source, rows, threads
         self._lookups = Lookups(layouts, self, cache.device)
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = Checker([layout.table.name for layout in layouts], cache) if check else None
-        self._pipeline: Pipeline[list[Rewritten]] = Pipeline(
-            source.plans(oracle), cache, store, driver, depth, self._checker
-        )
+        self._pipeline: Pipeline[list[Rewritten]] = Pipeline(source.plans(), cache, store, driver, depth, self._checker)
         self._plan: Plan | None = None
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
@@ -123,9 +119,9 @@ class Batches:
         try:
             with uninterrupted():
                 self._finish_iteration()
+            self._source.interrupt()
             self._pipeline.close()
             self._source.close()
-            self._oracle.close()
             self.cache.release()
             if self._checker is not None:
                 self._checker.finished()
@@ -308,11 +304,11 @@ class Batches:
 
     def _wait(self) -> bool:
         """Wait for the next iteration's rows; what of it was due to the loader is counted too."""
-        before = self._source.reading.seconds()
+        before = self._source.waited_s()
         try:
             return self._pipeline.wait()
         finally:
-            self._data_wait_s += self._source.reading.seconds() - before
+            self._data_wait_s += self._source.waited_s() - before
 
     def _begin_iteration(self, plan: Plan, batches: list[Rewritten]) -> None:
         self._plan, self._micro = plan, batches

@@ -6,15 +6,16 @@ plan's `inverse`, half their size. A loader that fails ends the data: what it ga
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from bagpipe.adapt import Adapter
+from bagpipe.data.batch_wire import nothing
 from bagpipe.embedding import check_range
 from bagpipe.errors import ValueRangeError
 from bagpipe.handles import Handles, training_base
@@ -42,6 +43,38 @@ class Rewritten:
     batch: Any
     handles: list[torch.Tensor]
     """The handles of each feature, one after the other, table by table."""
+
+
+Plans = Generator[tuple[Plan, list[Rewritten]], None, None]
+"""For each iteration its plan and its batches; what went wrong with the data comes after them."""
+
+
+class PlanSource(Protocol):
+    """Where plans come from: an oracle in this process, or in another one."""
+
+    def plans(self) -> Plans:
+        """All plans; called once."""
+        ...
+
+    def waited_s(self) -> float:
+        """How long the data was waited for, so far."""
+        ...
+
+    def position(self, iterations: int) -> dict[str, Any]:
+        """Where in the data training is after so many iterations; plain values."""
+        ...
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Begin where another run was; before the first plan."""
+        ...
+
+    def interrupt(self) -> None:
+        """End a wait for the next plan where that can be done: there will be no more."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything, once `plans` is closed."""
+        ...
 
 
 class Source:
@@ -72,10 +105,9 @@ class Source:
         """The ids of the first batch."""
         return self.adapter.extract(self.reading.examples[0], self.features, 0)
 
-    def plans(self, oracle: Oracle) -> Generator[tuple[Plan, list[Rewritten]], None, None]:
+    def planned(self, oracle: Oracle) -> Generator[tuple[Plan, Group], None, None]:
         """For each iteration its plan and its batches; what went wrong with the loader comes after them."""
-        for plan, group in oracle.plans(self._groups()):
-            yield plan, self._rewrite(plan, group)
+        yield from oracle.plans(self._groups())
         if self._error is not None:
             raise self._error
 
@@ -115,8 +147,8 @@ class Source:
                 ids = self.adapter.extract(batch, features, number)
                 if self._accumulate > 1:
                     self._check(ids, number)
-                nothing = {name: _nothing(len(part)) for name, part in ids.items()}
-                yield self.adapter.replace(batch, nothing), list(ids.values())
+                without = {name: nothing(len(part)) for name, part in ids.items()}
+                yield self.adapter.replace(batch, without), list(ids.values())
         except Exception as error:
             self._error = error
 
@@ -128,33 +160,61 @@ class Source:
             except ValueRangeError as error:
                 raise ValueRangeError(f"batch {number}: {error}") from None
 
-    def _rewrite(self, plan: Plan, group: Group) -> list[Rewritten]:
-        """The batches of an iteration, their ids replaced by handles."""
-        row_ids = [plan.rows.of_table(table)[0] for table in range(len(self.tables))]
-        owner = [number for number, table in enumerate(self.tables) for _ in table.features]
-        handles = [
-            torch.from_numpy(np.add(inverse, training_base(table, plan.iteration), dtype=np.int64))
-            for inverse, table in zip(plan.inverse, owner, strict=True)
-        ]
-        places = [0] * len(handles)
-        rewritten = []
-        for batch, lengths in zip(group.batches, group.lengths, strict=True):
-            values, parts = {}, []
-            for position, (name, length) in enumerate(zip(self.features, lengths, strict=True)):
-                part = handles[position][places[position] : places[position] + length]
-                values[name] = Handles.wrap(part, row_ids)
-                parts.append(part)
-                places[position] += length
-            rewritten.append(Rewritten(self.adapter.replace(batch, values), parts))
-        return rewritten
+
+class LocalPlans:
+    """The plans of an oracle in this process."""
+
+    def __init__(self, source: Source, oracle: Oracle) -> None:
+        self._source, self._oracle = source, oracle
+
+    def plans(self) -> Plans:
+        """All plans."""
+        for plan, group in self._source.planned(self._oracle):
+            yield plan, rewrite(plan, group, self._source.tables, self._source.adapter)
+
+    def waited_s(self) -> float:
+        """How long the loader was waited for."""
+        return self._source.reading.seconds()
+
+    def position(self, iterations: int) -> dict[str, Any]:
+        """Where in the data training is."""
+        return self._source.position(iterations)
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Begin where another run was."""
+        self._source.resume(position)
+
+    def interrupt(self) -> None:
+        """A loader can't be interrupted: it is waited for."""
+
+    def close(self) -> None:
+        """Let go of the loader and of the oracle's threads."""
+        self._source.close()
+        self._oracle.close()
+
+
+def rewrite(plan: Plan, group: Group, tables: Sequence[Table], adapter: Adapter) -> list[Rewritten]:
+    """The batches of an iteration, their ids replaced by handles."""
+    row_ids = [plan.rows.of_table(table)[0] for table in range(len(tables))]
+    features = [(name, number) for number, table in enumerate(tables) for name in table.features]
+    handles = [
+        torch.from_numpy(np.add(inverse, training_base(table, plan.iteration), dtype=np.int64))
+        for inverse, (_, table) in zip(plan.inverse, features, strict=True)
+    ]
+    places = [0] * len(handles)
+    rewritten = []
+    for batch, lengths in zip(group.batches, group.lengths, strict=True):
+        values, parts = {}, []
+        for position, ((name, _), length) in enumerate(zip(features, lengths, strict=True)):
+            part = handles[position][places[position] : places[position] + length]
+            values[name] = Handles.wrap(part, row_ids)
+            parts.append(part)
+            places[position] += length
+        rewritten.append(Rewritten(adapter.replace(batch, values), parts))
+    return rewritten
 
 
 def _join(batches: list[Any], ids: list[list[Ids]]) -> tuple[list[Ids], Group]:
     lengths = [tuple(len(part) for part in of_features) for of_features in ids]
     joined = ids[0] if len(ids) == 1 else [np.concatenate(parts) for parts in zip(*ids, strict=True)]
     return joined, Group(batches, lengths)
-
-
-def _nothing(length: int) -> torch.Tensor:
-    """Has a length and takes no memory."""
-    return torch.zeros(1, dtype=torch.int64).expand(length)

@@ -1,0 +1,105 @@
+"""A batch as a record and raw buffers, and back: bit for bit, ids in 32 bits where they fit.
+
+Floats: dense, labels, then the weights of each feature. Integers, feature by feature: offsets, ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bagpipe.errors import BatchError, WireError
+from bagpipe.types import Batch, Ids
+from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.wire.plan_messages import BatchHead, FeatureHead
+
+
+def pack_batch(batch: Batch, packing: Packing, without: Collection[str] = ()) -> BatchHead:
+    """Add the numbers of a batch, those of the ids of some features left out; what they are."""
+    for name, tensor in (("dense", batch.dense), ("labels", batch.labels)):
+        packing.add(_floats(batch, name, tensor))
+    features = [_pack_feature(batch, name, ids, packing, name not in without) for name, ids in batch.sparse.items()]
+    return BatchHead(batch.number, len(batch), int(batch.dense.shape[1]), features)
+
+
+def unpack_batch(head: BatchHead, unpacking: Unpacking, without: Collection[str] = ()) -> Batch:
+    """The batch of this head; ids that were left out have a length and a shape, and take no memory."""
+    dense = _own_tensor(unpacking.floats(head.num_samples * head.num_dense, "dense"))
+    labels = _own_tensor(unpacking.floats(head.num_samples, "labels"))
+    sparse: dict[str, Ids] = {}
+    for feature in head.features:
+        if feature.name in sparse:
+            raise WireError(f"batch {head.number} has ids of feature {feature.name!r} twice")
+        if (feature.bits == 0) != (feature.name in without):
+            raise WireError(f"batch {head.number} has ids of {feature.bits} bits of feature {feature.name!r}")
+        try:
+            sparse[feature.name] = _unpack_feature(head, feature, unpacking)
+        except BatchError as error:
+            raise WireError(f"batch {head.number}, feature {feature.name!r}: {error}") from error
+    return Batch(dense.reshape(head.num_samples, head.num_dense), sparse, labels, number=head.number)
+
+
+def nothing(length: int) -> Tensor:
+    """Integers that have a length and take no memory."""
+    return torch.zeros(1, dtype=torch.int64).expand(length)
+
+
+def _pack_feature(batch: Batch, name: str, ids: Ids, packing: Packing, with_ids: bool) -> FeatureHead:
+    values: NDArray[np.int64] = ids.values.detach().to("cpu", torch.int64).numpy()
+    bits = 0
+    if ids.offsets is not None:
+        packing.add(ids.offsets.detach().cpu().numpy().astype(np.int32))
+    if with_ids:
+        bits = 32 if _fits(values) else 64
+        packing.add(np.ascontiguousarray(values, np.int32 if bits == 32 else np.int64))
+    if ids.weights is not None:
+        packing.add(_floats(batch, f"the weights of feature {name!r}", ids.weights))
+    width = None if ids.offsets is not None else int(values.shape[1])
+    return FeatureHead(name, width, values.size, bits, ids.weights is not None)  # type: ignore[arg-type]
+
+
+def _unpack_feature(head: BatchHead, feature: FeatureHead, unpacking: Unpacking) -> Ids:
+    if feature.width is not None and feature.num_ids != head.num_samples * feature.width:
+        raise WireError(
+            f"batch {head.number} has {feature.num_ids} ids of feature {feature.name!r}: {head.num_samples} samples "
+            f"of {feature.width} have others"
+        )
+    offsets: Tensor | None = None
+    if feature.width is None:
+        offsets = torch.from_numpy(unpacking.int32s(head.num_samples, "offsets").astype(np.int64))
+    values: Tensor
+    if feature.bits == 0:
+        values = nothing(feature.num_ids)
+    elif feature.bits == 32:
+        values = torch.from_numpy(unpacking.int32s(feature.num_ids, "ids").astype(np.int64))
+    else:
+        values = torch.from_numpy(unpacking.int64s(feature.num_ids, "ids"))
+    shape = (feature.num_ids,) if feature.width is None else (head.num_samples, feature.width)
+    weights: Tensor | None = None
+    if feature.weighted:
+        weights = torch.from_numpy(unpacking.floats(feature.num_ids, "weights")).reshape(shape)
+    return Ids(values.reshape(shape), offsets, weights)
+
+
+def _floats(batch: Batch, name: str, tensor: Tensor) -> NDArray[np.float32]:
+    if tensor.dtype != torch.float32:
+        raise BatchError(f"batch {batch.number}: {name} is {tensor.dtype}, and travels as float32 only: convert it")
+    found: NDArray[np.float32] = np.ascontiguousarray(tensor.detach().cpu().numpy())
+    return found
+
+
+def _fits(values: NDArray[Any]) -> bool:
+    limits = np.iinfo(np.int32)
+    return not values.size or bool(limits.min <= values.min() and values.max() <= limits.max)
+
+
+def _own_tensor(values: NDArray[np.float32]) -> Tensor:
+    """A copy in memory of torch's own: the alignment of what enters a matrix product can change bits (I1)."""
+    tensor = torch.empty(len(values), dtype=torch.float32)
+    np.copyto(tensor.numpy(), values)
+    return tensor
