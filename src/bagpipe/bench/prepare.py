@@ -2,14 +2,13 @@
 
 A file in Criteo Kaggle's format is written from generated data with its skew: 13 whole numbers, of which some are
 missing, and 26 columns of 8 hexadecimal digits. Each run is `bagpipe data prepare` in a process of its own; rates are
-what it reports, peak memory is what the operating system saw. About a minute.
+what it reports, peak memory is what the operating system saw of that process. About a minute.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,8 +21,10 @@ import pyarrow as pa
 from pyarrow import csv
 
 from bagpipe.bench import Benchmark, Results
+from bagpipe.cli import main
 from bagpipe.data.counter import mix_reference
 from bagpipe.data.generator import generated
+from bagpipe.data.prepare.space import peak_resident_bytes
 from bagpipe.errors import PipelineError
 
 PRESET = "criteo-kaggle-like"
@@ -39,7 +40,6 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 _BATCH = 1 << 15
 _DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
-_MAIN = "from bagpipe.cli import main; main()"
 
 
 def run(quick: bool) -> Results:
@@ -90,16 +90,13 @@ def _hexadecimal(ids: np.ndarray, column: int) -> pa.Array:
 
 def _prepare(source: Path, destination: Path, options: tuple[str, ...]) -> dict[str, Any]:
     """Run the command in a process of its own; what it says and what it took."""
-    command = [sys.executable, "-c", _MAIN, "data", "prepare", "criteo", str(source), str(destination)]
-    command += ["--memory", MEMORY, "--json", *options]
-    with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(command, stdout=output)  # noqa: S603 - this package, with this interpreter
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        if child.returncode:
-            raise PipelineError(f"`bagpipe data prepare` ended with {child.returncode}: see above")
-        output.seek(0)
-        said = json.load(output)
+    arguments = ["data", "prepare", "criteo", str(source), str(destination), "--memory", MEMORY, "--json", *options]
+    child = subprocess.run(  # noqa: S603 - this module, with this interpreter
+        [sys.executable, "-m", "bagpipe.bench.prepare", *arguments], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if child.returncode:
+        raise PipelineError(f"`bagpipe data prepare` ended with {child.returncode}: see above")
+    said, peak = (json.loads(line) for line in child.stdout.splitlines())
     size = sum(path.stat().st_size for path in destination.rglob("*") if path.is_file())
     shutil.rmtree(destination)
     return {
@@ -107,9 +104,17 @@ def _prepare(source: Path, destination: Path, options: tuple[str, ...]) -> dict[
         "rows": said["rows"],
         "samples_per_second": said["samples_per_second"],
         "bytes_per_second": source.stat().st_size / said["seconds"],
-        "peak_memory_mb": usage.ru_maxrss / 1000,
+        "peak_memory_mb": peak / 1e6,
         "written_mb": size / 1e6,
     }
 
 
 BENCHMARK = Benchmark("prepare", "Criteo's text to shards: rate and peak memory, each way of numbering", run)
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    sys.stdout.write(f"{peak_resident_bytes()}\n")

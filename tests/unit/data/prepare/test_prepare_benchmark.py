@@ -1,0 +1,15 @@
+import tempfile
+
+from bagpipe.bench import load
+from bagpipe.bench import prepare as module
+
+
+def test_the_benchmark_gives_a_rate_and_the_peak_of_memory_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "SAMPLES_QUICK", 2000)
+    monkeypatch.setattr(module, "RUNS", module.RUNS[1:2])
+    (found,) = load("prepare").run(True)
+    assert (found["file"], found["numbering"], found["samples"]) == ("gzip", "first", 2000)
+    assert found["samples_per_second"] > 0
+    assert 50 < found["peak_memory_mb"] < 2000
+    assert list(tmp_path.iterdir()) == []
