@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ SHOWN = {
     "stall_fraction": "stall",
 }
 HIDDEN = ("lookahead", "cache_rows", "log_loss", "reason")
+SHARES = ("hit_rate", "stall_fraction")
 
 
 def compare(
@@ -38,9 +39,13 @@ def compare(
     if as_json:
         print_json(rows)
     else:
-        shown = [{SHOWN.get(name, name): row[name] for name in row if name not in HIDDEN} for row in rows]
+        shown = [{SHOWN.get(name, name): _shown(name, row[name]) for name in row if name not in HIDDEN} for row in rows]
         print_rows(f"{job.config.model.name} on {job.source}, {job.iterations} iterations", shown)
         for row in rows:
             if "reason" in row:
                 console.print(f"{row['policy']} can't run: {row['reason']}", highlight=False, markup=False)
     raise typer.Exit(1 if all("reason" in row for row in rows) else 0)
+
+
+def _shown(name: str, value: Any) -> Any:
+    return f"{value:.1%}" if name in SHARES and value is not None else value

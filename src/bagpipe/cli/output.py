@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Annotated, Any, Protocol
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -18,6 +23,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the configuration.")
 ]
+
+TEXT_WIDTH_MAX = 32
+"""Texts longer than this may be broken to fit a column."""
 
 console = Console()
 errors = Console(stderr=True)
@@ -51,33 +59,125 @@ def print_pairs(title: str, values: Mapping[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in values.items():
-        table.add_row(name.replace("_", " "), show(value))
+        table.add_row(name.replace("_", " "), show(value, name))
     console.print(table)
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table with one line a mapping; columns in the order of their first appearance."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", no_wrap=name == columns[0])
-    for row in rows:
-        table.add_row(*(show(row.get(name)) for name in columns))
-    console.print(table)
+    """A table with one line a mapping, where that fits the terminal; columns in the order of their first appearance.
+
+    Where it does not, what all have in common comes first. Mappings of different kinds that follow each other get a
+    table for each kind; else lines and columns change places, so that any number of names can be read.
+    """
+    console.print(f"[italic]{escape(title)}[/]", highlight=False)
+    if _fits(rows):
+        console.print(_table(rows))
+        return
+    common = _common(rows)
+    if common:
+        console.print(_standing([common]))
+    rest = [{name: value for name, value in row.items() if name not in common} for row in rows]
+    kinds = [list(same) for _, same in groupby(rest, key=list)]
+    if 2 * len(kinds) <= len(rows) + 1 and all(map(_fits, kinds)):
+        for kind in kinds:
+            console.print(_table(kind))
+        return
+    while rest:
+        count = next((n for n in range(len(rest), 1, -1) if _standing_width(rest[:n]) <= console.width), 1)
+        console.print()
+        console.print(_standing(rest[:count]))
+        rest = rest[count:]
 
 
-def show(value: Any) -> str:
-    """A value as people read it."""
+def show(value: Any, name: str = "") -> str:
+    """A value as people read it; a name such as `disk_bytes` gives it a unit."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int | float) and name.removesuffix("_max").endswith("bytes"):
+        return show_bytes(value)
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{4 if abs(value) >= 0.001 else 2}g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {show(part, str(key))}" for key, part in value.items())
     return str(value)
+
+
+def show_bytes(num_bytes: float) -> str:
+    """A number of bytes in the unit that suits it."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes:,.0f} B"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line a mapping."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name, cells in _columns(rows).items():
+        header = textwrap.fill(name.replace("_", " "), _width(name, cells))
+        table.add_column(header, justify="right" if all(map(_is_figure, cells)) else "left")
+    for line in zip(*_columns(rows).values(), strict=True):
+        table.add_row(*map(escape, line))
+    return table
+
+
+def _standing(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One column a mapping."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    for _ in rows:
+        table.add_column(justify="right" if len(rows) > 1 else "left", overflow="fold")
+    for number, (name, cells) in enumerate(_columns(rows).items()):
+        style = "bold" if number == 0 and len(rows) > 1 else None
+        table.add_row(f"  {escape(name.replace('_', ' '))}", *map(escape, cells), style=style)
+    return table
+
+
+def _standing_width(rows: Sequence[Mapping[str, Any]]) -> int:
+    columns = zip(*_columns(rows).values(), strict=True)
+    return 2 + max(map(len, _columns(rows))) + sum(2 + _cells_width(cells) for cells in columns)
+
+
+def _common(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several mappings have in common; what they begin with tells them apart, and stays with each."""
+    first = dict(rows[0]) if len(rows) > 1 else {}
+    lead = next(iter(first), None)
+    return {
+        name: value
+        for name, value in first.items()
+        if name != lead and all(name in row and row[name] == value for row in rows)
+    }
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The cells under each name; empty where a mapping does not have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [show(row[name], name) if name in row else "" for row in rows] for name in names}
+
+
+def _fits(rows: Sequence[Mapping[str, Any]]) -> bool:
+    widths = [_width(name, cells) for name, cells in _columns(rows).items()]
+    return sum(widths) + 3 * (len(widths) - 1) + 2 <= console.width
+
+
+def _width(name: str, cells: Sequence[str]) -> int:
+    """Of a column, such that its head takes two lines at the most."""
+    words = name.replace("_", " ")
+    head = next(width for width in range(max(map(len, words.split())), 99) if len(textwrap.wrap(words, width)) <= 2)
+    return max(head, _cells_width(cells))
+
+
+def _cells_width(cells: Sequence[str]) -> int:
+    """Of a column's cells; long texts may be broken."""
+    return min(max(map(len, cells), default=0), TEXT_WIDTH_MAX)
+
+
+def _is_figure(cell: str) -> bool:
+    return re.fullmatch(r"-?|yes|no|[-+0-9.,e]+ ?(%|[kMG]?B)?", cell) is not None
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bagpipe.cli.output import AsJson, console, print_json, print_rows, progress
+from bagpipe.cli.output import AsJson, console, print_json, print_rows, progress, show_bytes
 from bagpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _shown(each: Forecast, row_bytes: int) -> dict[str, Any]:
     return {
         "lookahead": each.lookahead,
         "cache rows": each.cache_rows,
-        "size": _size(each.cache_rows * row_bytes),
+        "size": show_bytes(each.cache_rows * row_bytes),
         "fetched": each.fetched_rows,
         "shared": each.shared_rows,
         "critical": each.critical_rows,
@@ -111,12 +111,12 @@ def _advice(forecasts: list[Forecast], best: Forecast, capacity: int | None, row
     if capacity is not None and best.cache_rows > capacity:
         return [
             f"A cache of {capacity:,} rows is less than any of these lookaheads needs: the window will be shortened. "
-            f"Give at least {best.cache_rows:,} rows ({_size(best.cache_rows * row_bytes)}), or make batches smaller."
+            f"Give at least {best.cache_rows:,} rows ({show_bytes(best.cache_rows * row_bytes)}), or smaller batches."
         ]
     lines = [
         f"Take lookahead = {best.lookahead} and a cache of {best.cache_rows:,} rows "
-        f"({_size(best.cache_rows * row_bytes)}): {best.hit_rate:.1%} of a batch's rows are cached already, "
-        f"{best.fetched_rows:,.0f} ({_size(best.fetched_rows * row_bytes)}) are fetched, and as many written back."
+        f"({show_bytes(best.cache_rows * row_bytes)}): {best.hit_rate:.1%} of a batch's rows are cached already, "
+        f"{best.fetched_rows:,.0f} ({show_bytes(best.fetched_rows * row_bytes)}) are fetched, and as many written back."
     ]
     if not longer:
         if len(forecasts) > 1 and saving(forecasts[-2], best) >= SAVING_MIN:
@@ -124,16 +124,11 @@ def _advice(forecasts: list[Forecast], best: Forecast, capacity: int | None, row
     elif capacity is not None and longer[0].cache_rows > capacity:
         lines.append(
             f"Lookahead {longer[0].lookahead} would fetch {longer[0].fetched_rows:,.0f} rows an iteration, but needs a "
-            f"cache of {longer[0].cache_rows:,} rows ({_size(longer[0].cache_rows * row_bytes)})."
+            f"cache of {longer[0].cache_rows:,} rows ({show_bytes(longer[0].cache_rows * row_bytes)})."
         )
     else:
         lines.append(f"Beyond it, twice the lookahead saves less than {SAVING_MIN:.0%} of the fetches.")
     return lines
-
-
-def _size(num_bytes: float) -> str:
-    unit, factor = next((each for each in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= each[1]), ("kB", 1e3))
-    return f"{num_bytes / factor:.1f} {unit}"
 
 
 def _numbers(text: str) -> list[int]:
