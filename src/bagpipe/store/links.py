@@ -21,6 +21,7 @@ from bagpipe.wire.messages import NO_ITERATION, Body, Failed, Message, Open, Ope
 Buffers = Sequence[memoryview]
 
 _PAUSE_S = 0.05
+_RETRY_GROWTH_MAX = 8
 _WATCH_S = 0.5
 
 
@@ -29,7 +30,7 @@ class Patience:
     """How long a client waits for a server, and for other trainers."""
 
     retry_s: float = 5.0
-    """After this long without an answer a request is sent again; after twice as long the next time, and so on."""
+    """After this long without an answer a request is sent again; the next times after longer, up to eight times."""
     deadline_s: float = 60.0
     """After this long without an answer the server counts as lost."""
     trainers_s: float = 600.0
@@ -202,7 +203,7 @@ class Asking:
             return
         if not self._pausing:
             self._check_deadline(now)
-            self._retry_s *= 2
+            self._retry_s = min(self._retry_s * 2, self._patience.retry_s * _RETRY_GROWTH_MAX)
             self.link.renew()
         self._ask(now)
 

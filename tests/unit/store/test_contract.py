@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bagpipe.errors import StoreError
+from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.shards import servers_by_numpy
 from bagpipe.store import MappedStore, MemoryStore, Store
+from bagpipe.store.remote import RemoteStore
+from bagpipe.wire.simulated import SimulatedNetwork
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 WIDTHS = (48, 1, 7)
@@ -34,10 +38,28 @@ class Rows:
 
 TABLES = tuple(Rows(number, width) for number, width in enumerate(WIDTHS))
 
+
+def remote(num_servers: int, shared_memory: bool) -> RemoteStore:
+    network = SimulatedNetwork(real_time=True)
+    servers = [EmbeddingServer(server=number, servers=num_servers) for number in range(num_servers)]
+    for number, server in enumerate(servers):
+        network.listen(f"server-{number}", server.handle)
+
+    def end() -> None:
+        network.close()
+        for server in servers:
+            server.close()
+
+    addresses = [f"server-{number}" for number in range(num_servers)]
+    return RemoteStore(TABLES, addresses, network, shared_memory=shared_memory, on_close=end)
+
+
 # Small chunks, so that tests cross their borders.
 MAKERS: dict[str, Callable[[Path], Store]] = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=2048),
     "mapped": lambda path: MappedStore.create(path / "store", TABLES, resident_bytes_max=4 << 20),
+    "one server": lambda _: remote(1, shared_memory=False),
+    "three servers": lambda _: remote(3, shared_memory=True),
 }
 
 
@@ -45,6 +67,12 @@ MAKERS: dict[str, Callable[[Path], Store]] = {
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with MAKERS[request.param](tmp_path) as made:
         yield made
+
+
+def in_order(store: Store, table: int, ids: np.ndarray) -> np.ndarray:
+    """Indices of ids in order of first write as the store lists them: server by server."""
+    num_servers = store.num_servers if isinstance(store, RemoteStore) else 1
+    return np.argsort(servers_by_numpy(table, ids, num_servers), kind="stable")
 
 
 def array(*ids: int) -> np.ndarray:
@@ -93,6 +121,29 @@ def test_one_read_mixes_written_and_initial_rows_in_the_order_asked(store: Store
     assert np.array_equal(read(store, 0, ids), expected)
 
 
+def test_rows_of_several_tables_are_written_and_read_in_one_call(store: Store) -> None:
+    written = [(table, array(7, 9, -table), random_values(table, 3, table)) for table in (2, 0)]
+    store.write_many(written, passed=3)
+    parts = [(table, array(9, 5, 7), np.full((3, WIDTHS[table]), np.nan, np.float32)) for table in (0, 1, 2)]
+    store.read_many(parts, after=3)
+    for table, ids, out in parts:
+        expected = initial(table, ids)
+        if table != 1:
+            expected[[0, 2]] = random_values(table, 3, table)[[1, 0]]
+        assert np.array_equal(out, expected)
+    store.write_many([], passed=4)
+    store.read_many([], after=4)
+    assert store.stats().num_rows == 6
+
+
+def test_a_table_twice_in_one_write_is_refused_and_changes_nothing(store: Store) -> None:
+    with pytest.raises(StoreError, match="table 1 is named twice"):
+        store.write_many([(table, array(k), random_values(k, 1, table)) for k, table in enumerate((1, 0, 1))])
+    with pytest.raises(StoreError, match="id 5 is written twice"):
+        store.write_many([(0, array(1), random_values(0, 1)), (1, array(5, 5), random_values(0, 2, 1))])
+    assert store.stats().num_rows == 0
+
+
 def test_tables_do_not_share_ids(store: Store) -> None:
     for table in range(len(TABLES)):
         store.write(table, array(7), random_values(table, 1, table))
@@ -103,7 +154,7 @@ def test_tables_do_not_share_ids(store: Store) -> None:
 def test_a_second_write_replaces_the_row_and_keeps_its_place(store: Store) -> None:
     store.write(0, array(4, 8, 6), random_values(0, 3))
     store.write(0, array(6, 1, 4), random_values(1, 3))
-    assert store.ids(0).tolist() == [4, 8, 6, 1]
+    assert store.ids(0).tolist() == array(4, 8, 6, 1)[in_order(store, 0, array(4, 8, 6, 1))].tolist()
     assert store.num_rows(0) == 4
     assert np.array_equal(read(store, 0, array(6, 1, 4)), random_values(1, 3))
     assert np.array_equal(read(store, 0, array(8)), random_values(0, 3)[1:2])
@@ -113,7 +164,7 @@ def test_any_64_bit_number_is_an_id(store: Store) -> None:
     ids = array(LOWEST, LOWEST + 1, -1, 0, 1, 2**24, 2**24 + 1, 2**53 + 1, HIGHEST - 1, HIGHEST)
     store.write(1, ids, random_values(3, len(ids), 1))
     assert np.array_equal(read(store, 1, ids[::-1]), random_values(3, len(ids), 1)[::-1])
-    assert np.array_equal(store.ids(1), ids)
+    assert np.array_equal(store.ids(1), ids[in_order(store, 1, ids)])
 
 
 def test_no_rows_are_no_problem(store: Store) -> None:
@@ -136,7 +187,7 @@ def test_a_table_that_grows_in_many_writes_keeps_every_row(store: Store) -> None
         store.write(0, ids[part], values[part])
     again = np.random.default_rng(2).permutation(len(ids))
     assert np.array_equal(read(store, 0, ids[again]), values[again])
-    assert np.array_equal(store.ids(0), ids)
+    assert np.array_equal(store.ids(0), ids[in_order(store, 0, ids)])
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 50, 1000])
@@ -146,10 +197,11 @@ def test_iterating_gives_each_row_once_in_order_of_first_write(store: Store, row
     store.write(2, ids[10:20], random_values(1, 10, 2))
     chunks = list(store.iterate(2, rows_per_chunk))
     assert [len(some) for some, _ in chunks][:-1] == [rows_per_chunk] * (len(chunks) - 1)
-    assert np.array_equal(np.concatenate([some for some, _ in chunks]), ids)
+    order = in_order(store, 2, ids)
+    assert np.array_equal(np.concatenate([some for some, _ in chunks]), ids[order])
     expected = random_values(0, 50, 2)
     expected[10:20] = random_values(1, 10, 2)
-    assert np.array_equal(np.concatenate([values for _, values in chunks]), expected)
+    assert np.array_equal(np.concatenate([values for _, values in chunks]), expected[order])
 
 
 def test_stats_follow_the_rows(store: Store) -> None:
@@ -297,6 +349,7 @@ def test_it_equals_a_dict_after_any_calls(name: str, calls: list[tuple[int, bool
                 expected[k] = model[table].get(key, expected[k])
             assert np.array_equal(read(store, table, ids), expected)
         for table, rows in enumerate(model):
-            assert store.ids(table).tolist() == list(rows)
+            listed = array(*rows)
+            assert store.ids(table).tolist() == listed[in_order(store, table, listed)].tolist()
             for ids, values in store.iterate(table, 5):
                 assert np.array_equal(values, np.stack([rows[key] for key in ids.tolist()]))
