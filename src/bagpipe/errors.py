@@ -14,6 +14,7 @@ these is raised: a file that was being written is gone, a cache that was being t
     ├── GradientError       a gradient is not finite
     ├── StoreError          rows can't be read or written where they live
     ├── WireError           bytes or a peer that can't be trusted: malformed, too long, of another version, run or key
+    ├── ClusterError        a part of a run on a cluster can't be started, or was lost; names it and the reason
     ├── ConsistencyError    the checker found a stale, lost or doubled value: a defect of Bagpipe, please report it
     ├── PipelineError       a background thread of the pipeline failed; its cause is attached
     ├── DeadlineError       a wait took longer than its deadline; names what it waited for
@@ -65,6 +66,10 @@ class StoreError(BagpipeError, OSError):
 
 class WireError(BagpipeError):
     """Bytes or a peer that can't be trusted: malformed, too long, of another version, run or key."""
+
+
+class ClusterError(BagpipeError):
+    """A part of a run on a cluster can't be started, or was lost; the message names it and the reason."""
 
 
 class ConsistencyError(BagpipeError):
