@@ -71,11 +71,11 @@ def values(message: Message) -> list[float]:
     return np.frombuffer(message.buffers[1], np.float32).tolist()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 10.0, describe=lambda: "it never became true") -> None:
     """Wait for something to become true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it never became true"
+        assert time.monotonic() < deadline, describe()
         time.sleep(0.01)
 
 
@@ -101,8 +101,9 @@ def connected(address: str, security: Security = None, limits: Limits = SHORT) -
         network.close()
 
 
-def _open_files() -> set[str]:
-    return {each.name for each in Path("/proc/self/fd").iterdir()}
+def _open_files() -> dict[str, str]:
+    names = [each.name for each in Path("/proc/self/fd").iterdir()]
+    return {name: os.readlink(link) for name in names if os.path.lexists(link := f"/proc/self/fd/{name}")}
 
 
 @contextmanager
@@ -113,7 +114,10 @@ def nothing_left_behind() -> Iterator[None]:
     left = [each.name for each in threading.enumerate() if each not in threads and "Garbage" not in type(each).__name__]
     assert left == []
     if "Garbage" not in "".join(type(each).__name__ for each in set(threading.enumerate()) - threads):
-        until(lambda: _open_files() <= files)
+        until(
+            lambda: _open_files().keys() <= files.keys(),
+            describe=lambda: f"still open: {_open_files().items() - files.items()}",
+        )
 
 
 def resident_bytes() -> int:

@@ -144,7 +144,10 @@ class Listener:
         """Note that a message of this connection was whole, for the guard."""
         frame = frames[-1].obj
         assert isinstance(frame, zmq.Frame)
-        descriptor = frame.get(zmq.SRCFD)
+        try:
+            descriptor = frame.get(zmq.SRCFD)
+        except zmq.ZMQError:  # peers that speak the oldest protocols have none, and are soon cut
+            return
         assert isinstance(descriptor, int)
         self._messages[descriptor] = self._messages.get(descriptor, 0) + 1
 

@@ -34,12 +34,11 @@ _REFUSED: dict[int, str] = {
     "that it is a Bagpipe server",
 }
 _TROUBLE: dict[int, str] = {
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: "",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broke off before it knew us: it died, or has another key than we expect",
-    zmq.EVENT_CONNECT_RETRIED: "does not answer: it is not running, or not at this address",
     zmq.EVENT_DISCONNECTED: "closed the connection, or it was lost",
+    zmq.EVENT_CONNECT_RETRIED: "does not answer: it is not running, or not at this address",
 }
-_EVENTS = sum((*_REFUSED, *_TROUBLE))
+_EVENTS = sum((*_REFUSED, *_TROUBLE, zmq.EVENT_HANDSHAKE_SUCCEEDED))
 
 
 class SocketChannel(Channel):
@@ -134,10 +133,12 @@ class SocketChannel(Channel):
                 event = recv_monitor_message(self._monitor, zmq.DONTWAIT)["event"]
             except zmq.Again:
                 return
-            if event in _REFUSED:
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.trouble = ""
+            elif event in _REFUSED:
                 self._refusal = self.trouble = f"the server at {self.address} {_REFUSED[event]}"
-            elif event in _TROUBLE:
-                self.trouble = _TROUBLE[event] and f"the server at {self.address} {_TROUBLE[event]}"
+            elif event in _TROUBLE and not self.trouble:  # the first event is the cause of those that follow
+                self.trouble = f"the server at {self.address} {_TROUBLE[event]}"
 
 
 class SocketNetwork(Network):
