@@ -206,15 +206,20 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
     """The configuration in a TOML file (none: the defaults) with `a.b=c` overrides laid over it."""
     settings: dict[str, Any] = {}
     if path is not None:
-        try:
-            settings = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"can't read the configuration {path}: {error.strerror}: check the path") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not TOML: {error}") from error
+        settings = read_toml(path, "configuration")
     for override in overrides:
         _lay_over(settings, override)
     return parse_config(settings)
+
+
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """The settings in a TOML file; `kind` is what messages call it."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read the {kind} {path}: {error.strerror}: check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the {kind} {path} is not TOML: {error}") from error
 
 
 def parse_config(settings: dict[str, Any]) -> Config:

@@ -96,3 +96,14 @@ class Policy:
 
     def advance(self) -> None:
         """A plan was emitted: set the target for the next."""
+
+
+class KeepingPolicy(Policy):
+    """Keeps every row until it must make room, or until the data ends."""
+
+    keeps = True
+
+    def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
+        """Begin a run."""
+        super().bind(groups, lookahead, ahead)
+        self.target = self.target_max = 2  # the second batch only tells whether the first is the last one

@@ -11,19 +11,17 @@ import numpy as np
 
 from bagpipe.errors import CapacityError
 from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Int64s, Lookahead, Policy
+from bagpipe.policies.base import Int64s, KeepingPolicy, Lookahead
 
 
-class IdealPolicy(Policy):
+class IdealPolicy(KeepingPolicy):
     """Keeps everything; no victims."""
 
     name = "ideal"
-    keeps = True
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
-        self.target = self.target_max = 2  # the second batch only tells whether the first is the last one
         self._num_seen = np.zeros(len(groups), np.int64)
 
     def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:

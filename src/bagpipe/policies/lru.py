@@ -9,19 +9,17 @@ from collections.abc import Sequence
 
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.uses import Uses
-from bagpipe.policies.base import Demand, Int32s, Lookahead, Policy
+from bagpipe.policies.base import Demand, Int32s, KeepingPolicy, Lookahead
 
 
-class LruPolicy(Policy):
+class LruPolicy(KeepingPolicy):
     """Keeps everything; victims are the least recently used rows outside the batch."""
 
     name = "lru"
-    keeps = True
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
-        self.target = self.target_max = 2  # the second batch only tells whether the first is the last one
         self._uses = {group.number: Uses(group.slots.capacity) for group in groups}
 
     def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
