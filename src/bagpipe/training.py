@@ -127,7 +127,15 @@ def _train_accelerated(job: Job, reading: Generator[Batch, None, None], report: 
         initial=lambda table: initials[table.name],
         check=config.check,
     )
-    dense = dense_optimizer(config.dense_optimizer)(list(model.parameters()))
+    return train_over(job, model, layouts, batches, report)
+
+
+def train_over(
+    job: Job, model: nn.Module, layouts: list[RowLayout], batches: Batches, report: Report
+) -> tuple[State, Summary]:
+    """Train a model whose embedding layers are swapped, over the batches of the job; their store is closed."""
+    optimizer = layouts[0].optimizer
+    dense = dense_optimizer(job.config.dense_optimizer)(list(model.parameters()))
     loss_fn = nn.BCEWithLogitsLoss()
     with batches:
         untrained = evaluate_accelerated(job, batches)
