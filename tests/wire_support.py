@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +102,11 @@ def connected(address: str, security: Security = None, limits: Limits = SHORT) -
 
 
 def _open_files() -> dict[str, str]:
-    names = [each.name for each in Path("/proc/self/fd").iterdir()]
-    return {name: os.readlink(link) for name in names if os.path.lexists(link := f"/proc/self/fd/{name}")}
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that reads the directory
+            found[link.name] = str(link.readlink())
+    return found
 
 
 @contextmanager
