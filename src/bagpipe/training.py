@@ -22,16 +22,20 @@ from torch import Tensor, nn
 
 from bagpipe.api import accelerate
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
-from bagpipe.data import Dataset, Loader, Shards, find_preset, generated
+from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
+from bagpipe.data.service import DataOrder
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.initial import Uniform
 from bagpipe.layers import Binding, bind
 from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
 from bagpipe.models import build_model
+from bagpipe.oracle.service import PlanSettings
 from bagpipe.reference import Reference
 from bagpipe.state import State, of_reference, of_store
+from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.types import Batch
 
 Report = Callable[[int, str], None]
@@ -65,6 +69,19 @@ class Job:
             for number, table in enumerate(binding.tables)
         ]
         return model, binding, layouts
+
+    def data_order(self) -> DataOrder:
+        """What data processors need to know of the run."""
+        seed = self.config.seed if self.config.data.shuffle else None
+        return DataOrder(describe(self.train), self.config.batch_size, self.iterations, seed)
+
+    def plan_settings(self) -> PlanSettings:
+        """What an oracle needs to know of the run, besides its batches."""
+        config = self.config
+        _, binding, layouts = self.model()
+        widths = tuple(layout.width for layout in layouts)
+        data = self.data_order().fingerprint()
+        return PlanSettings(binding.tables, widths, config.cache, config.lookahead, config.policy, data=data)
 
     def batches(self) -> Generator[Batch, None, None]:
         """The batches of the run, in order."""
@@ -157,6 +174,15 @@ def train_over(
     state = of_store(model, [layout.table.name for layout in layouts], batches.store)
     batches.store.close()
     return state, summary
+
+
+def train_remote(job: Job, plans: RemotePlans, store: Store, report: Report) -> tuple[State, Summary]:
+    """Train on plans that an oracle elsewhere makes, with rows in this store; both are closed in the end."""
+    with closing(plans), closing(store):
+        model, binding, layouts = job.model()
+        batches = remote_batches(model, binding, layouts, layouts[0].optimizer, plans, store, check=job.config.check)
+        state, summary = train_over(job, model, layouts, batches, report)
+        return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}
 
 
 def train(job: Job, report: Report) -> Summary:

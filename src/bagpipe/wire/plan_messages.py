@@ -87,7 +87,7 @@ class PlansDescribed(Record, frozen=True):
     accumulate: Positive
     """Batches an iteration, at most."""
     fingerprint: Fingerprint
-    """Of all this: an oracle that plans something else refuses to go on with it."""
+    """Of all this; plans have it too, so that those of other settings are not taken for them."""
 
 
 class NextPlan(Record, frozen=True):
@@ -97,13 +97,13 @@ class NextPlan(Record, frozen=True):
     iteration: Count
     received: Iteration
     """All plans up to this one have arrived, and won't be asked for again."""
-    fingerprint: Fingerprint
 
 
 class Planned(Record, frozen=True):
     """The plan of an iteration, and its batches without the ids."""
 
     iteration: Count
+    fingerprint: Fingerprint
     lookahead: Positive
     hits: Count
     evict_after: Iteration

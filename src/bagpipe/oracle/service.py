@@ -1,0 +1,217 @@
+"""The oracle as a service: batches in, plans out over the wire, to trainers in other processes.
+
+A thread reads batches and plans ahead, as far as there is room; trainers ask for plans by iteration. It is a pure
+function of data order and settings, so one that is started again gives the same plans again. What is wrong with the
+data is told when a trainer asks for the iteration that it would have been.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from bagpipe.config import cache_size
+from bagpipe.errors import BagpipeError, BatchError, ConfigError, DeadlineError, PipelineError, WireError
+from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
+from bagpipe.oracle.plan_wire import pack_plan
+from bagpipe.trainer.source import Source
+from bagpipe.types import Batch, Table
+from bagpipe.wire.dispatch import Reply
+from bagpipe.wire.listening import Listen, Listening
+from bagpipe.wire.messages import Failed, Message
+from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, PlannedTable, PlansDescribed
+
+ROOM = 8
+CLOSE_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What an oracle plans for, in plain values."""
+
+    tables: tuple[Table, ...]
+    """Of the model's binding, in its order."""
+    widths: tuple[int, ...]
+    """Floats of a row of each table, optimizer state included."""
+    cache: int | str
+    """Of one trainer: rows, or bytes such as "2GB"."""
+    lookahead: int | Literal["auto"] = "auto"
+    policy: str = "lookahead"
+    accumulate: int = 1
+    """Batches an iteration."""
+    data: str = ""
+    """The fingerprint of data and order, if it has one."""
+
+    def __post_init__(self) -> None:
+        cache_size(self.cache)
+        if len(self.tables) != len(self.widths) or not self.tables:
+            raise ConfigError(f"{len(self.tables)} tables with {len(self.widths)} widths: give one for each")
+        if self.accumulate < 1:
+            raise ConfigError(f"accumulate is {self.accumulate}: give at least 1")
+
+    def described(self, capacity: list[int]) -> PlansDescribed:
+        """What trainers are told, with the slots that the first batch led to."""
+        tables = [
+            PlannedTable(table.name, table.rows, list(table.features), width)
+            for table, width in zip(self.tables, self.widths, strict=True)
+        ]
+        text = json.dumps([asdict(self), capacity], sort_keys=True)
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return PlansDescribed(tables, capacity, self.lookahead, self.policy, self.accumulate, fingerprint)
+
+
+@dataclass(frozen=True)
+class OracleStatus:
+    """What an oracle has done."""
+
+    address: str
+    planned: int
+    """Iterations that have a plan."""
+    received: int
+    """The last iteration whose plan all trainers have; -1: none."""
+    ready: int
+    """Plans that some trainer has not received."""
+    lookahead: int
+    """Of the last plan."""
+    plans_sent: int
+    """Repetitions included."""
+    bytes_sent: int
+    """Of plans and batches."""
+    ended: str
+    """Why there are no more plans; empty while there are."""
+
+
+class OracleService:
+    """Plans the batches of an iterable, which it closes in the end."""
+
+    def __init__(
+        self,
+        listen: Listen,
+        batches: Iterable[Batch],
+        settings: PlanSettings,
+        *,
+        run: bytes,
+        trainers: int = 1,
+        room: int = ROOM,
+    ) -> None:
+        """`batches` may be `RemoteBatches`, a `Loader`, or anything that gives batches once, in order.
+
+        All trainers are sent whole plans; up to `room` of them wait for a trainer.
+        """
+        for name, value in (("trainers", trainers), ("room", room)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}: give at least 1")
+        self._listen, self._batches, self._settings, self._run = listen, batches, settings, run
+        self._outbox = Outbox(trainers, room)
+        self._listening: Listening | None = None
+        self._fingerprint = ""
+        self._planned = self._lookahead = 0
+        self._ended = ""
+        self._thread = threading.Thread(target=self._work, name="bagpipe-oracle", daemon=True)
+
+    def start(self) -> str:
+        """Listen, and begin to read and plan; the address."""
+        assert self._listening is None, "a service is started once"
+        self._listening = self._listen(self.handle)
+        self._thread.start()
+        return self._listening.address
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        assert self._listening is not None, "start it first"
+        return self._listening.address
+
+    def status(self) -> OracleStatus:
+        """What it has done so far."""
+        outbox = self._outbox
+        return OracleStatus(
+            self.address,
+            self._planned,
+            min(outbox.received, self._planned - 1),
+            outbox.num_ready,
+            self._lookahead,
+            outbox.num_sent,
+            outbox.bytes_sent,
+            self._ended,
+        )
+
+    def close(self) -> None:
+        """Answer nobody any more and stop reading; a second call does nothing."""
+        if self._listening is None:
+            return
+        self._outbox.close()
+        interrupt = getattr(self._batches, "interrupt", None)
+        if interrupt is not None:
+            interrupt()
+        self._listening.close()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise DeadlineError(f"the oracle's data gave no batch for {CLOSE_S:.0f} s, so it could not be closed")
+
+    def handle(self, peer: bytes, message: Message, reply: Reply) -> None:  # noqa: ARG002
+        """Answer a request, now or when its plan is ready."""
+        body = message.body
+        if message.run != self._run:
+            raise WireError("a message of another run: check the addresses")
+        if isinstance(body, DescribePlans):
+            self._outbox.ask(body.trainer, DESCRIPTION, DESCRIPTION, message, reply)
+        elif isinstance(body, NextPlan):
+            self._outbox.ask(body.trainer, body.iteration, body.received, message, reply)
+        else:
+            raise WireError(f"an oracle was sent {type(body).__name__}: it gives plans only")
+
+    def _work(self) -> None:
+        source: Source | None = None
+        oracle: Oracle | None = None
+        end = Answer(Failed(PipelineError.__name__, "the oracle failed inside: its log says how"))
+        try:
+            source = Source(self._batches, accumulate=self._settings.accumulate)
+            oracle = self._make_oracle(source)
+            self._plan(source, oracle)
+            end = Answer(NoMorePlans(self._planned))
+        except BagpipeError as error:
+            end = Answer(Failed(type(error).__name__, str(error)))
+        except Exception:
+            _log.exception("the oracle failed")
+        finally:
+            for part in (source, oracle, self._batches):
+                close = getattr(part, "close", None)
+                if close is not None:
+                    close()
+            body = end.body
+            self._ended = f"{body.error}: {body.message}" if isinstance(body, Failed) else "all data is planned"
+            self._outbox.finish(end)
+
+    def _make_oracle(self, source: Source) -> Oracle:
+        """Look at the first batch, and tell trainers what its plans will be like."""
+        settings = self._settings
+        if source.empty:
+            raise BatchError("the data is empty: there is nothing to train on")
+        source.tables = settings.tables
+        source.adapter.require(source.features)
+        size, first = cache_size(settings.cache), source.first_ids()
+        lookahead, policy = settings.lookahead, settings.policy
+        oracle = make_oracle(settings.tables, settings.widths, size, first, lookahead=lookahead, policy=policy)
+        described = settings.described(oracle.capacity)
+        self._fingerprint = described.fingerprint
+        self._outbox.describe(Answer(described))
+        return oracle
+
+    def _plan(self, source: Source, oracle: Oracle) -> None:
+        for plan, group in source.planned(oracle):
+            batches: list[Any] = group.batches
+            answer = Answer(*pack_plan(plan, batches, source.features, self._fingerprint))
+            self._lookahead = plan.lookahead
+            if not self._outbox.put(plan.iteration, answer):
+                raise PipelineError("the oracle was closed")
+            self._planned = plan.iteration + 1

@@ -1,0 +1,167 @@
+"""Plans that an oracle in another process makes, as the training loop takes them, and the loop over them.
+
+Each plan is checked as it arrives, before anything is done with it (I8); several requests are under way at once, and
+are repeated until they are answered, but not for ever (I7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagpipe.adapt import Adapter
+from bagpipe.cache import RowCache
+from bagpipe.errors import ConfigError
+from bagpipe.layers import Binding
+from bagpipe.layout import RowLayout
+from bagpipe.optim import PerTable, RowOptimizer
+from bagpipe.oracle.plan_wire import PlanShape, unpack_plan
+from bagpipe.store import Store
+from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.pipeline import DEPTH
+from bagpipe.trainer.source import Group, Plans, rewrite
+from bagpipe.trainer.stages import Driver, Threads
+from bagpipe.types import Batch
+from bagpipe.wire.channel import Network
+from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpected
+from bagpipe.wire.messages import Body, Failed
+from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, Planned, PlansDescribed
+
+
+class RemotePlans:
+    """The plans of the oracle at an address, for one trainer: a `PlanSource`."""
+
+    def __init__(
+        self,
+        network: Network,
+        address: str,
+        *,
+        run: bytes,
+        trainer: int = 0,
+        ahead: int = AHEAD,
+        patience: Patience | None = None,
+    ) -> None:
+        """Connects, and returns once the oracle has described its plans: it has read a batch then."""
+        self._name, self._trainer = f"the oracle at {address}", trainer
+        self._num_batches = 0
+        self.described = self._describe(network, address, run, patience)
+        """What the plans are like: tables, row widths, slots."""
+        self._shape = PlanShape.of(self.described)
+        self._answers = InOrder(network, [address], self._request, what="plan", run=run, ahead=ahead, patience=patience)
+
+    def check(self, layouts: Sequence[RowLayout]) -> None:
+        """ConfigError if the oracle plans for another model than that of these rows."""
+        ours = [(layout.table.name, layout.table.rows, list(layout.table.features), layout.width) for layout in layouts]
+        theirs = [(table.name, table.rows, table.features, table.width) for table in self.described.tables]
+        if ours != theirs:
+            differing = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]]
+            raise ConfigError(
+                f"{self._name} plans for {len(theirs)} tables and the model has {len(ours)}, or they differ"
+                f"{f': {differing[0][1]} there, {differing[0][0]} here' if differing else ''}: "
+                "start both with the same configuration"
+            )
+
+    def plans(self) -> Plans:
+        """All plans, as they come."""
+        adapter: Adapter | None = None
+        names = [name for name, _ in self._shape.features]
+        iteration = 0
+        while (message := self._answers.take()) is not None:
+            body = message.body
+            if isinstance(body, NoMorePlans) and body.iterations == iteration:
+                return
+            if isinstance(body, Failed):
+                raise named_error(body, self._name)
+            if not isinstance(body, Planned):
+                raise unexpected(body, f"plan {iteration}")
+            plan, batches = unpack_plan(body, message.buffers, self._shape, iteration)
+            if adapter is None:
+                adapter = Adapter(batches[0])
+                adapter.require(names)
+            self._num_batches += len(batches)
+            yield plan, rewrite(plan, _group(batches, names), self._shape.tables, adapter)
+            iteration += 1
+
+    def waited_s(self) -> float:
+        """How long plans were waited for."""
+        return self._answers.waited_s
+
+    def position(self, iterations: int) -> dict[str, Any]:
+        """Where in the data training is after so many iterations."""
+        batches = min(iterations * self.described.accumulate, self._num_batches)
+        return {"iterations": iterations, "batches": batches, "loader": None}
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Refused, unless it is the beginning: the oracle decides where plans begin."""
+        if position.get("batches"):
+            raise ConfigError(
+                f"the saved state is {position['batches']} batches into the data, and {self._name} begins with the "
+                "first: leave 'data' out of the saved state, or train in one process"
+            )
+
+    def interrupt(self) -> None:
+        """End a wait for the next plan: there will be no more."""
+        self._answers.interrupt()
+
+    def close(self) -> None:
+        """Let go of the connection; a second call does nothing."""
+        self._answers.close()
+
+    def stats(self) -> dict[str, Any]:
+        """What has come, and how long it was waited for."""
+        answers = self._answers
+        return {"plans": answers.next, "bytes_received": answers.bytes_received, "waited_s": answers.waited_s}
+
+    def _request(self, iteration: int) -> Body:
+        return NextPlan(self._trainer, iteration, self._answers.next - 1)
+
+    def _describe(self, network: Network, address: str, run: bytes, patience: Patience | None) -> PlansDescribed:
+        trainer = self._trainer
+        asking = InOrder(
+            network, [address], lambda _: DescribePlans(trainer), what="what plans are like, as answer", run=run,
+            stop=1, patience=patience,
+        )  # fmt: skip
+        try:
+            message = asking.take()
+        finally:
+            asking.close()
+        assert message is not None, "nobody else can interrupt it"
+        if isinstance(message.body, Failed):
+            raise named_error(message.body, self._name)
+        if not isinstance(message.body, PlansDescribed):
+            raise unexpected(message.body, "a description of plans")
+        return message.body
+
+
+def remote_batches(
+    model: nn.Module,
+    binding: Binding,
+    layouts: Sequence[RowLayout],
+    rows: RowOptimizer | PerTable,
+    plans: RemotePlans,
+    store: Store,
+    *,
+    device: torch.device | None = None,
+    depth: int = DEPTH,
+    threads: int | None = None,
+    check: bool = False,
+    driver: Driver | None = None,
+) -> Batches:
+    """What `bagpipe.accelerate` returns, for plans from elsewhere and rows in this store.
+
+    The embedding layers of the binding are swapped at once. The plans are closed with the loop; the store is not.
+    """
+    plans.check(layouts)
+    cache = RowCache([layout.width for layout in layouts], plans.described.capacity, device or torch.device("cpu"))
+    return Batches(
+        model, binding, rows, layouts, plans, cache, store, driver or Threads(),
+        depth=depth, threads=threads or torch.get_num_threads(), check=check,
+    )  # fmt: skip
+
+
+def _group(batches: list[Batch], names: Sequence[str]) -> Group:
+    lengths = [tuple(batch.sparse[name].values.numel() for name in names) for batch in batches]
+    return Group(list(batches), lengths)
