@@ -117,6 +117,18 @@ class DataConfig(Section):
         return self
 
 
+class WireConfig(Section):
+    """How trainers and embedding servers talk."""
+
+    security: Literal["curve", "none"] = "curve"
+    """Between machines: curve encrypts and proves who both sides are, none sends plain bytes. What stays on this
+    machine is always plain."""
+    shared_memory: bool | Literal["auto"] = "auto"
+    """Whether rows go through memory that trainer and server share; auto: wherever both are on one host."""
+    deadline_s: Rate = 60.0
+    """After this many seconds without an answer a server counts as lost, and the run ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """A number of bytes."""
@@ -143,6 +155,14 @@ def store_memory_bytes(value: str, store: str | Path) -> int:
     size = _bytes_in(value)
     if size is None or size < RESIDENT_BYTES_MIN:
         raise ConfigError(f"store_memory is {value!r}: give bytes such as '500MB' or '2GB', at least '5MB'")
+    return size
+
+
+def memory_bytes(name: str, value: str) -> int:
+    """A number of bytes from a text such as "8GB"; `name` is what the user calls it."""
+    size = _bytes_in(value)
+    if not size:
+        raise ConfigError(f"{name} is {value!r}: give bytes such as '500MB' or '8GB'")
     return size
 
 
@@ -175,6 +195,9 @@ class Config(Section):
     """Where all rows live: in memory, or in files in the run directory."""
     store_memory: str | None = None
     """Memory that the files of a mapped store may take, such as "4GB"; 1 GiB if not given."""
+    servers: Annotated[int, Field(ge=0, le=256)] = 0
+    """How many embedding servers hold the rows, each a process of its own; 0: the trainer's process holds them."""
+    wire: WireConfig = WireConfig()
     check: bool = False
     """Follow every row and stop at the first wrong value; slow."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

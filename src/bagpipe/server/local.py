@@ -1,0 +1,183 @@
+"""Embedding servers of one run as processes on this machine, on loopback, and the store over them.
+
+They end with whoever started them: when the store is closed, when the process ends, and when it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+
+from bagpipe.config import Config
+from bagpipe.errors import ConfigError, StoreError
+from bagpipe.server.process import Ready, ServerOptions
+from bagpipe.store.base import RowSource
+from bagpipe.store.links import Patience
+from bagpipe.store.remote import RemoteStore
+from bagpipe.wire.sockets import SocketNetwork
+
+READY_S = 120.0
+END_S = 30.0
+"""What an orderly end may take; rows that are kept are written to disk then."""
+_LINE_BYTES_MAX = 4096
+
+
+class LocalServers:
+    """Servers that are running; `close` ends them."""
+
+    def __init__(self, run: bytes) -> None:
+        self.run = run
+        self.addresses: list[str] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs: list[Path | None] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [process.pid for process in self._processes]
+
+    def start(self, options: ServerOptions, log: Path | None) -> None:
+        """One more process."""
+        # Of a session of its own: Ctrl-C is for the trainer, which writes its rows back before it ends the servers.
+        with ExitStack() as stack:
+            errors: IO[bytes] | None = None if log is None else stack.enter_context(log.open("ab"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bagpipe.server.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        self._logs.append(log)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(msgspec.json.encode(options) + b"\n")
+            process.stdin.close()
+        except BrokenPipeError as error:
+            raise StoreError(self._ended(len(self._processes) - 1)) from error
+
+    def wait_until_ready(self, deadline_s: float) -> None:
+        """Return when all can be reached, with their addresses."""
+        until = time.monotonic() + deadline_s
+        for number, process in enumerate(self._processes):
+            assert process.stdout is not None
+            line = b""
+            while not line.endswith(b"\n"):
+                readable, _, _ = select.select([process.stdout], [], [], max(until - time.monotonic(), 0))
+                if not readable:
+                    name = f"server {number} (process {process.pid})"
+                    raise StoreError(f"{name} was not ready within {deadline_s:g} s{self._last(number)}")
+                part = os.read(process.stdout.fileno(), _LINE_BYTES_MAX)
+                if not part:
+                    raise StoreError(self._ended(number))
+                line += part
+            self.addresses.append(msgspec.json.decode(line, type=Ready).address)
+            process.stdout.close()
+
+    def gone(self, server: int) -> str | None:
+        """Why a server is gone, if it is."""
+        code = self._processes[server].poll()
+        return None if code is None else f"(process {self._processes[server].pid}) ended with exit code {code}"
+
+    def close(self) -> None:
+        """Have all end in order, or end them; a second call does nothing."""
+        for process in self._processes:
+            process.terminate()
+        until = time.monotonic() + END_S
+        for process in self._processes:
+            try:
+                process.wait(max(until - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._processes.clear()
+
+    def _ended(self, number: int) -> str:
+        code = self._processes[number].wait()
+        return f"server {number} ended with exit code {code} before it was ready{self._last(number)}"
+
+    def _last(self, number: int) -> str:
+        """The last line of its log."""
+        log = self._logs[number]
+        lines = [] if log is None else log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return f": {lines[-1]} (see {log})" if lines else ": its log says why"
+
+
+def start_servers(
+    num_servers: int,
+    *,
+    store: Literal["memory", "mapped"] = "memory",
+    directory: Path | None = None,
+    logs: Path | None = None,
+    memory_max: int | None = None,
+    deadline_s: float = READY_S,
+) -> LocalServers:
+    """Start so many servers on this machine and wait until they can be reached.
+
+    `directory` holds a directory of rows for each where they are `mapped`; `logs` a file of each one's log.
+    """
+    if num_servers < 1:
+        raise ConfigError(f"servers is {num_servers}: give at least 1")
+    servers = LocalServers(run=os.urandom(16))
+    try:
+        for number in range(num_servers):
+            options = ServerOptions(
+                server=number,
+                servers=num_servers,
+                run=servers.run,
+                store=store,
+                directory=None if directory is None else str((directory / f"server-{number}").resolve()),
+                memory_max=memory_max,
+                parent=os.getpid(),
+            )
+            servers.start(options, None if logs is None else logs / f"server-{number}.log")
+        servers.wait_until_ready(deadline_s)
+    except BaseException:
+        servers.close()
+        raise
+    return servers
+
+
+def open_store(config: Config, tables: Sequence[RowSource], run_dir: Path) -> RemoteStore:
+    """The store of a run with servers: starts them, and ends them when it is closed."""
+    servers = start_servers(
+        config.servers,
+        store=config.store,
+        directory=run_dir / "rows" if config.store == "mapped" else None,
+        logs=run_dir,
+    )
+    network = SocketNetwork()
+
+    def end() -> None:
+        try:
+            network.close()
+        finally:
+            servers.close()
+
+    try:
+        return RemoteStore(
+            tables,
+            servers.addresses,
+            network,
+            run=servers.run,
+            shared_memory=config.wire.shared_memory,
+            patience=Patience(retry_s=min(5.0, config.wire.deadline_s / 4), deadline_s=config.wire.deadline_s),
+            watch=servers.gone,
+            on_close=end,
+        )
+    except BaseException:
+        servers.close()
+        raise

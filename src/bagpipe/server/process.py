@@ -1,0 +1,165 @@
+"""An embedding server as a process: it serves until it is told to end, or until the process that started it is gone.
+
+Started by us it gets its options on standard input, where no other user sees them, and announces itself by one line of
+JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from bagpipe.errors import BagpipeError, ConfigError
+from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.storage import Storage, in_files, in_memory
+from bagpipe.wire.keys import Security
+from bagpipe.wire.listener import Listener
+from bagpipe.wire.messages import Failed, Message, Open, Part, Read, Write
+
+TICK_S = 0.25
+OPTIONS_BYTES_MAX = 1 << 16
+_log = logging.getLogger(__name__)
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one server needs to know."""
+
+    address: str = "127.0.0.1:0"
+    server: int = 0
+    servers: int = 1
+    run: bytes | None = None
+    """The one that it serves; None: that of its first client."""
+    store: Literal["memory", "mapped"] = "memory"
+    directory: str | None = None
+    """Of the files of a mapped store: new or empty. None: a temporary one."""
+    memory_max: int | None = None
+    """Bytes that rows and their ids may take."""
+    threads: int | None = None
+    parent: int | None = None
+    """The process whose end is also ours."""
+
+    def check(self) -> None:
+        """Refuse what contradicts itself."""
+        if not 0 <= self.server < self.servers:
+            raise ConfigError(f"server {self.server} of {self.servers}: they are counted from 0")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"a server with {self.threads} threads: give at least 1")
+        if self.directory is not None and self.store != "mapped":
+            raise ConfigError(f"a directory ({self.directory}) goes with rows on disk: choose store = mapped")
+        if self.directory is not None and Path(self.directory).exists() and any(Path(self.directory).iterdir()):
+            raise ConfigError(f"the directory {self.directory} is not empty: give another")
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What a server says when it can be reached."""
+
+    address: str
+    server: int
+    servers: int
+    pid: int
+
+
+def serve(options: ServerOptions, security: Security, announce: Callable[[Ready], None], stop: threading.Event) -> None:
+    """Serve until `stop` is set or the parent is gone; `announce` is called once clients may come."""
+    options.check()
+    warm_up(options.store)
+    with _storage(options) as storage:
+        server = EmbeddingServer(storage, server=options.server, servers=options.servers, run=options.run)
+        threads = options.threads or max(2, min(8, os.cpu_count() or 1))
+        listener = Listener(options.address, server.handle, threads, security)
+        try:
+            _log.info("server %d of %d listens at %s", options.server, options.servers, listener.address)
+            announce(Ready(listener.address, options.server, options.servers, os.getpid()))
+            while not stop.wait(TICK_S):
+                server.tick()
+                if options.parent is not None and os.getppid() != options.parent:
+                    _log.warning("server %d ends: the process that started it is gone", options.server)
+                    break
+        finally:
+            stats = server.stats()
+            listener.close()
+            server.close()
+            _log.info(
+                "server %d ends with %d rows after %d requests", options.server, sum(stats.num_rows), stats.requests
+            )
+
+
+@contextmanager
+def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT ask for an orderly end."""
+
+    def ask(number: int, _: FrameType | None) -> None:
+        _log.info("%s: ending", signal.Signals(number).name)
+        stop.set()
+
+    before = {each: signal.signal(each, ask) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def warm_up(store: Literal["memory", "mapped"]) -> None:
+    """Have the kernels loaded, or compiled on a machine's first run, before a client waits for them."""
+    with tempfile.TemporaryDirectory(prefix="bagpipe-") as path:
+        server = EmbeddingServer(in_memory() if store == "memory" else in_files(Path(path) / "rows"))
+        ids, rows = memoryview(np.arange(2).tobytes()), memoryview(np.ones(2, np.float32).tobytes())
+        parts = [Part(0, 2)]
+        for body, buffers in (
+            (Open(0, 1, [1]), ()),
+            (Write(0, 1, 0, parts), (ids, rows)),
+            (Read(parts), (ids,)),
+        ):
+            server.handle(b"", Message(bytes(16), 0, 0, body, buffers), _expect_no_failure)
+        server.close()
+
+
+def _expect_no_failure(message: Message) -> None:
+    assert not isinstance(message.body, Failed), message.body
+
+
+@contextmanager
+def _storage(options: ServerOptions) -> Iterator[Storage]:
+    if options.store == "memory":
+        yield in_memory(options.memory_max)
+    elif options.directory is not None:
+        yield in_files(Path(options.directory), keep=True, bytes_max=options.memory_max)
+    else:
+        with tempfile.TemporaryDirectory(prefix="bagpipe-server-") as path:
+            yield in_files(Path(path) / "rows", bytes_max=options.memory_max)
+
+
+def main() -> int:
+    """A server that another process of ours has started."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    stop = threading.Event()
+
+    def announce(ready: Ready) -> None:
+        sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
+        sys.stdout.flush()
+
+    try:
+        options = msgspec.json.decode(sys.stdin.buffer.readline(OPTIONS_BYTES_MAX), type=ServerOptions)
+        with stopped_by_signals(stop):
+            serve(options, None, announce, stop)
+    except (BagpipeError, msgspec.MsgspecError) as error:
+        _log.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
