@@ -136,8 +136,8 @@ class StoreDirectory:
         return directory
 
     @classmethod
-    def open(cls, path: Path, widths: Sequence[int], labels: Sequence[str]) -> tuple[StoreDirectory, Index]:
-        """A directory that was kept, whose tables have these widths and labels, and what is in it."""
+    def open(cls, path: Path, widths: Sequence[int], labels: Sequence[str] | None) -> tuple[StoreDirectory, Index]:
+        """A directory that was kept, whose tables have these widths and labels (None: any), and what is in it."""
         directory = cls(path.resolve(), keep=True)
         with ExitStack() as undo:
             undo.callback(directory.close)
@@ -195,12 +195,12 @@ class StoreDirectory:
         os.close(self._fd)
 
 
-def _check_tables(path: Path, index: Index, widths: Sequence[int], labels: Sequence[str]) -> None:
+def _check_tables(path: Path, index: Index, widths: Sequence[int], labels: Sequence[str] | None) -> None:
     remedy = "use the model, row optimizer and seed that it was written with, or another directory"
     found = [table.width for table in index.tables]
     if found != list(widths):
         raise StoreError(f"{path} holds rows of {found} floats by table, and {list(widths)} are asked for: {remedy}")
-    for table, label in zip(index.tables, labels, strict=True):
+    for table, label in zip(index.tables, labels or [table.label for table in index.tables], strict=True):
         if table.label != label:
             raise StoreError(f"{path} holds rows of {table.label!r}, and those of {label!r} are asked for: {remedy}")
 

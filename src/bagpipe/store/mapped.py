@@ -52,7 +52,7 @@ class MappedStore(LocalStore):
     ) -> MappedStore:
         """A store without rows, in a directory that is new or empty; removed on close unless `keep`.
 
-        `labels` say what the rows of each table are; whoever opens a kept store must give the same.
+        `labels` say what the rows of each table are; whoever opens a kept store can have them compared.
         """
         tables, residency = check_widths(tables), Residency(resident_bytes_max)
         directory = StoreDirectory.create(Path(path), len(tables), keep=keep)
@@ -67,10 +67,10 @@ class MappedStore(LocalStore):
         labels: Sequence[str] | None = None,
         resident_bytes_max: int = RESIDENT_BYTES_MAX,
     ) -> MappedStore:
-        """A store that was kept, as it was when it was closed or last synced."""
-        residency, labels = Residency(resident_bytes_max), labels or [""] * len(tables)
+        """A store that was kept, as it was when it was closed or last synced; `labels` are compared, if given."""
+        residency = Residency(resident_bytes_max)
         directory, index = StoreDirectory.open(Path(path), [table.width for table in tables], labels)
-        store = cls(tables, directory, residency, labels)
+        store = cls(tables, directory, residency, [table.label for table in index.tables])
         try:
             store._load(index)
         except BaseException:
