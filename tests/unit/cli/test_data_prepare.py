@@ -44,7 +44,7 @@ def test_real_files_are_prepared_and_train_exactly(bagpipe, tmp_path, kind):
     made = json.loads(bagpipe("data", "prepare", kind, path, tmp_path / "data", "--json").stdout)
     assert (made["samples"], made["shards"], made["tables"], made["skipped"]) == (samples, 1, tables, 0)
     run = ("--set", f"data.path={tmp_path / 'data'}", "--set", "iterations=3", "--set", "batch_size=256")
-    small = ("--set", "model.dim=8", "--json")
+    small = ("--set", "model.name=wide_deep", "--set", "model.dim=8", "--json")
     assert json.loads(bagpipe("train", *run, *small).stdout)["samples"] == 768
     assert json.loads(bagpipe("verify", *run, *small).stdout)["identical"] is True
 
