@@ -104,7 +104,7 @@ def prepare(config: Config, run_dir: Path | None = None) -> Job:
     iterations = config.iterations or (config.epochs or 1) * an_epoch
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    return Job(config, source, train, held_out, iterations, _claim(run_dir, config))
+    return Job(config, source, train, held_out, iterations, claim(run_dir, config))
 
 
 def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
@@ -306,7 +306,7 @@ def _divide(source: str, data: Dataset, share: float) -> tuple[Dataset, Dataset]
     return data.part(0, split), data.part(split, data.num_samples)
 
 
-def _claim(run_dir: Path | None, config: Config) -> Path:
+def claim(run_dir: Path | None, config: Config) -> Path:
     """Make the run directory; one that holds something already is never written into."""
     if run_dir is not None:
         try:
