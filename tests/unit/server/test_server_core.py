@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
@@ -515,6 +516,30 @@ def test_rows_in_files_are_synced_and_kept(tmp_path: Path) -> None:
     server.close()
     server.close()
     assert "closing" in refused(peer.ask(Read([])))
+
+
+def test_a_full_disk_is_told_to_the_writer_and_the_server_goes_on(tmp_path: Path, monkeypatch) -> None:
+    server = EmbeddingServer(in_files(tmp_path / "rows"))
+    peer, other = Peer(server), Peer(server, b"b")
+    peer.open()
+    other.open()
+    peer.write(1, [1], 1.0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    many = list(range(200_000))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", full)
+        answer = peer.write(2, many, 2.0, passed=5)
+        assert "table-00000.rows" in refused(answer)
+        assert other.read([1, 2]) == {1: 1.0}
+        assert peer.write(3, [1], 3.0) == Written(3)  # needs no more room
+    assert peer.write(2, many, 2.0, passed=5) == answer
+    assert server.stats().num_rows == [1, 0]
+    assert peer.write(4, many, 4.0) == Written(4)
+    assert other.read([0, 199_999]) == {0: 4.0, 199_999: 4.0}
+    server.close()
 
 
 def test_a_directory_in_use_is_refused_when_the_first_client_comes(tmp_path: Path) -> None:
