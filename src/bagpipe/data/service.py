@@ -252,7 +252,7 @@ class RemoteBatches:
             raise PipelineError(f"reading was ended before batch {number}")
         body = message.body
         if isinstance(body, Failed):
-            raise named_error(body, self._answers.name(number))
+            raise named_error(body, f"the data processor at {self._answers.address(number)}")
         if not isinstance(body, GotBatch):
             raise unexpected(body, f"batch {number}")
         if body.head.number != number:

@@ -124,9 +124,12 @@ class InOrder:
         for channel in self._channels:
             channel.close()
 
-    def name(self, number: int) -> str:
-        """Who is asked for this number, for people."""
-        return f"{self._what} {number} from {self._channels[self._place(number)].address}"
+    def address(self, number: int) -> str:
+        """Who is asked for this number."""
+        return self._channels[self._place(number)].address
+
+    def _name(self, number: int) -> str:
+        return f"{self._what} {number} from {self.address(number)}"
 
     def _skip_time(self, now: float) -> None:
         """While nobody listened, nobody could be late."""
@@ -170,7 +173,7 @@ class InOrder:
             if asked is None or self._place(message.request) != place:
                 continue  # a copy of what has come already
             if message.run != self._run:
-                raise WireError(f"{self.name(message.request)} came from another run: check the addresses")
+                raise WireError(f"{self._name(message.request)} came from another run: check the addresses")
             if isinstance(message.body, NotYet):
                 asked.retry_s = self._patience.retry_s
                 if message.request == self.next:
@@ -186,12 +189,12 @@ class InOrder:
         if silent_s >= self._patience.deadline_s:
             trouble = self._channels[place].trouble
             raise DeadlineError(
-                f"waited {silent_s:.0f} s for {self.name(number)}, which gave no sign of life"
+                f"waited {silent_s:.0f} s for {self._name(number)}, which gave no sign of life"
                 f"{f' ({trouble})' if trouble else ''}: see that it runs and can be reached"
             )
         if now - since >= self._patience.work_s:
             raise DeadlineError(
-                f"waited {now - since:.0f} s for {self.name(number)}, which {self._why or 'is at work'}: see what "
+                f"waited {now - since:.0f} s for {self._name(number)}, which {self._why or 'is at work'}: see what "
                 "holds it up"
             )
 

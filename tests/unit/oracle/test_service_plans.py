@@ -1,0 +1,290 @@
+"""Plans and batches as bytes: what is sent comes back to the last bit, and nothing wrong gets through."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from bagpipe.cache import group_by_width
+from bagpipe.data.batch_wire import pack_batch, unpack_batch
+from bagpipe.errors import BagpipeError, BatchError, WireError
+from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.plan import Plan, RowList
+from bagpipe.oracle.plan_wire import PlanShape, pack_plan, unpack_plan
+from bagpipe.trainer.source import Source
+from bagpipe.types import Batch, Ids
+from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.wire.frames import decode, encode
+from bagpipe.wire.messages import Message
+from bagpipe.wire.plan_messages import GotBatch, Planned, PlannedTable, PlansDescribed
+from support import TABLES, make_batches
+
+RUN = bytes(range(16))
+WIDTHS = (3, 5, 3)
+FEATURES = [name for table in TABLES for name in table.features]
+
+
+def planned(batches, policy="lookahead", accumulate=1, cache=200):
+    """Plans with their batches, as an oracle gives them, and what they fit."""
+    source = Source(batches, accumulate=accumulate)
+    source.tables = TABLES
+    oracle = make_oracle(TABLES, WIDTHS, cache, source.first_ids(), lookahead=5, policy=policy)
+    shape = PlanShape(TABLES, tuple(group_by_width(WIDTHS)[0]), tuple(oracle.capacity), accumulate, "these")
+    return list(source.planned(oracle)), shape
+
+
+def sent(plan, group):
+    """The message of a plan, as frames and back."""
+    record, buffers = pack_plan(plan, group.batches, FEATURES, "these")
+    return decode(encode(Message(RUN, 0, plan.iteration, record, buffers)))
+
+
+def flat_plan(plan):
+    parts = (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush)
+    values = [getattr(part, field.name) for part in parts for field in fields(part)]
+    arrays = [(v.dtype, v.tobytes()) if isinstance(v, np.ndarray) else v for v in (*values, *plan.inverse)]
+    return plan.iteration, plan.lookahead, plan.hits, arrays
+
+
+def flat_batch(batch, ids=True):
+    tensors = [batch.dense, batch.labels]
+    for feature in batch.sparse.values():
+        tensors += [part for part in (feature.offsets, feature.weights) if part is not None]
+        tensors += [feature.values] if ids else []
+    shapes = [tuple(feature.values.shape) for feature in batch.sparse.values()]
+    return batch.number, list(batch.sparse), shapes, [(t.dtype, tuple(t.shape), t.numpy().tobytes()) for t in tensors]
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_plans_and_batches_come_back_to_the_last_bit(policy, accumulate):
+    plans, shape = planned(make_batches(14, last=2), policy, accumulate, cache=60)
+    victims = 0
+    for plan, group in plans:
+        message = sent(plan, group)
+        found, batches = unpack_plan(message.body, message.buffers, shape, plan.iteration)
+        assert flat_plan(found) == flat_plan(plan)
+        assert [flat_batch(b, ids=False) for b in batches] == [flat_batch(b, ids=False) for b in group.batches]
+        assert all(array.flags.writeable for array in (found.rows.ids, found.rows.slots, *found.inverse))
+        victims += len(found.victims)
+    assert (victims > 0) == (policy == "lru")
+
+
+def test_rows_to_flush_travel_too():
+    plans, shape = planned(make_batches(3))
+    plan, group = plans[1]
+    plan = replace(plan, flush=RowList(plan.rows.ids[:1], plan.rows.slots[:1], np.minimum(plan.rows.bounds, 1)))
+    message = sent(plan, group)
+    assert flat_plan(unpack_plan(message.body, message.buffers, shape, 1)[0]) == flat_plan(plan)
+
+
+def test_the_ids_of_a_batch_do_not_travel_beside_the_plan():
+    (plan, group), *_ = planned(make_batches(2, size=2000))[0]
+    message = sent(plan, group)
+    floats, int32s, int64s = (buffer.nbytes for buffer in message.buffers)
+    rows = sum(len(part) for part in (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush))
+    num_ids = sum(len(inverse) for inverse in plan.inverse)
+    assert int64s == 8 * rows
+    assert int32s == 4 * (num_ids + 2000 + rows + 2 * len(plan.fetch) + 5 * len(TABLES))
+    assert floats == 4 * (2000 * 4 + len(plan.inverse[FEATURES.index("words")]))
+    assert {feature.bits for feature in message.body.batches[0].features} == {0}
+
+
+def test_features_that_no_table_has_keep_their_ids():
+    batches = make_batches(3)
+    source = Source(batches)
+    source.tables = TABLES[:2]
+    oracle = make_oracle(TABLES[:2], WIDTHS[:2], 200, source.first_ids(), lookahead=5, policy="lookahead")
+    shape = PlanShape(TABLES[:2], (1, 0), tuple(oracle.capacity))
+    for plan, group in source.planned(oracle):
+        record, buffers = pack_plan(plan, group.batches, source.features)
+        _, (found,) = unpack_plan(record, buffers, shape, plan.iteration)
+        assert torch.equal(found.sparse["words"].values, batches[plan.iteration].sparse["words"].values)
+        assert not found.sparse["user"].values.any()
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_batches_come_back_to_the_last_bit_with_ids_of_32_bits_where_they_fit(number):
+    batch = make_batches(12)[number]
+    packing = Packing()
+    head = pack_batch(batch, packing)
+    message = decode(encode(Message(RUN, 0, 0, GotBatch(head), packing.buffers())))
+    unpacking = Unpacking("a batch", message.buffers)
+    assert flat_batch(unpack_batch(message.body.head, unpacking)) == flat_batch(batch)
+    unpacking.finish()
+    assert {feature.name: feature.bits for feature in head.features} == {
+        "user": 32, "shown": 32, "clicked": 32, "words": 64 if batch.sparse["words"].values.any() else 32,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", [[-(2**31), 2**31 - 1], [2**31], [-(2**31) - 1], [-(2**63), 2**63 - 1], []])
+def test_ids_at_the_borders_of_32_bits_come_back(ids):
+    values = torch.tensor(ids, dtype=torch.int64).reshape(1, -1)
+    batch = Batch(torch.zeros(1, 0), {"user": Ids(values)}, torch.zeros(1))
+    packing = Packing()
+    head = pack_batch(batch, packing)
+    assert torch.equal(unpack_batch(head, Unpacking("a batch", packing.buffers())).sparse["user"].values, values)
+    assert head.features[0].bits == (32 if all(-(2**31) <= each < 2**31 for each in ids) else 64)
+
+
+def test_a_batch_without_samples_travels():
+    batch = make_batches(1)[0].part(0, 0)
+    packing = Packing()
+    head = pack_batch(batch, packing)
+    assert flat_batch(unpack_batch(head, Unpacking("a batch", packing.buffers()))) == flat_batch(batch)
+
+
+def test_numbers_that_are_no_float32_are_refused_when_sent():
+    batch = make_batches(1)[0]
+    words = batch.sparse["words"]
+    with pytest.raises(BatchError, match=r"batch 0: the weights of feature 'words' is torch.float64"):
+        pack_batch(
+            Batch(batch.dense, {"words": Ids(words.values, words.offsets, words.weights.double())}, batch.labels),
+            Packing(),
+        )
+    with pytest.raises(BatchError, match=r"batch 0: labels is torch.int64"):
+        pack_batch(Batch(batch.dense, {}, batch.labels.long()), Packing())
+
+
+def edited(record: Planned, plan: Plan, group, what):
+    """A message in which one thing is wrong; fields of the plan are replaced before it is packed."""
+    if "record" in what:
+        return msgspec.structs.replace(record, **what["record"]), pack_plan(plan, group.batches, FEATURES, "these")[1]
+    return pack_plan(replace(plan, **what["plan"](plan)), group.batches, FEATURES, "these")
+
+
+def with_value(rows, name, position, value):
+    values = getattr(rows, name).copy()
+    values[position] = value
+    return replace(rows, **{name: values})
+
+
+WRONG = {
+    "another iteration": ({"record": {"iteration": 9}}, "iteration 9 came where 4 was due"),
+    "other settings": ({"record": {"fingerprint": "those"}}, "is for settings those"),
+    "no batch": ({"record": {"batches": []}}, "has 0 batches: 1 to 1"),
+    "fewer rows": ({"record": {"num_rows": 3}}, "rows: 3 rows, by table"),
+    "more rows to evict": ({"record": {"num_evict": 10**6}}, "evict: 1000000 rows, by table"),
+    "a late victim": ({"record": {"evict_after": 4}}, "has evict_after 4"),
+    "a slot beyond the cache": (
+        {"plan": lambda plan: {"rows": with_value(plan.rows, "slots", -1, 10**6)}},
+        "slots of table 'word': 1000000 is there",
+    ),
+    "a negative slot": (
+        {"plan": lambda plan: {"fetch": with_value(plan.fetch, "slots", 0, -1)}},
+        "fetch, slots of table .*: -1 is there",
+    ),
+    "a row beyond its table": (
+        {"plan": lambda plan: {"rows": with_value(plan.rows, "ids", 0, 40)}},
+        "ids of table 'user': 40 is there, 0 to 39 are allowed",
+    ),
+    "a fetch that waits for itself": (
+        {"plan": lambda plan: {"fetch": with_value(plan.fetch, "after", 0, 4)}},
+        "after: 4 is there, -1 to 3 are allowed",
+    ),
+    "a slot that waits for itself": (
+        {"plan": lambda plan: {"fetch": with_value(plan.fetch, "slot_after", 0, 4)}},
+        "slot_after: 4 is there",
+    ),
+    "a place beyond the rows": (
+        {"plan": lambda plan: {"inverse": (plan.inverse[0] + np.int32(len(plan.rows)), *plan.inverse[1:])}},
+        "places of feature 'user'",
+    ),
+    "too few places": ({"plan": lambda plan: {"inverse": plan.inverse[:-1]}}, "numbers: .* needs"),
+    "too many places": ({"plan": lambda plan: {"inverse": (*plan.inverse, plan.inverse[0])}}, "accounted for"),
+}
+
+
+@pytest.mark.parametrize(("what", "reason"), WRONG.values(), ids=WRONG)
+def test_a_plan_that_can_not_be_is_refused(what, reason):
+    plans, shape = planned(make_batches(12))
+    plan, group = plans[4]
+    record, buffers = edited(sent(plan, group).body, plan, group, what)
+    with pytest.raises(WireError, match=reason):
+        unpack_plan(record, buffers, shape, 4)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ({"name": "users"}, "without feature 'user'"),
+        ({"name": "clicked"}, "without feature 'user'"),
+        ({"num_ids": 7}, "7 ids of feature 'user'|numbers|is there|accounted"),
+        ({"width": 2}, "6 ids of feature 'user': 6 samples of 2"),
+        ({"bits": 32}, "ids of 32 bits of feature 'user'"),
+        ({"weighted": True}, "numbers: weights needs|accounted"),
+        ({"width": None}, "numbers: offsets needs|not in order|is there|accounted"),
+    ],
+)
+def test_a_batch_that_does_not_fit_its_numbers_is_refused(what, reason):
+    plans, shape = planned(make_batches(12))
+    plan, group = plans[4]
+    message = sent(plan, group)
+    (head,) = message.body.batches
+    user, *others = head.features
+    assert user.name == "user"
+    head = msgspec.structs.replace(head, features=[msgspec.structs.replace(user, **what), *others])
+    with pytest.raises(WireError, match=reason):
+        unpack_plan(msgspec.structs.replace(message.body, batches=[head]), message.buffers, shape, 4)
+
+
+def test_a_description_that_contradicts_itself_is_refused():
+    tables = [PlannedTable("user", 40, ["user"], 3), PlannedTable("ad", None, ["user"], 3)]
+    with pytest.raises(WireError, match="a feature in two tables"):
+        PlanShape.of(PlansDescribed(tables, [4], "auto", "lookahead", 1, ""))
+    with pytest.raises(WireError, match="1 widths for 2 slot spaces"):
+        PlanShape.of(PlansDescribed(tables[:1], [4, 4], "auto", "lookahead", 1, ""))
+
+
+def within_bounds(plan, batches, shape):
+    """Whether nothing in a plan names memory that is not there."""
+    for rows in (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush):
+        assert len(rows.ids) == len(rows.slots) == rows.bounds[-1]
+        assert (np.diff(rows.bounds) >= 0).all()
+        for table in range(len(shape.tables)):
+            slots = rows.of_table(table)[1]
+            assert ((slots >= 0) & (slots < shape.capacity[shape.group[table]])).all()
+    for inverse, (name, table) in zip(plan.inverse, shape.features, strict=True):
+        assert ((inverse >= 0) & (inverse < np.diff(plan.rows.bounds)[table])).all()
+        assert len(inverse) == sum(batch.sparse[name].values.numel() for batch in batches)
+
+
+def test_whatever_happens_to_the_bytes_of_a_plan_there_is_a_typed_error_or_a_plan_within_bounds():
+    plans, shape = planned(make_batches(6))
+    messages = [[bytes(frame) for frame in encode(sent(plan, group))] for plan, group in plans]
+    rng = random.Random(5)
+    refused = kept = 0
+    for _ in range(6000):
+        iteration = rng.randrange(len(messages))
+        frames = list(messages[iteration])
+        for _ in range(rng.randrange(1, 4)):
+            which = rng.randrange(1, len(frames))
+            data = bytearray(frames[which])
+            if data and rng.random() < 0.8:
+                data[rng.randrange(len(data))] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
+            elif data:
+                del data[rng.randrange(len(data)) :]
+            frames[which] = bytes(data)
+        try:
+            message = decode(relabelled(frames))
+            if isinstance(message.body, Planned):
+                within_bounds(*unpack_plan(message.body, message.buffers, shape, iteration), shape)
+                kept += 1
+        except BagpipeError:
+            refused += 1
+    assert refused > 1000  # most of the others differ in a float or an id
+    assert kept > 100
+
+
+def relabelled(frames):
+    """Frames whose header announces the lengths that they have: only what comes after the header is wrong."""
+    header = bytearray(frames[0])
+    header[12:16] = len(frames[1]).to_bytes(4, "little")
+    for place, frame in enumerate(frames[2:]):
+        header[40 + 8 * place : 48 + 8 * place] = len(frame).to_bytes(8, "little")
+    return [bytes(header), *frames[1:]]
