@@ -112,8 +112,8 @@ def test_show_prints_values_and_as_json(bagpipe, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_says_how_to_go_on_and_goes_on(bagpipe, tmp_path, number):
-    write_criteo(tmp_path / "train.txt", 60_000)
-    command = ["data", "prepare", "criteo", tmp_path / "train.txt", tmp_path / "data", "--shard-samples", "1000"]
+    write_criteo(tmp_path / "train.txt", 80_000)
+    command = ["data", "prepare", "criteo", tmp_path / "train.txt", tmp_path / "data", "--shard-samples", "4000"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from bagpipe.cli import main; main()", *map(str, command)],
         stderr=subprocess.PIPE,

@@ -108,7 +108,7 @@ bound = int(sys.argv[2])
 take(KeyMap(Space(Path(sys.argv[1]), bound)), 0, 40_000)  # compiled
 before = resident_bytes()
 map, most = KeyMap(Space(Path(sys.argv[1]), bound)), 0
-for first in range(0, 2_000_000, 50_000):
+for first in range(0, 1_000_000, 50_000):
     take(map, first, 50_000)
     most = max(most, resident_bytes() - before)
 order = map.rank(1, True)
@@ -118,7 +118,7 @@ print(max(most, resident_bytes() - before), map._entries.array.nbytes)
 
 
 def test_memory_stays_bounded_however_many_values_there_are(tmp_path):
-    bound = 16 << 20
+    bound = 8 << 20
     command = [sys.executable, "-c", GROWING, str(tmp_path), str(bound)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     most, needed = map(int, ended.stdout.split())
