@@ -73,7 +73,8 @@ def wait_until_ended(pids: list[int], seconds: float = 60.0) -> list[int]:
 def test_training_over_two_servers_is_bit_identical(shared_memory, store, tmp_path, monkeypatch) -> None:
     batches = make_batches(10, last=3)
     expected, _ = train_reference(batches, OPTIMIZERS["adam"](), "wide_deep")
-    config = parse_config({"servers": 2, "store": store, "wire": {"shared_memory": shared_memory}})
+    settings = {"servers": 2, "store": store, "wire": {"shared_memory": shared_memory}}
+    config = parse_config(settings | ({"store_memory": "8MB"} if store == "mapped" else {}))
     opened = []
 
     def open_remote(_: object, layouts, *__: object) -> RemoteStore:

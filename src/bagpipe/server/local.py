@@ -17,7 +17,7 @@ from typing import IO, Literal
 
 import msgspec
 
-from bagpipe.config import Config
+from bagpipe.config import Config, store_memory_bytes
 from bagpipe.errors import ConfigError, StoreError
 from bagpipe.server.process import Ready, ServerOptions
 from bagpipe.store.base import RowSource
@@ -123,6 +123,7 @@ def start_servers(
     directory: Path | None = None,
     logs: Path | None = None,
     memory_max: int | None = None,
+    resident_max: int | None = None,
     deadline_s: float = READY_S,
 ) -> LocalServers:
     """Start so many servers on this machine and wait until they can be reached.
@@ -141,6 +142,7 @@ def start_servers(
                 store=store,
                 directory=None if directory is None else str((directory / f"server-{number}").resolve()),
                 memory_max=memory_max,
+                resident_max=resident_max,
                 parent=os.getpid(),
             )
             servers.start(options, None if logs is None else logs / f"server-{number}.log")
@@ -158,6 +160,7 @@ def open_store(config: Config, tables: Sequence[RowSource], run_dir: Path) -> Re
         store=config.store,
         directory=run_dir / "rows" if config.store == "mapped" else None,
         logs=run_dir,
+        resident_max=None if config.store_memory is None else store_memory_bytes(config.store_memory, config.store),
     )
     network = SocketNetwork()
 

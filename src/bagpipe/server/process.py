@@ -24,6 +24,7 @@ import numpy as np
 from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.storage import Storage, in_files, in_memory
+from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.wire.keys import Security
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import Failed, Message, Open, Part, Read, Write
@@ -46,6 +47,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of the files of a mapped store: new or empty. None: a temporary one."""
     memory_max: int | None = None
     """Bytes that rows and their ids may take."""
+    resident_max: int | None = None
+    """Bytes of the files of a mapped store that may be kept in memory."""
     threads: int | None = None
     parent: int | None = None
     """The process whose end is also ours."""
@@ -71,14 +74,24 @@ class Ready(msgspec.Struct, frozen=True):
     pid: int
 
 
-def serve(options: ServerOptions, security: Security, announce: Callable[[Ready], None], stop: threading.Event) -> None:
-    """Serve until `stop` is set or the parent is gone; `announce` is called once clients may come."""
+def serve(
+    options: ServerOptions,
+    security: Security,
+    announce: Callable[[Ready], None],
+    stop: threading.Event,
+    watch: Callable[[EmbeddingServer], None] = lambda _: None,
+) -> None:
+    """Serve until `stop` is set or the parent is gone; `announce` is called once clients may come.
+
+    `watch` is given the server itself, whose statistics may be asked for meanwhile.
+    """
     options.check()
     warm_up(options.store)
     with _storage(options) as storage:
         server = EmbeddingServer(storage, server=options.server, servers=options.servers, run=options.run)
         threads = options.threads or max(2, min(8, os.cpu_count() or 1))
         listener = Listener(options.address, server.handle, threads, security)
+        watch(server)
         try:
             _log.info("server %d of %d listens at %s", options.server, options.servers, listener.address)
             announce(Ready(listener.address, options.server, options.servers, os.getpid()))
@@ -133,13 +146,15 @@ def _expect_no_failure(message: Message) -> None:
 
 @contextmanager
 def _storage(options: ServerOptions) -> Iterator[Storage]:
+    resident = RESIDENT_BYTES_MAX if options.resident_max is None else options.resident_max
     if options.store == "memory":
         yield in_memory(options.memory_max)
     elif options.directory is not None:
-        yield in_files(Path(options.directory), keep=True, bytes_max=options.memory_max)
+        directory = Path(options.directory)
+        yield in_files(directory, keep=True, bytes_max=options.memory_max, resident_bytes_max=resident)
     else:
         with tempfile.TemporaryDirectory(prefix="bagpipe-server-") as path:
-            yield in_files(Path(path) / "rows", bytes_max=options.memory_max)
+            yield in_files(Path(path) / "rows", bytes_max=options.memory_max, resident_bytes_max=resident)
 
 
 def main() -> int:
