@@ -53,7 +53,7 @@ class OnError(str, Enum):
 
 
 Sources = Annotated[list[Path], typer.Argument(help="Raw files as downloaded, also gzip, or directories of them.")]
-Prepared_ = Annotated[
+DataDirectory = Annotated[
     Path, typer.Argument(metavar="DESTINATION", help="Directory of the data set: new, empty, or one that was stopped.")
 ]
 SchemaFile = Annotated[Path | None, typer.Option("--schema", help="TOML file that says what the columns are.")]
@@ -92,7 +92,7 @@ RowId = Annotated[int | None, typer.Option("--id", help="The id.")]
 def prepare(
     kind: Annotated[Kind, typer.Argument(help="What the files hold; parquet, csv and tsv need --schema.")],
     sources: Sources,
-    destination: Prepared_,
+    destination: DataDirectory,
     schema: SchemaFile = None,
     numbering: Numberings = None,
     min_count: MinCounts = None,
