@@ -31,7 +31,19 @@ class Benchmark:
     """Takes `quick`: True makes it small enough for a test; figures are then not meaningful."""
 
 
-MODULES = ("generator", "reader", "processors", "oracle", "embedding", "store", "train", "terabyte", "start", "prepare")
+MODULES = (
+    "generator",
+    "reader",
+    "processors",
+    "oracle",
+    "embedding",
+    "store",
+    "transport",
+    "train",
+    "terabyte",
+    "start",
+    "prepare",
+)
 
 
 def load(name: str) -> Benchmark:

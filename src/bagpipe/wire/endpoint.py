@@ -14,6 +14,8 @@ from bagpipe.wire.limits import Limits
 
 CopyableSocket = zmq.Socket[bytes]
 
+_COPIED_BYTES_MAX = 512 << 10  # to lend memory to ZeroMQ and get it back takes a turn of another thread
+
 
 class Address(NamedTuple):
     """A host, by name or number, and a port; port 0 lets the system choose."""
@@ -60,6 +62,7 @@ def check_security(address: Address, role: Role, security: Security) -> None:
 
 def set_options(socket: CopyableSocket, address: Address, limits: Limits, security: Security) -> None:
     """Queues, sizes, heartbeats and keys, before the socket is bound or connected."""
+    socket.copy_threshold = _COPIED_BYTES_MAX
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.IPV6, ":" in address.host)
     socket.set(zmq.MAXMSGSIZE, max(limits.buffer_bytes, limits.body_bytes))
@@ -93,6 +96,13 @@ def receive_frames(socket: CopyableSocket, frames_max: int) -> list[memoryview]:
             frames.append(frame.buffer)
         if not frame.more:
             return frames
+
+
+def option(socket: CopyableSocket, name: zmq.SocketOption) -> int:
+    """The value of an option that is a number."""
+    value = socket.get(name)
+    assert isinstance(value, int)
+    return value
 
 
 def strerror(error: zmq.ZMQError) -> str:

@@ -22,6 +22,7 @@ from bagpipe.wire.endpoint import (
     Address,
     CopyableSocket,
     check_security,
+    option,
     parse_address,
     receive_frames,
     send_frames,
@@ -63,7 +64,7 @@ class Listener:
         self._use = threading.Lock()  # of the socket, for moments
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        self._poll.register(_option(self._front, zmq.FD), select.POLLIN)
+        self._poll.register(option(self._front, zmq.FD), select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         self._messages: dict[int, int] = {}
         self._guard = Guard(self._front.get_monitor_socket(EVENTS), limits, self._messages, self._is_drained)
@@ -157,7 +158,7 @@ class Listener:
 
     def _something_came(self) -> bool:
         """Whether a message waits. Asking may swallow the signal that it came, so the thread that waits is told."""
-        if came := bool(_option(self._front, zmq.EVENTS) & zmq.POLLIN):
+        if came := bool(option(self._front, zmq.EVENTS) & zmq.POLLIN):
             os.eventfd_write(self._wake, 1)
         return came
 
@@ -174,12 +175,6 @@ class Listener:
                 return
             send_frames(self._front, [peer, *frames])
             self._something_came()  # sending, too, may swallow the signal
-
-
-def _option(socket: CopyableSocket, option: zmq.SocketOption) -> int:
-    value = socket.get(option)
-    assert isinstance(value, int)
-    return value
 
 
 def _port(socket: CopyableSocket) -> int:

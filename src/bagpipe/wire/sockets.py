@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from bagpipe.wire.endpoint import (
     Address,
     CopyableSocket,
     check_security,
+    option,
     parse_address,
     receive_frames,
     send_frames,
@@ -100,11 +102,10 @@ class SocketChannel(Channel):
         """Whether it can no longer be used."""
         return self._socket is None
 
-    def sockets(self) -> tuple[CopyableSocket, CopyableSocket]:
-        """What to poll: messages, and events of the connection."""
+    def sources(self) -> tuple[CopyableSocket, int]:
+        """What to poll: the socket of messages, and a descriptor that tells of events of the connection."""
         assert self._socket is not None, "the channel is closed"
-        assert self._monitor is not None
-        return self._socket, self._monitor
+        return self._socket, self._monitor_descriptor
 
     def was_refused(self) -> bool:
         """Whether the events that have come mean that no message ever will."""
@@ -120,6 +121,10 @@ class SocketChannel(Channel):
         self._socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._monitor.set(zmq.LINGER, 0)
+        # it tells only of what is new, which is enough: all events are taken whenever it does
+        self._monitor_descriptor = option(self._monitor, zmq.FD)
+        self._news = select.poll()
+        self._news.register(self._monitor_descriptor, select.POLLIN)
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
@@ -128,6 +133,8 @@ class SocketChannel(Channel):
 
     def _heed_monitor(self) -> None:
         assert self._monitor is not None
+        if not self._news.poll(0):
+            return
         while True:
             try:
                 event = recv_monitor_message(self._monitor, zmq.DONTWAIT)["event"]
@@ -161,12 +168,12 @@ class SocketNetwork(Network):
         """Channels on which something has arrived, or whose server refused us; empty after the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
-            polled = []
+            polled: list[tuple[CopyableSocket | int, int]] = []
             for channel in channels:
                 assert isinstance(channel, SocketChannel)
-                polled += [(socket, zmq.POLLIN) for socket in channel.sockets()]
+                polled += [(source, zmq.POLLIN) for source in channel.sources()]
             left_ms = max(int((deadline - time.monotonic()) * 1000 + 0.999), 0)
-            ready = {id(socket) for socket, _ in zmq.zmq_poll(polled, left_ms)}
+            ready: set[CopyableSocket | int] = {source for source, _ in zmq.zmq_poll(polled, left_ms)}
             found = [channel for channel in channels if self._has_news(channel, ready)]
             if found or time.monotonic() >= deadline:
                 return found
@@ -178,7 +185,7 @@ class SocketNetwork(Network):
         self._context.term()
 
     @staticmethod
-    def _has_news(channel: Channel, ready: set[int]) -> bool:
+    def _has_news(channel: Channel, ready: set[CopyableSocket | int]) -> bool:
         assert isinstance(channel, SocketChannel)
-        socket, monitor = channel.sockets()
-        return id(socket) in ready or (id(monitor) in ready and channel.was_refused())
+        socket, monitor = channel.sources()
+        return socket in ready or (monitor in ready and channel.was_refused())

@@ -1,0 +1,235 @@
+"""How fast 20,000 rows of 192 bytes come from another process by id, over loopback: a plain TCP socket, our channel
+with and without keys, one request at a time and four in flight.
+
+All contestants are asked in turn, again and again, and the same process answers them from the same array; ratios are
+those of median times: `time_ratio_to_tcp` to TCP with as many requests in flight, `time_ratio_to_tcp_one_at_a_time` to
+TCP with one. `megabytes_per_second` counts the rows only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bagpipe.allocator import keep_freed_memory
+from bagpipe.bench import Benchmark, Results
+from bagpipe.errors import PipelineError
+from bagpipe.store.base import Floats, Int64s
+from bagpipe.wire.checks import check_read, check_rows
+from bagpipe.wire.dispatch import Reply
+from bagpipe.wire.keys import VARIABLE, Security, find_keys, new_keys
+from bagpipe.wire.listener import Listener
+from bagpipe.wire.messages import Message, Part, Read, Rows
+from bagpipe.wire.sockets import SocketNetwork
+
+ROWS, WIDTH = 20_000, 48
+TABLE_ROWS = 200_000
+IN_FLIGHT = (1, 4)
+TIMEOUT_S = 60.0
+_RUN = bytes(16)
+
+Fetch = Callable[[list[Int64s]], list[Floats]]
+"""Rows of several requests, as many in flight as there are; valid until the next call."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the other process answers."""
+
+    tcp: int
+    plain: str
+    curve: str
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to get rows."""
+
+    name: str
+    open: Callable[[Addresses], contextlib.AbstractContextManager[Fetch]]
+
+
+def run(quick: bool) -> Results:
+    """Everyone in turn; about half a minute."""
+    keep_freed_memory()  # on both sides, as trainers and servers do: TCP has its memory ready, too
+    num_rows, rounds = (500, 3) if quick else (ROWS, 60)
+    rng = np.random.default_rng(0)
+    with _server() as addresses, contextlib.ExitStack() as stack:
+        fetches = {each.name: stack.enter_context(each.open(addresses)) for each in CONTESTANTS}
+        seconds: dict[tuple[str, int], list[float]] = {(name, many): [] for many in IN_FLIGHT for name in fetches}
+        for each in range(
+            rounds + 3
+        ):  # the first ones, in which memory is touched and connections warm up, do not count
+            for (name, many), times in seconds.items():
+                ids = [rng.integers(0, TABLE_ROWS, num_rows) for _ in range(many)]
+                start = time.perf_counter()
+                rows = fetches[name](ids)
+                taken = (time.perf_counter() - start) / many
+                _check(name, ids, rows)
+                times.extend([taken] if each >= 3 else [])
+    return [_figures(name, many, num_rows, seconds) for name, many in seconds]
+
+
+def _figures(name: str, in_flight: int, num_rows: int, seconds: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
+    median = float(np.median(seconds[name, in_flight]))
+    return {
+        "transport": name,
+        "in_flight": in_flight,
+        "rows": num_rows,
+        "ms_per_request": round(median * 1e3, 3),
+        "rows_per_second": round(num_rows / median),
+        "megabytes_per_second": round(num_rows * WIDTH * 4 / median / 1e6, 1),
+        "time_ratio_to_tcp": round(median / float(np.median(seconds["tcp", in_flight])), 3),
+        "time_ratio_to_tcp_one_at_a_time": round(median / float(np.median(seconds["tcp", 1])), 3),
+    }
+
+
+def _check(name: str, ids: list[Int64s], rows: list[Floats]) -> None:
+    """The rows are those asked for: the first number of each is its id."""
+    for wanted, got in zip(ids, rows, strict=True):
+        if got.shape != (len(wanted), WIDTH) or not np.array_equal(got[:, 0], wanted.astype(np.float32)):
+            raise PipelineError(f"{name} brought other rows than were asked for: a defect, please report it")
+
+
+@contextlib.contextmanager
+def _over_tcp(addresses: Addresses) -> Iterator[Fetch]:
+    """The number of ids and the ids go out, rows come back: nothing is checked, nothing else travels."""
+    with socket.create_connection(("127.0.0.1", addresses.tcp), TIMEOUT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        memory = np.empty((max(IN_FLIGHT), ROWS, WIDTH), np.float32)
+
+        def fetch(ids: list[Int64s]) -> list[Floats]:
+            for each in ids:
+                connection.sendall(len(each).to_bytes(8, "little"))
+                connection.sendall(each.data)
+            found = [memory[number, : len(each)] for number, each in enumerate(ids)]
+            for rows in found:
+                _receive(connection, rows.data.cast("B"))
+            return found
+
+        yield fetch
+
+
+@contextlib.contextmanager
+def _over_channel(address: str, security: Security) -> Iterator[Fetch]:
+    network = SocketNetwork(security)
+    channel = network.connect(address)
+    kept: list[Message] = []
+
+    def fetch(ids: list[Int64s]) -> list[Floats]:
+        for number, each in enumerate(ids):
+            channel.send(Message(_RUN, 0, number, Read([Part(0, len(each))]), [each.data]))
+        answers: dict[int, Message] = {}
+        while len(answers) < len(ids):
+            if (message := channel.receive()) is not None:
+                answers[message.request] = message
+            elif not network.wait([channel], TIMEOUT_S):
+                raise PipelineError(f"the other process did not answer: {channel.trouble}")
+        kept[:] = answers.values()
+        return [_rows(answers[number], len(each)) for number, each in enumerate(ids)]
+
+    try:
+        yield fetch
+    finally:
+        kept.clear()
+        channel.close()
+        network.close()
+
+
+def _rows(message: Message, num_rows: int) -> Floats:
+    assert isinstance(message.body, Rows), message.body
+    _, values = check_rows(message.body, message.buffers, [Part(0, num_rows)], [WIDTH])
+    return values.reshape(num_rows, WIDTH)
+
+
+CONTESTANTS = [
+    Contestant("tcp", _over_tcp),
+    Contestant("channel", lambda addresses: _over_channel(addresses.plain, None)),
+    Contestant("channel with keys", lambda addresses: _over_channel(addresses.curve, find_keys("client"))),
+]
+"""The first is the one that others are compared with."""
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[Addresses]:
+    """Another process that answers them all, with keys in both environments for as long."""
+    server, client = new_keys()
+    before = os.environ.get(VARIABLE)
+    command = [sys.executable, "-m", "bagpipe.bench.transport"]
+    child = subprocess.Popen(  # noqa: S603 - this module, with this interpreter
+        command, env=os.environ | {VARIABLE: server.text()}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    os.environ[VARIABLE] = client.text()
+    try:
+        assert child.stdout is not None
+        said = child.stdout.readline()
+        if not said:
+            raise PipelineError("the process that should answer ended: see above")
+        yield msgspec.json.decode(said, type=Addresses)
+    finally:
+        os.environ.pop(VARIABLE)
+        os.environ.update({} if before is None else {VARIABLE: before})
+        child.communicate(timeout=TIMEOUT_S)  # closes its standard input, which ends it
+
+
+def _answer() -> None:
+    """What the other process does, until its standard input ends."""
+    keep_freed_memory()
+    table = np.random.default_rng(0).random((TABLE_ROWS, WIDTH), np.float32)
+    table[:, 0] = np.arange(TABLE_ROWS)
+
+    def handler(peer: bytes, message: Message, reply: Reply) -> None:  # noqa: ARG001
+        assert isinstance(message.body, Read)
+        ids = check_read(message.body, message.buffers, [WIDTH])
+        rows = table.take(ids, axis=0)
+        buffers = [np.ones(len(ids), np.uint8).data, rows.data]
+        reply(Message(message.run, message.generation, message.request, Rows(len(ids)), buffers))
+
+    plain = Listener("127.0.0.1:0", handler)
+    curve = Listener("127.0.0.1:0", handler, security=find_keys("server"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_answer_tcp, args=(server, table), daemon=True).start()
+        addresses = Addresses(server.getsockname()[1], plain.address, curve.address)
+        sys.stdout.buffer.write(msgspec.json.encode(addresses) + b"\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+    plain.close()
+    curve.close()
+
+
+def _answer_tcp(server: socket.socket, table: Floats) -> None:
+    connection, _ = server.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    head, ids, rows = bytearray(8), np.empty(ROWS, np.int64), np.empty((ROWS, WIDTH), np.float32)
+    with connection:
+        while _receive(connection, memoryview(head)):
+            wanted = ids[: int.from_bytes(head, "little")]
+            _receive(connection, wanted.data.cast("B"))
+            np.take(table, wanted, axis=0, out=rows[: len(wanted)], mode="clip")
+            connection.sendall(rows[: len(wanted)].data.cast("B"))
+
+
+def _receive(connection: socket.socket, into: memoryview) -> bool:
+    """Fill memory from a socket; False where it has ended."""
+    while into:
+        if not (count := connection.recv_into(into)):
+            return False
+        into = into[count:]
+    return True
+
+
+BENCHMARK = Benchmark("transport", "rows a second from another process: TCP, our channel, keys or none", run)
+
+if __name__ == "__main__":
+    _answer()
