@@ -20,6 +20,7 @@ from torch import nn
 
 from bagpipe.adapt import Adapter
 from bagpipe.cache import RowCache
+from bagpipe.cluster.context import current
 from bagpipe.config import cache_size, store_memory_bytes
 from bagpipe.embedding import CachedLayer
 from bagpipe.errors import BatchError, ConfigError, ModelError, StoreError
@@ -36,6 +37,8 @@ from bagpipe.trainer.source import LocalPlans, Source
 from bagpipe.trainer.stages import Driver, Threads
 from bagpipe.types import Table
 
+OpenStore = Callable[[Sequence[RowLayout]], Store]
+
 
 def accelerate(
     model: nn.Module,
@@ -45,7 +48,7 @@ def accelerate(
     cache: int | str = "1GB",
     lookahead: int | Literal["auto"] = "auto",
     policy: str = "lookahead",
-    store: str | Path = "memory",
+    store: str | Path | OpenStore = "memory",
     store_memory: str | None = None,
     device: torch.device | str | None = None,
     features: FeatureMap | None = None,
@@ -75,7 +78,8 @@ def accelerate(
         lookahead: How many batches the oracle reads ahead, the current one included: a row whose next use is among them
             stays in the cache. "auto" reads as far as fills it, and lets rows go only when their place is needed.
         policy: What the oracle keeps: "lookahead", "lru", "nocache" or "ideal".
-        store: Where all rows live: "memory", "mapped" (files in a temporary directory), or a directory for the files.
+        store: Where all rows live: "memory", "mapped" (files in a temporary directory), a directory for the files, or a
+            function that opens a `bagpipe.store.Store` for the layouts of rows that it is given.
             A directory that an earlier process left, after its `with` block, goes on with the rows that are there, if
             they are of the same tables, sizes, row optimizer and first values; else it must be new or empty. Dense
             parameters and `rows.state_dict()` are not in it: save them beside it.
@@ -109,7 +113,11 @@ def accelerate(
     if threads is not None:
         _at_least("threads", threads, 1)
     size = cache_size(cache)
-    resident_bytes_max = RESIDENT_BYTES_MAX if store_memory is None else store_memory_bytes(store_memory, store)
+    resident_bytes_max = RESIDENT_BYTES_MAX
+    if store_memory is not None:
+        if callable(store):
+            raise ConfigError(f"store_memory ({store_memory!r}) is for the function that opens the store: leave it out")
+        resident_bytes_max = store_memory_bytes(store_memory, store)
     source = Source(loader, epochs, accumulate)
     if source.empty:
         raise BatchError("the loader is empty: there is nothing to train on")
@@ -229,7 +237,17 @@ def _refuse_unknown_optimizers(rows: RowOptimizer | PerTable, binding: Binding) 
             raise ConfigError(f"PerTable names {name!r}; the model has {', '.join(map(repr, dict.fromkeys(known)))}")
 
 
-def _open_store(store: str | Path, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
+def _open_store(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
+    if callable(store):
+        return store(layouts)
+    launch = current()
+    if launch is not None:
+        if store != "memory":
+            raise ConfigError(
+                f"store={str(store)!r}: under bagpipe launch the servers hold the rows: leave store out, and give "
+                "--set store=mapped to bagpipe launch where they should be in files"
+            )
+        return launch.open_store(layouts)
     if store == "memory":
         return MemoryStore(layouts)
     if store == "mapped":
@@ -263,8 +281,10 @@ def _label(layout: RowLayout) -> str:
     )
 
 
-def _same_store(store: str | Path, earlier: Batches) -> Store:
+def _same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
     held = earlier.store.path if isinstance(earlier.store, MappedStore) else None
+    if callable(store):
+        raise ConfigError("store is a function, but this model's rows are in a store already: leave store out")
     if store not in ("memory", "mapped") and Path(store).resolve() != held:
         raise ConfigError(f"store={str(store)!r}: this model's rows are in a store already: leave store out")
     return earlier.store

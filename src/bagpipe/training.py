@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bagpipe.api import accelerate
+from bagpipe.api import OpenStore, accelerate
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
 from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
 from bagpipe.data.service import DataOrder
@@ -32,6 +32,7 @@ from bagpipe.metrics import Metrics
 from bagpipe.models import build_model
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.reference import Reference
+from bagpipe.server.local import open_store
 from bagpipe.state import State, of_reference, of_store
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
@@ -139,12 +140,20 @@ def _train_accelerated(job: Job, reading: Generator[Batch, None, None], report: 
         cache=config.cache,
         lookahead=config.lookahead,
         policy=config.policy,
-        store="memory" if config.store == "memory" else job.run_dir / "rows",
+        store=_store(job),
+        store_memory=config.store_memory if not config.servers else None,
         tables=job.train.tables,
         initial=lambda table: initials[table.name],
         check=config.check,
     )
     return train_over(job, model, layouts, batches, report)
+
+
+def _store(job: Job) -> str | Path | OpenStore:
+    """Where the rows of a job live."""
+    if job.config.servers:
+        return lambda layouts: open_store(job.config, layouts, job.run_dir)
+    return "memory" if job.config.store == "memory" else job.run_dir / "rows"
 
 
 def train_over(
