@@ -22,6 +22,9 @@ SETTINGS = [
 ]
 """13 batches an epoch, the last one short; a weighted bag, a shared table, a table without a size."""
 
+LONG = ["epochs=6"]
+"""So many that they can't all be on their way when the first few are trained."""
+
 
 def make_job(path, *settings):
     """A small run."""

@@ -217,7 +217,7 @@ class RemoteBatches:
             network,
             addresses,
             lambda number: GetBatch(number, self._fingerprint),
-            what="batch",
+            what=lambda number: f"batch {number}",
             run=run,
             place=lambda number: order.processor(number, len(addresses)),
             start=start,

@@ -50,7 +50,15 @@ class RemotePlans:
         self.described = self._describe(network, address, run, patience)
         """What the plans are like: tables, row widths, slots."""
         self._shape = PlanShape.of(self.described)
-        self._answers = InOrder(network, [address], self._request, what="plan", run=run, ahead=ahead, patience=patience)
+        self._answers = InOrder(
+            network,
+            [address],
+            self._request,
+            what=lambda iteration: f"plan {iteration}",
+            run=run,
+            ahead=ahead,
+            patience=patience,
+        )
 
     def check(self, layouts: Sequence[RowLayout]) -> None:
         """ConfigError if the oracle plans for another model than that of these rows."""
@@ -121,9 +129,14 @@ class RemotePlans:
     def _describe(self, network: Network, address: str, run: bytes, patience: Patience | None) -> PlansDescribed:
         trainer = self._trainer
         asking = InOrder(
-            network, [address], lambda _: DescribePlans(trainer), what="what plans are like, as answer", run=run,
-            stop=1, patience=patience,
-        )  # fmt: skip
+            network,
+            [address],
+            lambda _: DescribePlans(trainer),
+            what=lambda _: "a description of the plans",
+            run=run,
+            stop=1,
+            patience=patience,
+        )
         try:
             message = asking.take()
         finally:

@@ -18,7 +18,7 @@ from bagpipe.wire.plan_messages import NotYet
 
 AHEAD = 4
 RETRIES_GROW = 2.0
-RETRY_S_MAX = 30.0
+RETRY_S_MAX = 10.0
 LOOK_S = 0.2
 """How soon an interruption is noticed."""
 
@@ -52,7 +52,7 @@ class InOrder:
         addresses: Sequence[str],
         compose: Callable[[int], Body],
         *,
-        what: str,
+        what: Callable[[int], str],
         run: bytes,
         generation: int = 0,
         place: Callable[[int], int] = lambda _: 0,
@@ -63,7 +63,7 @@ class InOrder:
     ) -> None:
         """Take where to ask: number n goes to address place(n); nothing is asked from `stop` on.
 
-        `compose` makes the body of a request each time that it is sent. `what` is asked for, in people's words.
+        `compose` makes the body of a request each time that it is sent; `what` says in people's words what it is for.
         """
         self.next = start
         """The number that is taken next: all before it have arrived."""
@@ -88,7 +88,7 @@ class InOrder:
 
     def take(self) -> Message | None:
         """The answer to the next number; None once `interrupt` was called."""
-        assert self._stop is None or self.next < self._stop, f"there is no {self._what} {self.next}"
+        assert self._stop is None or self.next < self._stop, f"there is no {self._what(self.next)}"
         number, since, wait_s = self.next, self._network.now(), 0.0
         self._why = ""
         self._skip_time(since)
@@ -129,7 +129,7 @@ class InOrder:
         return self._channels[self._place(number)].address
 
     def _name(self, number: int) -> str:
-        return f"{self._what} {number} from {self.address(number)}"
+        return f"{self._what(number)} from {self.address(number)}"
 
     def _skip_time(self, now: float) -> None:
         """While nobody listened, nobody could be late."""
@@ -185,7 +185,7 @@ class InOrder:
 
     def _check_patience(self, number: int, since: float, now: float) -> None:
         place = self._place(number)
-        silent_s = now - self._heard[place]
+        silent_s = now - max(self._heard[place], since)
         if silent_s >= self._patience.deadline_s:
             trouble = self._channels[place].trouble
             raise DeadlineError(
