@@ -126,7 +126,7 @@ class DataProcessorService:
             return ProcessorStatus(
                 self._processor,
                 self._processors,
-                self.address,
+                "" if self._listening is None else self._listening.address,
                 self._batches,
                 self._bytes_sent,
                 self._groups_read,

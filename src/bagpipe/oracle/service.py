@@ -135,7 +135,7 @@ class OracleService:
         """What it has done so far."""
         outbox = self._outbox
         return OracleStatus(
-            self.address,
+            "" if self._listening is None else self._listening.address,
             self._planned,
             min(outbox.received, self._planned - 1),
             outbox.num_ready,
@@ -148,6 +148,7 @@ class OracleService:
     def close(self) -> None:
         """Answer nobody any more and stop reading; a second call does nothing."""
         if self._listening is None:
+            _close(self._batches)
             return
         self._outbox.close()
         interrupt = getattr(self._batches, "interrupt", None)
@@ -185,9 +186,7 @@ class OracleService:
             _log.exception("the oracle failed")
         finally:
             for part in (source, oracle, self._batches):
-                close = getattr(part, "close", None)
-                if close is not None:
-                    close()
+                _close(part)
             body = end.body
             self._ended = f"{body.error}: {body.message}" if isinstance(body, Failed) else "all data is planned"
             self._outbox.finish(end)
@@ -215,3 +214,10 @@ class OracleService:
             if not self._outbox.put(plan.iteration, answer):
                 raise PipelineError("the oracle was closed")
             self._planned = plan.iteration + 1
+
+
+def _close(part: object) -> None:
+    """Let go of something, where that can be done."""
+    close = getattr(part, "close", None)
+    if close is not None:
+        close()

@@ -88,6 +88,8 @@ class InOrder:
 
     def take(self) -> Message | None:
         """The answer to the next number; None once `interrupt` was called."""
+        if self._interrupted:
+            return None
         assert self._stop is None or self.next < self._stop, f"there is no {self._what(self.next)}"
         number, since, wait_s = self.next, self._network.now(), 0.0
         self._why = ""

@@ -10,7 +10,16 @@ import torch
 
 from bagpipe.data.generator import Generated
 from bagpipe.data.service import DataProcessorService, RemoteBatches
-from bagpipe.errors import BatchError, CapacityError, ConfigError, DeadlineError, ShardError, ValueRangeError, WireError
+from bagpipe.errors import (
+    BatchError,
+    CapacityError,
+    ConfigError,
+    DeadlineError,
+    PipelineError,
+    ShardError,
+    ValueRangeError,
+    WireError,
+)
 from bagpipe.oracle.outbox import AHEAD_MAX, DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.service import OracleService, PlanSettings
 from bagpipe.store import MemoryStore
@@ -323,6 +332,22 @@ def test_settings_that_can_not_be_are_refused():
         PlanSettings((Table("user"),), (4,), "much")
     with pytest.raises(ConfigError, match="room is 0"):
         OracleService(on_socket(), [], PlanSettings((Table("user"),), (4,), 100), run=RUN, room=0)
+
+
+def test_a_service_that_could_not_listen_can_be_closed_with_what_it_was_given(tmp_path):
+    job = make_job(tmp_path / "run")
+    network = SimulatedNetwork()
+    taken = network.listen("oracle", lambda *_: None)
+    batches = RemoteBatches(network, ["nowhere"], job.data_order(), run=RUN)
+    oracle = OracleService(
+        lambda handler: network.listen(taken.address, handler), batches, job.plan_settings(), run=RUN
+    )
+    with pytest.raises(WireError, match="in use"):
+        oracle.start()
+    assert (oracle.status().address, oracle.status().planned) == ("", 0)
+    oracle.close()
+    with pytest.raises(PipelineError, match="reading was ended before batch 0"):
+        next(iter(batches))
 
 
 def test_services_answer_over_sockets_too_and_their_ports_are_free_afterwards(expected, tmp_path):
