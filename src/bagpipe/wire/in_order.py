@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Event
 
 from bagpipe import errors
 from bagpipe.errors import BagpipeError, DeadlineError, WireError
@@ -76,7 +77,7 @@ class InOrder:
         self._asked: dict[int, _Asked] = {}
         self._arrived: dict[int, Message] = {}
         self._why = ""
-        self._interrupted = False
+        self._interrupted = Event()
         self._channels: list[Channel] = []
         try:
             self._channels += (network.connect(address) for address in addresses)
@@ -88,7 +89,7 @@ class InOrder:
 
     def take(self) -> Message | None:
         """The answer to the next number; None once `interrupt` was called."""
-        if self._interrupted:
+        if self._interrupted.is_set():
             return None
         assert self._stop is None or self.next < self._stop, f"there is no {self._what(self.next)}"
         number, since, wait_s = self.next, self._network.now(), 0.0
@@ -101,7 +102,7 @@ class InOrder:
             now = self._listened = self._network.now()
             if number in self._arrived:
                 break
-            if self._interrupted:
+            if self._interrupted.is_set():
                 return None
             self._check_patience(number, since, now)
             self._ask_again(now)
@@ -114,7 +115,7 @@ class InOrder:
 
     def interrupt(self) -> None:
         """End the wait of another thread in `take`."""
-        self._interrupted = True
+        self._interrupted.set()
 
     def end_at(self, number: int) -> None:
         """Ask for nothing from this number on."""
@@ -122,7 +123,7 @@ class InOrder:
 
     def close(self) -> None:
         """Let go of the connections; a second call does nothing."""
-        self._interrupted = True
+        self._interrupted.set()
         for channel in self._channels:
             channel.close()
 
