@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,12 @@ class Job:
 
 def prepare(config: Config, run_dir: Path | None = None) -> Job:
     """Open the data and claim the run directory."""
+    job = open_job(config, Path())
+    return replace(job, run_dir=claim(run_dir, config))
+
+
+def open_job(config: Config, run_dir: Path) -> Job:
+    """Open the data; the run directory is another's, and is not looked at."""
     if config.trainers > 1:
         raise ConfigError(f"trainers is {config.trainers}: several trainers are not there yet, leave it at 1")
     source, data = _open(config)
@@ -105,7 +111,7 @@ def prepare(config: Config, run_dir: Path | None = None) -> Job:
     iterations = config.iterations or (config.epochs or 1) * an_epoch
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    return Job(config, source, train, held_out, iterations, claim(run_dir, config))
+    return Job(config, source, train, held_out, iterations, run_dir)
 
 
 def train_reference(job: Job, report: Report) -> tuple[State, Summary]:

@@ -1,0 +1,81 @@
+"""`bagpipe launch`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bagpipe.cli.output import AsJson, Settings, errors, print_json, print_pairs
+from bagpipe.cli.train import RunDirectory
+
+Servers = Annotated[int | None, typer.Option(help="Embedding servers, which hold the rows; 1 if not configured.")]
+Trainers = Annotated[int | None, typer.Option(help="Trainers, which share each batch; one, so far.")]
+Processors = Annotated[int, typer.Option(help="Data processors, which read batches.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="Configuration in TOML, as of bagpipe train.")]
+RayAddress = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="A Ray cluster that this machine is a node of; else a Ray here.")
+]
+Interface = Annotated[
+    str | None, typer.Option(help="Where roles on several machines listen: eth0, 10.0.0.7 or 10.0.0.0/24.")
+]
+ServerMemory = Annotated[str | None, typer.Option(help="What each server reserves and may take, such as 8GB.")]
+ServerCores = Annotated[float, typer.Option(help="What each server reserves.")]
+TrainerCores = Annotated[int | None, typer.Option(help="What the trainer reserves and uses; all of this machine's.")]
+TrainerGpus = Annotated[float, typer.Option(help="What the trainer reserves.")]
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SCRIPT] [ARGS]...", help="Run by the trainer instead; its bagpipe.accelerate finds the servers."
+    ),
+]
+
+
+def launch(
+    script: Script = None,
+    servers: Servers = None,
+    trainers: Trainers = None,
+    processors: Processors = 1,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    address: RayAddress = None,
+    interface: Interface = None,
+    run_dir: RunDirectory = None,
+    server_memory: ServerMemory = None,
+    server_cores: ServerCores = 1.0,
+    trainer_cores: TrainerCores = None,
+    trainer_gpus: TrainerGpus = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Train with servers, data processors, oracle and trainer as processes of their own, here or on a Ray cluster."""
+    from bagpipe.cluster.display import StatusLines
+    from bagpipe.cluster.extra import require_ray
+    from bagpipe.cluster.launch import Request, launch
+    from bagpipe.config import load_config, memory_bytes
+
+    require_ray()
+    given = [*(settings or ()), *([] if trainers is None else [f"trainers={trainers}"])]
+    chosen = load_config(config, given)
+    request = Request(
+        chosen,
+        servers=(chosen.servers or 1) if servers is None else servers,
+        processors=processors,
+        address=address,
+        interface=interface,
+        run_dir=run_dir,
+        script=Path(script[0]) if script else None,
+        arguments=tuple(script[1:]) if script else (),
+        server_memory=None if server_memory is None else memory_bytes("--server-memory", server_memory),
+        server_cores=server_cores,
+        trainer_cores=trainer_cores,
+        trainer_gpus=trainer_gpus,
+    )
+    with StatusLines(errors, live=not script) as show:
+        launched = launch(request, show, echo=sys.stderr.write if as_json else sys.stdout.write)
+    if as_json:
+        print_json(launched.summary)
+    elif launched.trained is not None:
+        print_pairs(f"{chosen.model.name}, {request.servers} servers", launched.summary)
+    raise typer.Exit(launched.exit_code)

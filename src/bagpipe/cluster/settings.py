@@ -1,0 +1,81 @@
+"""What the driver and the roles of a run tell each other, in plain values that Ray carries: control, never data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bagpipe.wire.keys import Security
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """Where a role runs."""
+
+    version: str
+    """Of Bagpipe."""
+    host: str
+    """The name of its machine."""
+    machine: str
+    """Differs where 127.0.0.1 is another place: between machines, and between network namespaces of one."""
+    address: str
+    """On the interface that was asked for, or that of its node in Ray."""
+    pid: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a role is."""
+
+    line: str
+    """For people."""
+    printed: bytes
+    """What it printed since the last report, unless that is in the run directory already."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a role raised; `kind` is the name of the error."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What all roles of a run share."""
+
+    run: bytes
+    listener: Security = field(repr=False)
+    """Of whoever listens: servers, oracle, data processors."""
+    client: Security = field(repr=False)
+    """Of whoever connects to them."""
+
+
+@dataclass(frozen=True)
+class TrainerTask:
+    """What one trainer does."""
+
+    wiring: Wiring
+    servers: tuple[str, ...]
+    """Their addresses, in order."""
+    oracle: str
+    trainer: int = 0
+    trainers: int = 1
+
+
+@dataclass(frozen=True)
+class ScriptTask:
+    """A script of the user's instead of a configuration."""
+
+    wiring: Wiring
+    servers: tuple[str, ...]
+    script: str
+    arguments: tuple[str, ...]
+    directory: str
+    """Where the user was."""
+    config: Mapping[str, Any]
+    threads: int
+    trainer: int = 0
+    trainers: int = 1

@@ -1,0 +1,158 @@
+"""The driver's end of all roles: asks them, waits for answers with a deadline (I7), and notices when one is lost.
+
+A role that died ends the run with a ClusterError that names it and the reason; a role that failed ends it with the
+error that it had.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bagpipe import errors
+from bagpipe.cluster.log import LogPlace, Tail
+from bagpipe.cluster.settings import Failure, Report
+from bagpipe.errors import BagpipeError, ClusterError, DeadlineError
+
+POLL_S = 1.0
+WAIT_S = 0.2
+"""How long Ray is asked at once: Ctrl-C and SIGTERM are heard in between."""
+REPORT_S = 30.0
+LOST_S = 3.0
+"""How long to look for a role that was lost, when another one complains."""
+
+Show = Callable[[str, str], None]
+"""Told the name of a role and how it is."""
+
+
+@dataclass
+class Watch:
+    """All roles, by name."""
+
+    ray: ModuleType
+    logs: LogPlace
+    show: Show
+    actors: dict[str, Any] = field(default_factory=dict)
+    echo: Callable[[str], object] | None = None
+    """Is given what the role that is followed prints."""
+    asked_s: float = 0.0
+    """Spent in calls of Ray while the run was watched."""
+
+    def ask(self, role: str, method: str, *arguments: Any) -> Any:
+        """Begin a call."""
+        return getattr(self.actors[role], method).remote(*arguments)
+
+    def gather(self, calls: Mapping[str, Any], what: str, deadline_s: float) -> dict[str, Any]:
+        """The answers of these roles; the first error is raised."""
+        until = time.monotonic() + deadline_s
+        answers: dict[str, Any] = {}
+        while len(answers) < len(calls):
+            left = [call for role, call in calls.items() if role not in answers]
+            self.ray.wait(left, num_returns=len(left), timeout=WAIT_S)
+            for role, call in calls.items():
+                if role not in answers and self.is_done(call):
+                    answers[role] = self.take(role, call)
+            if time.monotonic() > until:
+                late = ", ".join(role for role in calls if role not in answers)
+                raise DeadlineError(f"{late} did not {what} within {deadline_s:g} s: see {self.logs.directory}")
+        return answers
+
+    def is_done(self, call: Any) -> bool:
+        """Whether there is an answer."""
+        return bool(self.ray.wait([call], timeout=0)[0])
+
+    def take(self, role: str, call: Any) -> Any:
+        """The answer of a role, which must be there; errors are raised."""
+        try:
+            answer = self.ray.get(call, timeout=WAIT_S)
+        except self.ray.exceptions.RayError as error:
+            raise ClusterError(f"{role} was lost: {reason(str(error))}; see {self.logs.path(role)}") from error
+        if isinstance(answer, Failure):
+            raise named(answer, role, self.logs.path(role))
+        return answer
+
+    def follow(self, role: str, call: Any) -> Any:
+        """The answer of a role that works for long; meanwhile all are watched, and say how they are."""
+        reports: dict[str, Any] = {}
+        printed = Tail(self.logs.path(role))
+        next_poll = 0.0
+        while not self.is_done(call):
+            self._echo(printed)
+            if time.monotonic() >= next_poll:
+                next_poll = time.monotonic() + POLL_S
+                began = time.perf_counter()
+                self._poll(reports)
+                self.asked_s += time.perf_counter() - began
+            self.ray.wait([call], timeout=min(max(next_poll - time.monotonic(), 0.01), WAIT_S))
+        try:
+            answer = self.take(role, call)
+            self.last_reports()
+        except BagpipeError:
+            self._blame_lost(reports)
+            raise
+        finally:
+            self._echo(printed)
+        return answer
+
+    def last_reports(self) -> None:
+        """Have everybody say once more how they are, and all that they have printed."""
+        asked = list(self.actors)
+        while asked:
+            reports = self.gather({role: self.ask(role, "report") for role in asked}, "report", REPORT_S)
+            for role, report in reports.items():
+                self._note(role, report)
+            asked = [role for role, report in reports.items() if report.printed]
+
+    def _poll(self, reports: dict[str, Any]) -> None:
+        for role in self.actors:
+            if role in reports and self.is_done(reports[role]):
+                self._note(role, self.take(role, reports.pop(role)))
+            if role not in reports:
+                reports[role] = self.ask(role, "report")
+
+    def _blame_lost(self, reports: dict[str, Any]) -> None:
+        """If a role was lost, that is why another one failed."""
+        until = time.monotonic() + LOST_S
+        while reports and time.monotonic() < until:
+            done, _ = self.ray.wait(list(reports.values()), timeout=WAIT_S)
+            for role in [role for role, call in reports.items() if call in done]:
+                self._note(role, self.take(role, reports.pop(role)))
+
+    def _echo(self, printed: Tail) -> None:
+        if self.echo is not None and (text := printed.news()):
+            self.echo(text)
+
+    def _note(self, role: str, report: Report) -> None:
+        self.show(role, report.line)
+        if report.printed:
+            with self.logs.path(role).open("ab") as file:
+                file.write(report.printed)
+
+
+def named(failure: Failure, role: str, log: Path) -> BagpipeError:
+    """The error of a role as the type that it names; of one that nobody foresaw the log tells more."""
+    kind = getattr(errors, failure.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, BagpipeError)) or kind is ClusterError:
+        return ClusterError(f"{failure.message}; see {log}")
+    return kind(f"{role}: {failure.message}")
+
+
+def reason(text: str) -> str:
+    """What Ray says about a lost actor, in a line: it says much, most of it about itself."""
+    patterns = (
+        r"No module named '[^']+'",
+        r"(?:worker|actor) (?:process )?(?:has )?died because[^.\n]*",
+        r"Worker exit detail: ([^\n]*?)(?: There are some potential root causes|\n|$)",
+        r"The actor is dead because ([^\n]*)",
+        r"(node[^.\n]*(?:died|dead|lost)[^.\n]*)",
+    )
+    for pattern in patterns:
+        found = re.search(pattern, text)
+        if found:
+            return (found[1] if found.groups() else found[0]).strip().rstrip(".")
+    return text.strip().partition("\n")[0].rstrip(".") or "Ray does not say why"
