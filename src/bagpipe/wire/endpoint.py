@@ -14,6 +14,7 @@ from bagpipe.wire.limits import Limits
 
 CopyableSocket = zmq.Socket[bytes]
 
+_SEAL_BYTES = 64  # at most, that encryption adds to a frame
 _COPIED_BYTES_MAX = 512 << 10  # to lend memory to ZeroMQ and get it back takes a turn of another thread
 
 
@@ -65,7 +66,7 @@ def set_options(socket: CopyableSocket, address: Address, limits: Limits, securi
     socket.copy_threshold = _COPIED_BYTES_MAX
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.IPV6, ":" in address.host)
-    socket.set(zmq.MAXMSGSIZE, max(limits.buffer_bytes, limits.body_bytes))
+    socket.set(zmq.MAXMSGSIZE, max(limits.buffer_bytes, limits.body_bytes) + _SEAL_BYTES)
     socket.set(zmq.SNDHWM, limits.queue_messages)
     socket.set(zmq.RCVHWM, limits.queue_messages)
     socket.set(zmq.HANDSHAKE_IVL, _ms(limits.handshake_s))

@@ -121,8 +121,9 @@ class SocketChannel(Channel):
         self._socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._monitor.set(zmq.LINGER, 0)
-        # it tells only of what is new, which is enough: all events are taken whenever it does
+        # it tells of what comes after all was taken, so that is done now, and whenever it tells
         self._monitor_descriptor = option(self._monitor, zmq.FD)
+        self._take_events()
         self._news = select.poll()
         self._news.register(self._monitor_descriptor, select.POLLIN)
         try:
@@ -132,9 +133,11 @@ class SocketChannel(Channel):
             raise wire_error(self._where, error) from error
 
     def _heed_monitor(self) -> None:
+        if self._news.poll(0):
+            self._take_events()
+
+    def _take_events(self) -> None:
         assert self._monitor is not None
-        if not self._news.poll(0):
-            return
         while True:
             try:
                 event = recv_monitor_message(self._monitor, zmq.DONTWAIT)["event"]

@@ -230,6 +230,15 @@ def test_a_second_close_does_nothing(transport):
         listener.close()
 
 
+@pytest.mark.parametrize(("server", "client"), [(None, None), (SERVER, CLIENT)], ids=["plain", "curve"])
+def test_a_buffer_of_exactly_the_allowed_length_travels_both_ways(server, client):
+    limits = Limits(buffer_bytes=1 << 20, message_bytes=2 << 20)
+    echo = lambda peer, message, reply: reply(answer(message, Rows(0), message.buffers[0]))  # noqa: E731
+    with listening(echo, server, limits) as listener, connected(listener.address, client, limits) as (network, channel):
+        channel.send(ask(Rows(0), bytes(1 << 20)))
+        assert get(network, channel).buffers[0].nbytes == 1 << 20
+
+
 def test_all_threads_of_a_listener_work_at_once_and_the_free_one_takes_the_next():
     both, release = threading.Barrier(2), threading.Event()
 
