@@ -17,7 +17,7 @@ from bagpipe.cache import RowCache, TableRows
 from bagpipe.errors import ConsistencyError
 from bagpipe.oracle.plan import RowList
 from bagpipe.trainer.pipeline import Pipeline, Wait
-from bagpipe.trainer.source import Source
+from bagpipe.trainer.source import LocalPlans
 from bagpipe.trainer.stages import Seeded, Threads
 from twins import (
     loss_of,
@@ -58,10 +58,10 @@ def swapped(slots):
 
 def stays_one_iteration_too_short(patch):
     """Time-to-live off by one: a row that the next batch needs is evicted."""
-    plans = Source.plans
+    plans = LocalPlans.plans
 
-    def shortened(source, oracle):
-        made = list(plans(source, oracle))
+    def shortened(source):
+        made = list(plans(source))
         for (plan, _), (following, _) in itertools.pairwise(made):
             leaving = {*zip(plan.evict.ids.tolist(), plan.evict.slots.tolist(), strict=True)}
             needed = {*following.rows.of_table(0)[0].tolist()} - {*following.fetch.of_table(0)[0].tolist()}
@@ -81,7 +81,7 @@ def stays_one_iteration_too_short(patch):
                 break
         yield from made
 
-    patch.setattr(Source, "plans", shortened)
+    patch.setattr(LocalPlans, "plans", shortened)
 
 
 def writes_back_twice(patch):
