@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 EVERY_S = 10.0
-"""How often a role has a plain line."""
+"""How often a role has a plain line in which only figures are new."""
 
 
 class StatusLines:
@@ -24,7 +25,8 @@ class StatusLines:
         """Without `live` lines are plain on a terminal too: for runs that print something themselves."""
         self._console = console
         self._lines: dict[str, str] = {}
-        self._said_at: dict[str, float] = {}
+        self._said: dict[str, tuple[str, float]] = {}
+        """The words of each role's last plain line, and when that was."""
         self._live = (
             Live(console=console, transient=True, auto_refresh=False, redirect_stdout=False)
             if live and console.is_terminal
@@ -49,9 +51,17 @@ class StatusLines:
         self._lines[role] = line
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
-        elif time.monotonic() >= self._said_at.get(role, 0.0) + EVERY_S:
-            self._said_at[role] = time.monotonic()
+        elif self._is_due(role, _words(line)):
             self._console.print(f"{role}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def _is_due(self, role: str, words: str) -> bool:
+        """Whether a plain line says something new, or the last one was long ago."""
+        before, said_at = self._said.get(role, ("", 0.0))
+        now = time.monotonic()
+        if words == before and now < said_at + EVERY_S:
+            return False
+        self._said[role] = words, now
+        return True
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -60,3 +70,8 @@ class StatusLines:
         for role, line in self._lines.items():
             table.add_row(role, line)
         return table
+
+
+def _words(line: str) -> str:
+    """A line without its figures."""
+    return re.sub(r"[-\d.,]+", "#", line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from bagpipe.cluster.log import LogPlace
 from bagpipe.cluster.placement import Placement
 from bagpipe.cluster.resources import Need
 from bagpipe.cluster.roles import OracleRole, ProcessorRole, Role, ServerRole
-from bagpipe.cluster.session import OwnRay, joined_ray
+from bagpipe.cluster.session import OwnRay, exit_codes_kept, joined_ray
 from bagpipe.cluster.settings import Introduction, ScriptTask, TrainerTask, Wiring
 from bagpipe.cluster.trainer_role import Trained, TrainerRole
 from bagpipe.cluster.watch import Watch
@@ -83,6 +84,8 @@ class Launched:
     summary: Summary
     trained: Trained | None
     """None for a script."""
+    reached_at: dict[str, float]
+    """When it had come so far, by the clock of this machine: "ray" is connected, "roles" have begun, have "started"."""
     exit_code: int = 0
 
 
@@ -93,7 +96,7 @@ def launch(request: Request, show: Callable[[str, str], None], echo: Callable[[s
     """
     config = _resolved(request.config, request.servers)
     request = replace(request, config=config)
-    with ExitStack() as stack:
+    with exit_codes_kept(), ExitStack() as stack:
         own = stack.enter_context(closing(OwnRay(cores=_own_cores(request)))) if request.address is None else None
         job = prepare(config, request.run_dir) if request.script is None else None
         run_dir = job.run_dir if job is not None else claim(request.run_dir, config)
@@ -114,6 +117,7 @@ class _Run:
 
     def __init__(self, request: Request, ray: ModuleType, watch: Watch, run_dir: Path) -> None:
         self.request, self.ray, self.watch, self.run_dir = request, ray, watch, run_dir
+        self.reached_at = {"ray": time.time()}
         self.servers = [
             Need(f"server {number}", request.server_cores, memory_bytes=request.server_memory or SERVER_BYTES)
             for number in range(request.servers)
@@ -150,8 +154,7 @@ class _Run:
         for kind, needs in kinds:
             actor = self.ray.remote(kind)
             for need in needs:
-                # Reports and the end are asked for while a role works.
-                options = placement.options(need) | {"max_concurrency": 4, "max_restarts": 0, "max_task_retries": 0}
+                options = placement.options(need) | {"max_restarts": 0, "max_task_retries": 0}
                 self.watch.actors[need.role] = actor.options(**options).remote(need.role)
                 self.watch.show(need.role, "is placed")
 
@@ -161,6 +164,7 @@ class _Run:
             for role in self.watch.actors
         }
         introductions = self.watch.gather(calls, "start", START_S)
+        self.reached_at["roles"] = time.time()
         for role, introduction in introductions.items():
             self.watch.show(role, f"starts on {introduction.host}")
             if introduction.version != __version__:
@@ -184,9 +188,10 @@ class _Run:
         planning = watch.ask(ORACLE, "start", hosts[ORACLE], processors, order, job.plan_settings(), wiring)
         oracle = watch.gather({ORACLE: planning}, "start", START_S)[ORACLE]
         watch.gather({TRAINER: preparing}, "open the data", START_S)
+        self.reached_at["started"] = time.time()
         task = TrainerTask(wiring, tuple(addresses[need.role] for need in self.servers), oracle)
-        trained: Trained = watch.follow(TRAINER, watch.ask(TRAINER, "train", task))
-        return Launched(write_summary(job, trained.summary), trained)
+        trained: Trained = watch.follow(TRAINER, watch.ask(TRAINER, "train", task, self._board()))
+        return Launched(write_summary(job, trained.summary), trained, self.reached_at)
 
     def _run_script(self, introductions: dict[str, Introduction]) -> Launched:
         watch, request = self.watch, self.request
@@ -202,9 +207,13 @@ class _Run:
             request.config.model_dump(mode="json"),
             request.threads,
         )
-        code: int = watch.follow(TRAINER, watch.ask(TRAINER, "run_script", task))
+        code: int = watch.follow(TRAINER, watch.ask(TRAINER, "run_script", task, self._board()))
         summary = {"script": str(request.script), "exit_code": code, "run_dir": str(self.run_dir)}
-        return Launched(summary, None, code)
+        return Launched(summary, None, self.reached_at, code)
+
+    def _board(self) -> Any:
+        """Who keeps word of the trainer while it works."""
+        return self.watch.actors[self.servers[0].role]
 
     def _start_servers(self, hosts: dict[str, str], wiring: Wiring) -> dict[str, Any]:
         config, request = self.request.config, self.request

@@ -13,6 +13,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -61,6 +62,7 @@ class Role(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self._output: RoleLog | None = None
+        self._left: dict[str, Report] = {}
 
     @told
     def introduce(self, interface: str | None, node_address: str | None, place: LogPlace) -> Introduction:
@@ -73,8 +75,18 @@ class Role(ABC):
         return Introduction(__version__, socket.gethostname(), _machine(), address, os.getpid())
 
     @told
-    def report(self) -> Report:
-        """How it is, and what it printed since the last time."""
+    def report(self) -> dict[str, Report]:
+        """How it is, and how those are who left word here: by name."""
+        left, self._left = self._left, {}
+        return left | {self.name: self.own_report()}
+
+    def leave(self, role: str, report: Report) -> None:
+        """Keep a report of a role that can't be asked while it works; what is printed adds up."""
+        before = self._left.get(role)
+        self._left[role] = Report(report.line, (before.printed if before else b"") + report.printed)
+
+    def own_report(self) -> Report:
+        """How this role is, and what it printed since the last time."""
         return Report(self.line(), b"" if self._output is None else self._output.news())
 
     @abstractmethod
@@ -174,18 +186,24 @@ class OracleRole(Role):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._service: OracleService | None = None
-        self._network: SocketNetwork | None = None
+        self._opened = ExitStack()
 
     @told
     def start(
         self, address: str, processors: list[str], order: DataOrder, settings: PlanSettings, wiring: Wiring
     ) -> str:
         """Begin to plan, and listen; the address."""
-        self._network = SocketNetwork(wiring.client)
-        batches = RemoteBatches(self._network, processors, order, run=wiring.run)
-        listen = on_socket(address, security=wiring.listener)
-        self._service = OracleService(listen, batches, settings, run=wiring.run)
-        return self._service.start()
+        with ExitStack() as stack:
+            network = SocketNetwork(wiring.client)
+            stack.callback(network.close)
+            batches = RemoteBatches(network, processors, order, run=wiring.run)
+            stack.callback(batches.close)
+            listen = on_socket(address, security=wiring.listener)
+            self._service = OracleService(listen, batches, settings, run=wiring.run)
+            stack.callback(self._service.close)
+            where = self._service.start()
+            self._opened = stack.pop_all()
+        return where
 
     def line(self) -> str:
         """Plans."""
@@ -197,8 +215,7 @@ class OracleRole(Role):
     @told
     def stop(self) -> None:
         """Answer nobody any more."""
-        if self._service is not None:
-            self._service.close()
+        self._opened.close()
 
 
 def _ray_address() -> str:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from bagpipe.cluster.extra import import_ray
@@ -106,6 +106,33 @@ def joined_ray(address: str) -> Iterator[ModuleType]:
         yield ray
     finally:
         _disconnect()
+
+
+@contextmanager
+def exit_codes_kept() -> Iterator[None]:
+    """What a handler of SIGTERM raises leaves this block as it is: calls of Ray make SystemExit(1) of any exit."""
+    before = signal.getsignal(signal.SIGTERM)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    raised: list[BaseException] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            before(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    except SystemExit:
+        if raised:
+            raise raised[0] from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _connect(ray: ModuleType, address: str) -> None:

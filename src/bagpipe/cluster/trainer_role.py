@@ -1,6 +1,7 @@
 """The trainer as a role: trains a configuration, or runs a script of the user's with the servers of the launch.
 
-Nothing of an iteration goes through Ray; what Ray's own threads take of this process meanwhile is measured.
+It does so in the main thread, as Python programs do, and so can't be asked meanwhile: a thread leaves word of it with
+another role every second. Nothing of an iteration goes through Ray; what its threads take of this process is measured.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from bagpipe.allocator import keep_freed_memory
 from bagpipe.cluster import context
 from bagpipe.cluster.keeper import children_of
 from bagpipe.cluster.roles import Role, told
-from bagpipe.cluster.settings import Report, ScriptTask, TrainerTask
+from bagpipe.cluster.settings import ScriptTask, TrainerTask
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import ClusterError
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.training import Job, Summary, open_job, train_remote
 from bagpipe.wire.sockets import SocketNetwork
+
+REPORT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class TrainerRole(Role):
         super().__init__(name)
         self._line = "starts"
         self._job: Job | None = None
-        self._ray_threads = _threads()
-        """Those that were there before any of ours."""
+        self._ray_threads = _threads() - {threading.get_native_id()}
+        """Those that were there before any of ours; later also the one that calls Ray."""
 
     @told
     def prepare(self, config: Mapping[str, Any], threads: int) -> None:
@@ -61,38 +64,52 @@ class TrainerRole(Role):
         self._job = open_job(parse_config(dict(config)), Path())
 
     @told
-    def report(self) -> Report:
-        """How it is."""
-        self._ray_threads.add(threading.get_native_id())
-        return Report(self.line(), b"" if self._output is None else self._output.news())
+    def train(self, task: TrainerTask, board: Any) -> Trained:
+        """Train to the end; word of it is left with the actor `board`."""
+        with self._leaving_word(board):
+            return self._train(task)
 
     @told
-    def train(self, task: TrainerTask) -> Trained:
-        """Train to the end."""
+    def run_script(self, task: ScriptTask, board: Any) -> int:
+        """Run a script as Python would, with `bagpipe.accelerate` finding the servers; its exit code."""
+        with self._leaving_word(board):
+            return self._run_script(task)
+
+    def line(self) -> str:
+        """How far it is."""
+        return self._line
+
+    @told
+    def stop(self) -> None:
+        """End what it has started; it is no longer needed."""
+        for child in children_of(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+    def _train(self, task: TrainerTask) -> Trained:
         job = self._job
         assert job is not None, "prepare comes first"
-        network = SocketNetwork(task.wiring.client)
-        plans = RemotePlans(network, task.oracle, run=task.wiring.run, trainer=task.trainer)
-        store = _launch_of(task, job.config).open_store(job.model()[2])
         first_at: list[float] = []
-        ours = threading.get_native_id()
 
         def report(done: int, note: str) -> None:
             self._line = f"iteration {done:,} of {job.iterations:,}, {note}"
             if not first_at:
                 first_at.append(time.time())
 
-        before = _processor_s(self._ray_threads - {ours})
-        state, summary = train_remote(job, plans, store, report)
-        ray_s = _processor_s(self._ray_threads - {ours}) - before
+        with ExitStack() as stack:
+            network = SocketNetwork(task.wiring.client)
+            stack.callback(network.close)
+            plans = RemotePlans(network, task.oracle, run=task.wiring.run, trainer=task.trainer)
+            stack.callback(plans.close)
+            store = _launch_of(task, job.config).open_store(job.model()[2])
+            before = _processor_s(self._ray_threads)
+            state, summary = train_remote(job, plans, store, report)
+            ray_s = _processor_s(self._ray_threads) - before
         summary["parameters_sha256"] = state.sha256()
-        network.close()
         self._line = "is done"
         return Trained(summary, first_at[0], summary["seconds"], ray_s)
 
-    @told
-    def run_script(self, task: ScriptTask) -> int:
-        """Run a script as Python would, with `bagpipe.accelerate` finding the servers; its exit code."""
+    def _run_script(self, task: ScriptTask) -> int:
         torch.set_num_threads(task.threads)
         self._line = f"runs {Path(task.script).name}"
         if not Path(task.script).is_file():
@@ -109,16 +126,24 @@ class TrainerRole(Role):
         self._line = "is done"
         return 0
 
-    def line(self) -> str:
-        """How far it is."""
-        return self._line
+    @contextmanager
+    def _leaving_word(self, board: Any) -> Iterator[None]:
+        """The only calls of Ray while the trainer works."""
+        over = threading.Event()
 
-    @told
-    def stop(self) -> None:
-        """End what it has started; it is no longer needed."""
-        for child in children_of(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        def leave() -> None:
+            while not over.wait(REPORT_S):
+                board.leave.remote(self.name, self.own_report())
+
+        thread = threading.Thread(target=leave, name="bagpipe-report", daemon=True)
+        thread.start()
+        assert thread.native_id is not None
+        self._ray_threads.add(thread.native_id)
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def _launch_of(task: TrainerTask | ScriptTask, config: Config) -> context.Launch:

@@ -40,8 +40,6 @@ class Watch:
     actors: dict[str, Any] = field(default_factory=dict)
     echo: Callable[[str], object] | None = None
     """Is given what the role that is followed prints."""
-    asked_s: float = 0.0
-    """Spent in calls of Ray while the run was watched."""
 
     def ask(self, role: str, method: str, *arguments: Any) -> Any:
         """Begin a call."""
@@ -77,7 +75,7 @@ class Watch:
         return answer
 
     def follow(self, role: str, call: Any) -> Any:
-        """The answer of a role that works for long; meanwhile all are watched, and say how they are."""
+        """The answer of a role that works for long; meanwhile all others are watched, and say how they are."""
         reports: dict[str, Any] = {}
         printed = Tail(self.logs.path(role))
         next_poll = 0.0
@@ -85,9 +83,7 @@ class Watch:
             self._echo(printed)
             if time.monotonic() >= next_poll:
                 next_poll = time.monotonic() + POLL_S
-                began = time.perf_counter()
-                self._poll(reports)
-                self.asked_s += time.perf_counter() - began
+                self._poll(role, reports)
             self.ray.wait([call], timeout=min(max(next_poll - time.monotonic(), 0.01), WAIT_S))
         try:
             answer = self.take(role, call)
@@ -103,17 +99,18 @@ class Watch:
         """Have everybody say once more how they are, and all that they have printed."""
         asked = list(self.actors)
         while asked:
-            reports = self.gather({role: self.ask(role, "report") for role in asked}, "report", REPORT_S)
-            for role, report in reports.items():
-                self._note(role, report)
-            asked = [role for role, report in reports.items() if report.printed]
+            answers = self.gather({role: self.ask(role, "report") for role in asked}, "report", REPORT_S)
+            for reports in answers.values():
+                self._note(reports)
+            asked = [role for role, reports in answers.items() if any(each.printed for each in reports.values())]
 
-    def _poll(self, reports: dict[str, Any]) -> None:
+    def _poll(self, busy: str, calls: dict[str, Any]) -> None:
+        """Ask all but the one that works; it leaves word with another."""
         for role in self.actors:
-            if role in reports and self.is_done(reports[role]):
-                self._note(role, self.take(role, reports.pop(role)))
-            if role not in reports:
-                reports[role] = self.ask(role, "report")
+            if role in calls and self.is_done(calls[role]):
+                self._note(self.take(role, calls.pop(role)))
+            if role not in calls and role != busy:
+                calls[role] = self.ask(role, "report")
 
     def _blame_lost(self, reports: dict[str, Any]) -> None:
         """If a role was lost, that is why another one failed."""
@@ -121,17 +118,18 @@ class Watch:
         while reports and time.monotonic() < until:
             done, _ = self.ray.wait(list(reports.values()), timeout=WAIT_S)
             for role in [role for role, call in reports.items() if call in done]:
-                self._note(role, self.take(role, reports.pop(role)))
+                self._note(self.take(role, reports.pop(role)))
 
     def _echo(self, printed: Tail) -> None:
         if self.echo is not None and (text := printed.news()):
             self.echo(text)
 
-    def _note(self, role: str, report: Report) -> None:
-        self.show(role, report.line)
-        if report.printed:
-            with self.logs.path(role).open("ab") as file:
-                file.write(report.printed)
+    def _note(self, reports: Mapping[str, Report]) -> None:
+        for role, report in reports.items():
+            self.show(role, report.line)
+            if report.printed:
+                with self.logs.path(role).open("ab") as file:
+                    file.write(report.printed)
 
 
 def named(failure: Failure, role: str, log: Path) -> BagpipeError:

@@ -1,0 +1,243 @@
+"""`bagpipe launch` as people run it: the result of one process, and nothing is left behind however it ends (I1)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bagpipe.cluster import keeper
+from bagpipe.config import load_config
+from bagpipe.training import prepare, train
+
+pytestmark = pytest.mark.timeout(240)
+
+BAGPIPE = [sys.executable, "-c", "from bagpipe.cli import main; main()"]
+TINY = ["data.preset=tiny", "data.samples=2000", "model.name=wide_deep", "model.dim=4", "batch_size=128", "threads=1"]
+
+NODES = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import keeper
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "memory": 10**9, "include_dashboard": False})
+for _ in range(2):
+    cluster.add_node(num_cpus=2, memory=10**9)
+cluster.wait_for_nodes(60)
+print(cluster.address, flush=True)
+sys.stdin.read()
+keeper.end_children()
+os._exit(0)
+"""
+
+
+def settings(*more):
+    return [word for each in (*TINY, *more) for word in ("--set", each)]
+
+
+def expected(tmp_path, iterations):
+    config = load_config(None, [*TINY, f"iterations={iterations}"])
+    return train(prepare(config, tmp_path / "expected"), lambda *_: None)
+
+
+def bagpipe(*words, **environment):
+    return subprocess.run(
+        [*BAGPIPE, *words], capture_output=True, text=True, timeout=200, check=False, env=os.environ | environment
+    )
+
+
+class Driver:
+    """A launch under way, and the processes that it has started."""
+
+    def __init__(self, run_dir, *words):
+        self.said = run_dir.with_name("said")
+        with self.said.open("w") as said:
+            self.process = subprocess.Popen(
+                [*BAGPIPE, "launch", "--json", "--run-dir", str(run_dir), *words],
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                start_new_session=True,
+            )
+
+    def wait_for(self, words, seconds=150):
+        until = time.monotonic() + seconds
+        while words not in self.said.read_text():
+            assert time.monotonic() < until, self.said.read_text()
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.1)
+        self.started = keeper.children_of(self.process.pid)
+        assert len(self.started) > 5
+
+    def end(self, number):
+        self.process.send_signal(number)
+        return self.process.communicate(timeout=60)[0]
+
+    def assert_nothing_is_left(self, seconds=30):
+        until = time.monotonic() + seconds
+        while left := [pid for pid in self.started if is_there(pid)]:
+            assert time.monotonic() < until, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+            time.sleep(0.05)
+
+
+def is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ray_directories():
+    return set(Path("/tmp").glob("bagpipe-ray-*"))
+
+
+@pytest.fixture(scope="module")
+def three_nodes():
+    """A Ray cluster of three nodes on this machine that asks for a token; its address, and how to join it."""
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
+    nodes = subprocess.Popen(
+        [sys.executable, "-c", NODES, str(Path(keeper.__file__).parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | environment,
+    )
+    try:
+        address = nodes.stdout.readline().strip()
+        assert address
+        yield address, environment, nodes.pid
+    finally:
+        nodes.communicate(timeout=60)
+
+
+def test_two_servers_give_the_parameters_of_one_process(tmp_path):
+    before = ray_directories()
+    done = bagpipe("launch", "--servers", "2", "--json", "--run-dir", str(tmp_path / "run"), *settings("iterations=20"))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    alone = expected(tmp_path, 20)
+    assert summary["parameters_sha256"] == alone["parameters_sha256"]
+    assert alone.keys() <= summary.keys()
+    assert summary["run_dir"] == str(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["config"]["servers"] == 2
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {
+        "server-0.log", "server-1.log", "oracle.log", "processor-0.log", "trainer-0.log"
+    }  # fmt: skip
+    assert "server 1: starts on" in done.stderr
+    assert ray_directories() == before
+
+
+def test_three_nodes_give_the_same_and_are_left_as_they_were(three_nodes, tmp_path):
+    address, environment, pid = three_nodes
+    words = ("launch", "--servers", "2", "--address", address, "--server-memory", "500MB", "--trainer-cores", "1")
+    done = bagpipe(*words, "--json", "--run-dir", str(tmp_path / "run"), *settings("iterations=20"), **environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["parameters_sha256"] == expected(tmp_path, 20)["parameters_sha256"]
+
+    hungry = (*words, "--server-memory", "2GB", "--json", "--run-dir", str(tmp_path / "hungry"))
+    began = time.monotonic()
+    done = bagpipe(*hungry, *settings("iterations=20"), **environment)
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    assert said["error"] == "ClusterError"
+    assert "memory: 4 GB needed, 3 GB free" in said["message"]
+    assert not (tmp_path / "hungry").exists()
+    assert time.monotonic() - began < 60, "it must not wait for what never comes"
+
+    until = time.monotonic() + 30
+    while roles := [each for each in keeper.children_of(pid) if "Role" in title(each)]:
+        assert time.monotonic() < until, roles
+        time.sleep(0.1)
+    assert sum("raylet" in title(each) for each in keeper.children_of(pid)) == 3
+
+
+def title(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
+    except OSError:
+        return ""
+
+
+def test_a_killed_driver_leaves_no_process_and_no_file_of_ray(tmp_path):
+    before = ray_directories()
+    driver = Driver(tmp_path / "run", "--servers", "2", *settings("iterations=100000"))
+    driver.wait_for("trainer 0: iteration")
+    driver.end(signal.SIGKILL)
+    driver.assert_nothing_is_left()
+    assert ray_directories() == before
+
+
+def test_ctrl_c_ends_everything_with_its_exit_code_and_leaves_no_directory(tmp_path):
+    before = ray_directories()
+    driver = Driver(tmp_path / "run", *settings("iterations=100000"))
+    driver.wait_for("server 0: is placed")
+    said = driver.end(signal.SIGINT)
+    assert driver.process.returncode == 130
+    assert json.loads(said) == {"error": "Interrupted", "message": "stopped by Ctrl-C"}
+    driver.assert_nothing_is_left()
+    assert ray_directories() == before
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_sigterm_ends_everything_with_its_exit_code(tmp_path):
+    driver = Driver(tmp_path / "run", *settings("iterations=100000"))
+    driver.wait_for("trainer 0: iteration")
+    driver.end(signal.SIGTERM)
+    assert driver.process.returncode == 143
+    driver.assert_nothing_is_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["ServerRole", "OracleRole", "TrainerRole", "ProcessorRole"])
+def test_a_role_that_dies_ends_the_run_and_is_named(tmp_path, role):
+    driver = Driver(tmp_path / "run", *settings("iterations=100000"))
+    driver.wait_for("trainer 0: iteration")
+    os.kill(next(pid for pid in driver.started if role in title(pid)), signal.SIGKILL)
+    said = json.loads(driver.process.communicate(timeout=60)[0])
+    assert driver.process.returncode == 1
+    assert said["error"] == "ClusterError"
+    assert said["message"].startswith(role.removesuffix("Role").lower())
+    assert "was lost: " in said["message"]
+    driver.assert_nothing_is_left()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+@pytest.mark.long
+def test_a_script_runs_in_the_trainer_with_the_servers_and_its_output_is_shown(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    words = ("launch", "--servers", "2", "--run-dir", str(tmp_path / "run"), str(script), "--lr", "0.5")
+    done = bagpipe(*words)
+    assert done.returncode == 5, done.stderr
+    assert "['--lr', '0.5'] RemoteStore True" in done.stdout
+    alone = subprocess.run([sys.executable, str(script), "--lr", "0.5"], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == alone.stdout.splitlines()[-1]
+
+
+SCRIPT = """
+import hashlib, signal, sys, torch, bagpipe
+from bagpipe.data import Loader, generated
+from bagpipe.models import build_model
+torch.set_num_threads(1)
+signal.signal(signal.SIGUSR1, lambda *_: None)  # only the main thread may
+data = generated("tiny", 2000)
+model = build_model("wide_deep", data.tables, data.num_dense, 4, torch.device("meta"), seed=0)
+rows = bagpipe.optim.SGD(0.1)
+with bagpipe.accelerate(model, Loader(data, 100), rows, tables=data.tables) as batches:
+    for batch in batches:
+        model(batch.dense, batch.sparse).sum().backward()
+        rows.step()
+print(sys.argv[1:], type(batches.store).__name__, batches.store.num_rows(0) > 0)
+values = [values for table in range(3) for values in sorted(
+    (ids.tobytes(), rows.tobytes()) for ids, rows in batches.store.iterate(table, 1))]
+print(hashlib.sha256(repr(values).encode()).hexdigest(), flush=True)
+sys.exit(5)
+"""

@@ -1,0 +1,149 @@
+"""The roles of a run without Ray, in one process: what they make together is what one process makes alone (I1)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from bagpipe.api import _open_store
+from bagpipe.cluster import context, trainer_role
+from bagpipe.cluster.roles import OracleRole, ProcessorRole, ServerRole
+from bagpipe.cluster.settings import Failure, Report, ScriptTask, TrainerTask, Wiring
+from bagpipe.cluster.trainer_role import Trained, TrainerRole
+from bagpipe.config import parse_config
+from bagpipe.errors import ConfigError
+from bagpipe.server.process import ServerOptions
+from bagpipe.store.remote import RemoteStore
+from bagpipe.training import prepare, train
+from bagpipe.wire.keys import new_keys
+
+HERE = "tcp://127.0.0.1:0"
+SETTINGS = {
+    "data": {"preset": "tiny", "samples": 2000, "shuffle": True},
+    "model": {"name": "wide_deep", "dim": 4},
+    "batch_size": 128,
+    "iterations": 17,
+    "cache": "1MB",
+    "threads": 1,
+}
+SCRIPT = """
+import sys, torch, bagpipe
+from bagpipe.data import Loader, generated
+from bagpipe.models import build_model
+data = generated("tiny", 400)
+model = build_model("wide_deep", data.tables, data.num_dense, 4, torch.device("meta"), seed=0)
+rows = bagpipe.optim.SGD(0.1)
+with bagpipe.accelerate(model, Loader(data, 100), rows, tables=data.tables) as batches:
+    for batch in batches:
+        model(batch.dense, batch.sparse).sum().backward()
+        rows.step()
+with open(sys.argv[1], "w") as file:
+    file.write(f"{__name__} {type(batches.store).__name__} {batches.store.num_rows(0) > 0}")
+batches.store.close()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def servers():
+    """Two servers with keys; their addresses and what else a client needs."""
+    wiring = Wiring(bytes(range(16)), *new_keys())
+    roles = [ServerRole(f"server {number}") for number in range(2)]
+    addresses = tuple(
+        role.start(ServerOptions(address=HERE, server=number, servers=2, run=wiring.run), wiring)
+        for number, role in enumerate(roles)
+    )
+    yield SimpleNamespace(wiring=wiring, addresses=addresses, roles=roles)
+    for role in roles:
+        assert role.stop() is None
+
+
+class Board:
+    """Where a trainer leaves word."""
+
+    def __init__(self):
+        self.words = []
+        self.leave = SimpleNamespace(remote=lambda role, report: self.words.append((role, report)))
+
+
+def test_roles_over_the_wire_end_with_the_parameters_of_one_process(servers, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_role, "REPORT_S", 0.02)
+    config, wiring, board = parse_config(SETTINGS), servers.wiring, Board()
+    job = prepare(config, tmp_path / "run")
+    processors = [ProcessorRole(f"processor {number}") for number in range(2)]
+    sources = [role.start(HERE, job.data_order(), wiring, number, 2) for number, role in enumerate(processors)]
+    oracle = OracleRole("oracle")
+    plans = oracle.start(HERE, sources, job.data_order(), job.plan_settings(), wiring)
+    trainer = TrainerRole("trainer 0")
+    assert trainer.prepare(config.model_dump(mode="json"), 1) is None
+    trained = trainer.train(TrainerTask(wiring, servers.addresses, plans), board)
+    assert isinstance(trained, Trained), trained
+
+    alone = train(prepare(config, tmp_path / "alone"), lambda *_: None)
+    assert trained.summary["parameters_sha256"] == alone["parameters_sha256"]
+    assert trained.summary["iterations"] == 17
+    assert alone.keys() - trained.summary.keys() == {"run_dir"}
+    assert trained.ray_s >= 0
+    assert any("of 17, loss" in report.line for _, report in board.words)
+    assert processors[0].line().startswith("17 batches") or processors[1].line().startswith("17 batches")
+    assert oracle.line().startswith("17 plans")
+    assert sum(int(role.line().split()[0].replace(",", "")) for role in servers.roles) > 0
+    for role in (trainer, oracle, *processors):
+        assert role.stop() is None
+
+
+def test_a_script_finds_the_servers_of_its_launch_and_its_exit_code_is_told(servers, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    monkeypatch.syspath_prepend(str(tmp_path))  # restores sys.path afterwards
+    monkeypatch.chdir(tmp_path)
+    script, said = tmp_path / "script.py", tmp_path / "said"
+    script.write_text(SCRIPT)
+    task = ScriptTask(
+        servers.wiring, servers.addresses, str(script), (str(said), "3"), str(tmp_path), {"servers": 2}, threads=1
+    )
+    assert TrainerRole("trainer 0").run_script(task, Board()) == 3
+    assert said.read_text() == "__main__ RemoteStore True"
+    assert context.current() is None
+
+
+def test_a_script_that_is_not_on_the_trainers_machine_is_named(servers):
+    task = ScriptTask(servers.wiring, servers.addresses, "/nowhere/train.py", (), "/nowhere", {}, threads=1)
+    failure = TrainerRole("trainer 0").run_script(task, Board())
+    assert isinstance(failure, Failure)
+    assert failure.kind == "ClusterError"
+    assert "/nowhere/train.py" in failure.message
+
+
+def test_a_server_that_can_not_start_says_why(servers):
+    role = ServerRole("server 2")
+    failure = role.start(ServerOptions(address=servers.addresses[0], run=servers.wiring.run), servers.wiring)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "WireError"
+    assert "in use" in failure.message
+
+
+def test_a_role_keeps_word_of_another_until_it_is_asked():
+    role = OracleRole("oracle")
+    role.leave("trainer 0", Report("iteration 1", b"a"))
+    role.leave("trainer 0", Report("iteration 2", b"b"))
+    assert role.report() == {"trainer 0": Report("iteration 2", b"ab"), "oracle": Report("starts", b"")}
+    assert role.report() == {"oracle": Report("starts", b"")}
+
+
+def test_what_nobody_foresaw_is_told_with_the_role_and_the_kind_of_error():
+    failure = OracleRole("oracle").start(HERE, None, None, None, None)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "ClusterError"
+    assert failure.message.startswith("oracle failed with AttributeError")
+
+
+def test_under_a_launch_rows_can_not_be_put_elsewhere(servers):
+    launch = context.Launch(parse_config({}), servers.addresses, servers.wiring.run, servers.wiring.client)
+    with context.within(launch):
+        assert context.current() is launch
+        with launch.open_store([SimpleNamespace(width=3, initialise=None)]) as store:
+            assert isinstance(store, RemoteStore)
+        with pytest.raises(ConfigError, match="bagpipe launch"):
+            _open_store("mapped", [], 0)
+    assert context.current() is None
