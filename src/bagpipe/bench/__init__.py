@@ -39,9 +39,12 @@ MODULES = (
     "embedding",
     "store",
     "transport",
+    "servers",
     "train",
+    "overlap",
     "terabyte",
     "start",
+    "cluster",
     "prepare",
 )
 

@@ -1,5 +1,5 @@
-"""How fast 20,000 rows of 192 bytes come from another process by id, over loopback: a plain TCP socket, our channel
-with and without keys, one request at a time and four in flight.
+"""How fast 20,000 rows of 192 bytes come from another process by id: a plain TCP socket over loopback, our channel with
+and without keys, and memory that both share, one request at a time and four in flight.
 
 All contestants are asked in turn, again and again, and the same process answers them from the same array; ratios are
 those of median times: `time_ratio_to_tcp` to TCP with as many requests in flight, `time_ratio_to_tcp_one_at_a_time` to
@@ -25,13 +25,15 @@ import numpy as np
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.bench import Benchmark, Results
 from bagpipe.errors import PipelineError
+from bagpipe.server.shared import NUM_BYTES, OwnMemory, attach, regions
 from bagpipe.store.base import Floats, Int64s
+from bagpipe.store.memory import ChunkedRows
 from bagpipe.wire.checks import check_read, check_rows
 from bagpipe.wire.dispatch import Reply
 from bagpipe.wire.keys import VARIABLE, Security, find_keys, new_keys
 from bagpipe.wire.listener import Listener
-from bagpipe.wire.messages import Message, Part, Read, Rows
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.messages import Body, Message, Open, Opened, Part, Read, Rows
+from bagpipe.wire.sockets import SocketChannel, SocketNetwork
 
 ROWS, WIDTH = 20_000, 48
 TABLE_ROWS = 200_000
@@ -123,28 +125,69 @@ def _over_tcp(addresses: Addresses) -> Iterator[Fetch]:
 
 @contextlib.contextmanager
 def _over_channel(address: str, security: Security) -> Iterator[Fetch]:
-    network = SocketNetwork(security)
-    channel = network.connect(address)
-    kept: list[Message] = []
+    with _channels(1, address, security) as (network, (channel,)):
+        kept: list[Message] = []
 
-    def fetch(ids: list[Int64s]) -> list[Floats]:
-        for number, each in enumerate(ids):
-            channel.send(Message(_RUN, 0, number, Read([Part(0, len(each))]), [each.data]))
-        answers: dict[int, Message] = {}
-        while len(answers) < len(ids):
-            if (message := channel.receive()) is not None:
-                answers[message.request] = message
-            elif not network.wait([channel], TIMEOUT_S):
-                raise PipelineError(f"the other process did not answer: {channel.trouble}")
-        kept[:] = answers.values()
-        return [_rows(answers[number], len(each)) for number, each in enumerate(ids)]
+        def fetch(ids: list[Int64s]) -> list[Floats]:
+            for number, each in enumerate(ids):
+                channel.send(Message(_RUN, 0, number, Read([Part(0, len(each))]), [each.data]))
+            kept[:] = _answers(network, {channel: len(ids)})
+            kept.sort(key=lambda message: message.request)
+            return [_rows(message, len(each)) for message, each in zip(kept, ids, strict=True)]
 
-    try:
         yield fetch
-    finally:
         kept.clear()
-        channel.close()
+
+
+@contextlib.contextmanager
+def _over_shared_memory(address: str) -> Iterator[Fetch]:
+    """As the store does it: a connection and a memory for each request under way, only a short message travels."""
+    with _channels(max(IN_FLIGHT), address, None) as (network, channels), contextlib.ExitStack() as stack:
+        memories = []
+        for channel in channels:
+            memories.append(own := OwnMemory())
+            stack.callback(own.close)
+            channel.send(Message(_RUN, 0, 0, Open(0, 1, [WIDTH], own.announcement)))
+            (answer,) = _answers(network, {channel: 1})
+            if not (isinstance(answer.body, Opened) and answer.body.shared):
+                raise PipelineError(f"the other process can't use our memory: {answer.body}")
+
+        def fetch(ids: list[Int64s]) -> list[Floats]:
+            found = []
+            for own, channel, each in zip(memories, channels, ids, strict=False):
+                layout = regions(len(each), len(each) * WIDTH)
+                np.frombuffer(own.memory[layout.ids], np.int64)[:] = each
+                channel.send(Message(_RUN, 0, 0, Read([Part(0, len(each))])))
+                found.append(np.frombuffer(own.memory[layout.rows], np.float32).reshape(len(each), WIDTH))
+            _answers(network, dict.fromkeys(channels[: len(ids)], 1))
+            return found
+
+        yield fetch
+
+
+@contextlib.contextmanager
+def _channels(count: int, address: str, security: Security) -> Iterator[tuple[SocketNetwork, list[SocketChannel]]]:
+    network = SocketNetwork(security)
+    channels = [network.connect(address) for _ in range(count)]
+    try:
+        yield network, channels
+    finally:
+        for channel in channels:
+            channel.close()
         network.close()
+
+
+def _answers(network: SocketNetwork, due: dict[SocketChannel, int]) -> list[Message]:
+    """So many of each channel, in the order in which they came."""
+    answers = []
+    while due := {channel: count for channel, count in due.items() if count}:
+        for channel in due:
+            while due[channel] and (message := channel.receive()) is not None:
+                answers.append(message)
+                due[channel] -= 1
+        if any(due.values()) and not network.wait([channel for channel, count in due.items() if count], TIMEOUT_S):
+            raise PipelineError(f"the other process did not answer: {next(iter(due)).trouble}")
+    return answers
 
 
 def _rows(message: Message, num_rows: int) -> Floats:
@@ -157,6 +200,7 @@ CONTESTANTS = [
     Contestant("tcp", _over_tcp),
     Contestant("channel", lambda addresses: _over_channel(addresses.plain, None)),
     Contestant("channel with keys", lambda addresses: _over_channel(addresses.curve, find_keys("client"))),
+    Contestant("shared memory", lambda addresses: _over_shared_memory(addresses.plain)),
 ]
 """The first is the one that others are compared with."""
 
@@ -186,15 +230,17 @@ def _server() -> Iterator[Addresses]:
 def _answer() -> None:
     """What the other process does, until its standard input ends."""
     keep_freed_memory()
-    table = np.random.default_rng(0).random((TABLE_ROWS, WIDTH), np.float32)
+    stored = ChunkedRows(WIDTH, 1 << (TABLE_ROWS * WIDTH * 4).bit_length())
+    stored.reserve(TABLE_ROWS)
+    table = stored.chunks[0][:TABLE_ROWS]  # in one piece, for those who do without the store
+    table[:] = np.random.default_rng(0).random((TABLE_ROWS, WIDTH), np.float32)
     table[:, 0] = np.arange(TABLE_ROWS)
 
-    def handler(peer: bytes, message: Message, reply: Reply) -> None:  # noqa: ARG001
-        assert isinstance(message.body, Read)
-        ids = check_read(message.body, message.buffers, [WIDTH])
-        rows = table.take(ids, axis=0)
-        buffers = [np.ones(len(ids), np.uint8).data, rows.data]
-        reply(Message(message.run, message.generation, message.request, Rows(len(ids)), buffers))
+    memories: dict[bytes, memoryview] = {}
+
+    def handler(peer: bytes, message: Message, reply: Reply) -> None:
+        body, buffers = _answer_to(message, peer, stored, memories)
+        reply(Message(message.run, message.generation, message.request, body, buffers))
 
     plain = Listener("127.0.0.1:0", handler)
     curve = Listener("127.0.0.1:0", handler, security=find_keys("server"))
@@ -206,6 +252,30 @@ def _answer() -> None:
         sys.stdin.read()
     plain.close()
     curve.close()
+
+
+def _answer_to(
+    message: Message, peer: bytes, stored: ChunkedRows, memories: dict[bytes, memoryview]
+) -> tuple[Body, list[memoryview]]:
+    """Rows in buffers, or in the memory that the peer has announced."""
+    body = message.body
+    if isinstance(body, Open):
+        foreign = None if body.shared is None else attach(body.shared)
+        if foreign is not None:
+            memories[peer] = foreign.memory
+        return Opened(0, 1, foreign is not None, 0, b"", NUM_BYTES), []
+    assert isinstance(body, Read)
+    if message.buffers:
+        ids = check_read(body, message.buffers, [WIDTH])
+        rows = stored.chunks[0].take(ids, axis=0)
+        return Rows(len(ids)), [np.ones(len(ids), np.uint8).data, rows.data]
+    num_rows = body.parts[0].count
+    memory, layout = memories[peer], regions(num_rows, num_rows * WIDTH)
+    ids = check_read(body, [memory[layout.ids]], [WIDTH]).copy()
+    if ids.min() < 0 or ids.max() >= TABLE_ROWS:
+        raise PipelineError(f"rows {ids.min()} to {ids.max()} were asked for: there are {TABLE_ROWS}")
+    stored.gather(ids, np.frombuffer(memory[layout.rows], np.float32).reshape(num_rows, WIDTH))
+    return Rows(num_rows), []
 
 
 def _answer_tcp(server: socket.socket, table: Floats) -> None:

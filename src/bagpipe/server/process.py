@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from bagpipe.allocator import keep_freed_memory
 from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.storage import Storage, in_files, in_memory
@@ -86,6 +87,7 @@ def serve(
     `watch` is given the server itself, whose statistics may be asked for meanwhile.
     """
     options.check()
+    keep_freed_memory()
     warm_up(options.store)
     with _storage(options) as storage:
         server = EmbeddingServer(storage, server=options.server, servers=options.servers, run=options.run)

@@ -1,0 +1,428 @@
+"""Trainer and two servers at the ends of a link of 100 Mbit/s: rows ahead of time against rows on the critical path
+(`nocache`) and against no network at all (`ideal`), for Wide&Deep and DLRM.
+
+Compute and network stand in the ratio of the paper's testbed. The link joins two network namespaces; where they can't
+be made, `link` and `link_reason` say so, and the rate limiter of the simulated network stands in for it. All systems
+train the same batches from the same values and take turns in one process. A turn lasts until its traffic has ended.
+The servers hold every row that occurs, and the caches are warm, before the link is limited. `bytes_sent` and
+`bytes_received` are an iteration's, of the trainer, counted on the link.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from bagpipe.allocator import keep_freed_memory
+from bagpipe.api import accelerate
+from bagpipe.bench import Benchmark, Results
+from bagpipe.bench.namespaces import (
+    HOSTS,
+    SERVERS,
+    TRAINER,
+    NamespaceError,
+    Namespaces,
+    counted_bytes,
+    joined_namespaces,
+)
+from bagpipe.bench.train import CACHE_SHARE, IDLE_SHARE, LR, POLL_S, Ours, Size, Work
+from bagpipe.data import Generated, find_preset
+from bagpipe.errors import PipelineError
+from bagpipe.layout import RowLayout
+from bagpipe.optim import SGD
+from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.process import Ready, ServerOptions, serve, stopped_by_signals
+from bagpipe.store import MemoryStore, Store
+from bagpipe.store.remote import RemoteStore
+from bagpipe.types import Table
+from bagpipe.wire.frames import Frame
+from bagpipe.wire.keys import VARIABLE, Security, find_keys, new_keys
+from bagpipe.wire.simulated import SimulatedChannel, SimulatedNetwork
+from bagpipe.wire.sockets import SocketNetwork
+
+BITS_PER_SECOND = 100_000_000
+NUM_SERVERS = 2
+SETTLE_S = 0.1
+"""A turn is over when nothing has moved for so long; the time is that of the last movement."""
+HEARTBEAT_BYTES = 4_000
+"""Between two polls of an idle link."""
+NAMESPACES, SIMULATED = "namespaces", "simulated"
+PLAIN, KEYS = "plain", "keys"
+OURS, OURS_WITH_KEYS, NOCACHE, IDEAL = "lookahead", "lookahead with keys", "nocache", "ideal"
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to train."""
+
+    policy: str
+    servers: str | None
+    """How it talks to servers of its own: plainly or with keys; None if it has none."""
+    share: float
+    """Its part of the iterations of a turn."""
+
+
+SYSTEMS = {
+    OURS: System("lookahead", PLAIN, 1),
+    OURS_WITH_KEYS: System("lookahead", KEYS, 1),
+    NOCACHE: System("nocache", PLAIN, 0.25),
+    IDEAL: System("ideal", None, 1),
+}
+MODELS = {"wide_deep": (OURS, OURS_WITH_KEYS, NOCACHE, IDEAL), "dlrm": (OURS, NOCACHE, IDEAL)}
+FULL = Size(1.0, 48, 16_384, 288, {"wide_deep": 5, "dlrm": 4}, {"wide_deep": 8, "dlrm": 3})
+QUICK = Size(0.001, 8, 256, 4, {"wide_deep": 2, "dlrm": 2}, {"wide_deep": 2, "dlrm": 2})
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the process that trains is told."""
+
+    model: str
+    quick: bool
+    addresses: dict[str, list[str]]
+    """Of the servers of each system."""
+
+
+class ServerJob(msgspec.Struct, frozen=True):
+    """What a server's process is told."""
+
+    options: ServerOptions
+    security: str
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the process that trains says: a rate that the link should have from now on (0: none), or its results."""
+
+    limit: int = -1
+    results: list[dict[str, Any]] = []
+
+
+class Link(Protocol):
+    """The trainer's side of the link."""
+
+    def open_store(self, name: str, layouts: Sequence[RowLayout]) -> Store:
+        """The servers of a system."""
+
+    def limit(self, bits_per_second: int | None) -> None:
+        """From now on each direction carries so much."""
+
+    def counted(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+
+
+def run(quick: bool) -> Results:
+    """Wide&Deep, then DLRM; about five minutes, and 10 GB."""
+    with ExitStack() as stack:
+        try:
+            namespaces = stack.enter_context(joined_namespaces())
+        except NamespaceError as error:
+            link: dict[str, Any] = {"link": SIMULATED, "link_reason": str(error)}
+            return [link | row for model in MODELS for row in simulated(model, quick)]
+        link = {"link": NAMESPACES, "link_reason": None}
+        return [link | row for model in MODELS for row in in_namespaces(namespaces, model, quick)]
+
+
+def in_namespaces(namespaces: Namespaces, model: str, quick: bool) -> Results:
+    """One model, servers and trainer in processes of their own, each on their side of the link."""
+    server_keys, client_keys = new_keys()
+    this = [sys.executable, "-m", "bagpipe.bench.overlap"]
+    with ExitStack() as stack:
+        addresses: dict[str, list[str]] = {}
+        for name in MODELS[model]:
+            security = SYSTEMS[name].servers
+            servers = []
+            for number in range(NUM_SERVERS if security is not None else 0):
+                child = stack.enter_context(_child(namespaces.command(SERVERS, [*this, "serve"]), server_keys.text()))
+                options = ServerOptions(
+                    address=f"{HOSTS[SERVERS]}:0", server=number, servers=NUM_SERVERS, parent=os.getpid()
+                )
+                _say(child, ServerJob(options, security or PLAIN))
+                servers.append(child)
+            addresses[name] = [msgspec.json.decode(_heard(child), type=Ready).address for child in servers]
+        trainer = stack.enter_context(_child(namespaces.command(TRAINER, [*this, "train"]), client_keys.text()))
+        _say(trainer, Job(model, quick, addresses))
+        while not (line := msgspec.json.decode(_heard(trainer), type=Line)).results:
+            namespaces.limit(line.limit or None)
+            _say(trainer, Line(line.limit))
+        return line.results
+
+
+@contextmanager
+def _child(command: Sequence[str], keys: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with this one's use of it. Of a session of its own: Ctrl-C is for us, who then end it."""
+    with subprocess.Popen(  # noqa: S603 - this module, with this interpreter
+        command,
+        env=os.environ | {VARIABLE: keys},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _say(child: subprocess.Popen[bytes], record: msgspec.Struct) -> None:
+    assert child.stdin is not None
+    child.stdin.write(msgspec.json.encode(record) + b"\n")
+    child.stdin.flush()
+
+
+def _heard(child: subprocess.Popen[bytes]) -> bytes:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise PipelineError(f"a process of this benchmark ended with {child.wait()}: see above")
+    return line
+
+
+def simulated(model: str, quick: bool) -> Results:
+    """One model, everything in this process. Nothing is encrypted there, so keys would cost nothing."""
+    keep_freed_memory()
+    link = SimulatedLink()
+    try:
+        return measure(model, [name for name in MODELS[model] if SYSTEMS[name].servers != KEYS], quick, link)
+    finally:
+        link.close()
+
+
+class NamespaceLink:
+    """The trainer's side of a link between namespaces, in a process that runs in one; its parent sets the rate."""
+
+    def __init__(self, addresses: dict[str, list[str]]) -> None:
+        self._addresses = addresses
+
+    def open_store(self, name: str, layouts: Sequence[RowLayout]) -> Store:
+        """The servers of a system; they are on the same host, but nothing may pass by the link."""
+        security: Security = find_keys("client") if SYSTEMS[name].servers == KEYS else "none"
+        network = SocketNetwork(security)
+        return RemoteStore(layouts, self._addresses[name], network, shared_memory=False, on_close=network.close)
+
+    def limit(self, bits_per_second: int | None) -> None:
+        """Ask for a rate, and wait until it is set."""
+        tell(Line(bits_per_second or 0))
+        if not sys.stdin.buffer.readline():
+            raise PipelineError("the process that started this one is gone")
+
+    def counted(self) -> tuple[int, int]:
+        """Bytes on the link, those of headers and acknowledgements included."""
+        return counted_bytes()
+
+
+class SimulatedLink(SimulatedNetwork):
+    """A link in memory with servers in this process behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(real_time=True)
+        self._carried = [0, 0]
+        self._servers: list[EmbeddingServer] = []
+
+    def open_store(self, name: str, layouts: Sequence[RowLayout]) -> Store:
+        """Servers of a system, made now."""
+        addresses = [f"{name} {number}" for number in range(NUM_SERVERS)]
+        for number, address in enumerate(addresses):
+            server = EmbeddingServer(server=number, servers=NUM_SERVERS)
+            self._servers.append(server)
+            self.listen(address, server.handle)
+        return RemoteStore(layouts, addresses, self, shared_memory=False)
+
+    def limit(self, bits_per_second: int | None) -> None:
+        """From now on each direction carries so much."""
+        self._bytes_per_second = None if bits_per_second is None else bits_per_second / 8
+
+    def counted(self) -> tuple[int, int]:
+        """Bytes of all frames."""
+        return self._carried[True], self._carried[False]
+
+    def post(self, channel: SimulatedChannel, peer: bytes, frames: Sequence[Frame], to_server: bool) -> None:
+        """Count what is sent on its way."""
+        with self._changed:
+            self._carried[to_server] += sum(len(frame) for frame in frames)
+        super().post(channel, peer, frames, to_server)
+
+    def close(self) -> None:
+        """Let the servers' rows go, too."""
+        super().close()
+        for server in self._servers:
+            server.close()
+
+
+@dataclass(frozen=True)
+class CompactWork(Work):
+    """Work whose tables have only the rows that occur, renumbered: the ideal's cache would hold the others, too."""
+
+    tables: Sequence[Table] = ()
+
+
+class Contestant(Ours):
+    """`bagpipe.accelerate` with the policy and servers of a system."""
+
+    def __init__(self, name: str, work: CompactWork, link: Link) -> None:
+        system = SYSTEMS[name]
+        self.losses: list[float] = []
+        self.turn = max(1, round(work.size.turn[work.model] * system.share))
+        self.seconds: list[float] = []
+        self.moved = np.zeros(2, np.int64)
+        self._model = work.build("meta")
+        self._rows = SGD(LR)
+        table_rows = sum(table.rows or 0 for table in work.data.tables)
+        self.batches = accelerate(
+            self._model, work.loader(), self._rows, policy=system.policy, tables=work.tables, initial=work.initial,
+            cache=8 * work.size.batch_size if work.size is QUICK else round(CACHE_SHARE * table_rows),
+            store=lambda layouts: MemoryStore(layouts) if system.servers is None else link.open_store(name, layouts),
+        )  # fmt: skip
+        if system.servers is not None:
+            self._fill(work)
+        self._dense = torch.optim.SGD(self._model.parameters(), lr=LR)
+        self._iterator = iter(self.batches)
+        if system.policy != "nocache":
+            self.skip(work.size.batches)  # all of them once: caches are warm, and the next is again the first
+        self.train(1)
+        self.before = self.batches.stats()
+
+    def _fill(self, work: CompactWork) -> None:
+        """Have the servers hold every row, as after an epoch: one that was never written would not travel."""
+        for number, layout in enumerate(self.batches.layouts):
+            ids = work.touched[layout.table.name]
+            rows = np.empty((len(ids), layout.width), np.float32)
+            layout.initialise(ids, rows)
+            self.batches.write_rows(number, ids, rows)
+
+    def take_turn(self, link: Link) -> None:
+        """Train some iterations, and count what they take."""
+        moved, start = np.array(link.counted()), time.perf_counter()
+        self.train(self.turn)
+        self.seconds.append((_wait_until_idle(link) - start) / self.turn)
+        self.moved += np.array(link.counted()) - moved
+
+    def figures(self) -> dict[str, Any]:
+        """Of an iteration, and of all turns."""
+        iterations = self.turn * len(self.seconds)
+        after = self.batches.stats()
+
+        def more(key: str) -> float:
+            return float(after[key] - self.before[key])
+
+        return {
+            "iteration_ms": 1e3 * statistics.median(self.seconds),
+            "bytes_sent": int(self.moved[0]) // iterations,
+            "bytes_received": int(self.moved[1]) // iterations,
+            "fetched_rows": more("fetched_rows") / more("iterations"),
+            "written_rows": more("written_rows") / more("iterations"),
+            "stall_fraction": more("stall_seconds") / (self.turn * sum(self.seconds)),
+            "cache_rows": after["cache_rows"],
+        }
+
+
+def measure(model: str, names: Sequence[str], quick: bool, link: Link) -> Results:
+    """What the process that trains does: all systems of a model in turn."""
+    work = _work(model, QUICK if quick else FULL)
+    with ExitStack() as stack:
+        contestants: dict[str, Contestant] = {}
+        for name in names:
+            contestants[name] = Contestant(name, work, link)
+            stack.callback(contestants[name].close)
+        link.limit(BITS_PER_SECOND)
+        stack.callback(link.limit, None)  # to close means to write back what is cached
+        _wait_until_idle(link)
+        order = list(contestants.values())
+        for _ in range(work.size.rounds[model]):
+            for contestant in order:
+                contestant.take_turn(link)
+            order = order[1:] + order[:1]
+        return [_described(work) | {"system": name} | _compared(name, contestants) for name in contestants]
+
+
+def _described(work: CompactWork) -> dict[str, Any]:
+    return {
+        "model": work.model,
+        "megabits_per_second": BITS_PER_SECOND / 1e6,
+        "batch_size": work.size.batch_size,
+        "dim": work.size.dim,
+        "row_optimizer": SGD.name,
+    }
+
+
+def _compared(name: str, contestants: dict[str, Contestant]) -> dict[str, Any]:
+    ours, ideal = contestants[name], contestants[IDEAL]
+    to_nocache = _ratio(ours, contestants[NOCACHE])
+    figures = ours.figures() | {
+        "time_ratio_to_ideal": _ratio(ours, ideal),
+        "time_ratio_to_nocache": to_nocache,
+        "speedup_over_nocache": 1 / to_nocache,
+        "loss_difference_max": max(math.fabs(a - b) for a, b in zip(ours.losses, ideal.losses, strict=False)),
+    }
+    return figures | ({"time_ratio_to_no_keys": _ratio(ours, contestants[OURS])} if name == OURS_WITH_KEYS else {})
+
+
+def _ratio(ours: Contestant, theirs: Contestant) -> float:
+    return statistics.median(mine / other for mine, other in zip(ours.seconds, theirs.seconds, strict=True))
+
+
+def _work(model: str, size: Size) -> CompactWork:
+    preset = find_preset("criteo-kaggle-like")
+    whole = preset if size.rows_share == 1 else preset.scaled(size.rows_share)
+    data = Generated(whole, size.batch_size * size.batches, 0)
+    prepared = list(data.batches(size.batch_size))
+    touched, compact = {}, []
+    for table in data.tables:
+        values = [batch.sparse[name].values.numpy().reshape(-1) for batch in prepared for name in table.features]
+        found, renumbered = np.unique(np.concatenate(values), return_inverse=True)
+        for ids, place in zip(values, np.cumsum([len(ids) for ids in values]), strict=True):
+            ids[:] = renumbered[place - len(ids) : place]
+        touched[table.name] = np.arange(len(found))
+        compact.append(replace(table, rows=len(found)))
+    return CompactWork(model, size, data, lambda: cycle(prepared), touched, tables=compact)
+
+
+def _wait_until_idle(link: Link) -> float:
+    """Wait until neither background threads nor the link have anything to do; the time when they came to rest."""
+    busy_until, used, moved = time.perf_counter(), time.process_time(), sum(link.counted())
+    while time.perf_counter() - busy_until < SETTLE_S:
+        time.sleep(POLL_S)
+        now, used_now, moved_now = time.perf_counter(), time.process_time(), sum(link.counted())
+        if used_now - used > IDLE_SHARE * POLL_S or moved_now - moved > HEARTBEAT_BYTES:
+            busy_until = now
+        used, moved = used_now, moved_now
+    return busy_until
+
+
+def tell(record: msgspec.Struct) -> None:
+    """A line for the process that started this one."""
+    sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
+    sys.stdout.flush()
+
+
+def _serve() -> None:
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerJob)
+    stop = threading.Event()
+    with stopped_by_signals(stop):
+        serve(job.options, find_keys("server") if job.security == KEYS else "none", tell, stop)
+
+
+def _train() -> None:
+    keep_freed_memory()
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    tell(Line(results=measure(job.model, list(job.addresses), job.quick, NamespaceLink(job.addresses))))
+
+
+BENCHMARK = Benchmark(
+    "overlap", "rows over a link of 100 Mbit/s: ahead of time, on the critical path, or not at all", run
+)
+
+if __name__ == "__main__":
+    {"serve": _serve, "train": _train}[sys.argv[1]]()

@@ -1,0 +1,76 @@
+"""The two namespaces that benchmarks put trainers and servers into."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bagpipe.bench import namespaces
+from bagpipe.bench.namespaces import HOSTS, SERVERS, TRAINER, NamespaceError, joined_namespaces
+
+
+def listed():
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def joined():
+    try:
+        with joined_namespaces() as found:
+            yield found
+    except NamespaceError as error:
+        pytest.skip(str(error))
+
+
+def test_both_sides_are_joined_by_a_link_whose_rate_can_be_set_and_lifted(joined):
+    listening = "import socket; s = socket.create_server(('', 5000)); print(flush=True); print(s.accept()[1][0])"
+    with subprocess.Popen(joined.command(SERVERS, [sys.executable, "-c", listening]), stdout=subprocess.PIPE) as server:
+        server.stdout.readline()
+        calling = f"import socket; socket.create_connection(('{HOSTS[SERVERS]}', 5000), 10).close()"
+        subprocess.run(joined.command(TRAINER, [sys.executable, "-c", calling]), check=True)
+        assert server.stdout.readline().decode().strip() == HOSTS[TRAINER]
+    show = joined.command(TRAINER, ["tc", "qdisc", "show", "dev", namespaces.DEVICE])
+    joined.limit(100_000_000)
+    assert "tbf" in subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    joined.limit(None)
+    assert "tbf" not in subprocess.run(show, capture_output=True, text=True, check=True).stdout
+
+
+def test_they_are_gone_after_their_use_however_it_ends(joined):
+    code = (
+        "import signal, subprocess, sys\nfrom bagpipe.bench.namespaces import joined_namespaces\n"
+        "with joined_namespaces():\n    print(flush=True)\n    signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        child.stdout.readline()
+        assert f"-{child.pid}-" in listed()
+        child.send_signal(2)
+    assert f"-{child.pid}-" not in listed()
+    assert f"-{os.getpid()}-" in listed()
+
+
+def test_what_a_killed_process_left_behind_is_removed_by_the_next(joined):
+    code = (
+        "import os\nfrom bagpipe.bench.namespaces import joined_namespaces\n"
+        "with joined_namespaces():\n    os.kill(os.getpid(), 9)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as child:
+        child.wait()
+    assert f"-{child.pid}-" in listed()
+    namespaces._remove_abandoned()
+    assert f"-{child.pid}-" not in listed()
+    assert f"-{os.getpid()}-" in listed()
+
+
+def test_where_there_are_no_tools_it_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NamespaceError, match="there is no `ip` here"), joined_namespaces():
+        pass
+
+
+def test_a_command_that_is_refused_is_told_with_what_it_said():
+    with pytest.raises(NamespaceError, match=r"`sh -c .*` failed: Operation not permitted"):
+        namespaces._do("sh", "-c", "echo RTNETLINK: >&2; echo Operation not permitted >&2; exit 2")
