@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from bagpipe.cluster.log import LogPlace
 from bagpipe.cluster.placement import Placement
 from bagpipe.cluster.resources import Need
 from bagpipe.cluster.roles import OracleRole, ProcessorRole, Role, ServerRole
-from bagpipe.cluster.session import OwnRay, exit_codes_kept, joined_ray
+from bagpipe.cluster.session import OwnRay, disconnect, exit_codes_kept, join
 from bagpipe.cluster.settings import Introduction, ScriptTask, TrainerTask, Wiring
 from bagpipe.cluster.trainer_role import Trained, TrainerRole
 from bagpipe.cluster.watch import Watch
@@ -102,7 +102,10 @@ def launch(request: Request, show: Callable[[str, str], None], echo: Callable[[s
         run_dir = job.run_dir if job is not None else claim(request.run_dir, config)
         try:
             logs = LogPlace.make(run_dir / "logs")
-            ray = own.connect() if own is not None else stack.enter_context(joined_ray(str(request.address)))
+            # Ray prints what it has to say about its processes; standard output is for the result.
+            stack.enter_context(redirect_stdout(stack.enter_context(logs.ray())))
+            stack.callback(disconnect)
+            ray = join(str(request.address)) if own is None else own.connect()
             watch = Watch(ray, logs, show, echo=echo if job is None else None)
             launched = _Run(request, ray, watch, run_dir).go(job)
         except BaseException as error:
@@ -278,8 +281,9 @@ def _keep_logs(run_dir: Path, nothing: bool) -> None:
         if part.name != "logs":
             shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
     logs = run_dir / "logs"
-    (logs / ".mark").unlink(missing_ok=True)
-    if nothing or not logs.exists() or not any(file.stat().st_size for file in logs.iterdir()):
+    if logs.exists():
+        LogPlace(logs, "").finish()
+    if nothing or not logs.exists() or not any(logs.iterdir()):
         shutil.rmtree(run_dir, ignore_errors=True)
         with suppress(OSError):
             Path("runs").rmdir()  # if no other run is in it

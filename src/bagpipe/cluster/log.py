@@ -14,6 +14,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 CHUNK_BYTES = 64 << 10
 
@@ -45,9 +46,16 @@ class LogPlace:
         """The log of a role such as "server 1"."""
         return self.directory / f"{role.replace(' ', '-')}.log"
 
+    def ray(self) -> TextIO:
+        """The log of what Ray says to the driver."""
+        return self.path("ray").open("w", buffering=1, encoding="utf-8", errors="replace")
+
     def finish(self) -> None:
-        """No role looks for it any more."""
+        """No role looks for it any more; Ray had nothing to say in most runs."""
         (self.directory / ".mark").unlink(missing_ok=True)
+        said = self.path("ray")
+        if said.exists() and not said.stat().st_size:
+            said.unlink()
 
 
 class RoleLog:

@@ -71,6 +71,7 @@ class Role(ABC):
         Without an interface its address is that of the node, which Ray knows if it is not given.
         """
         self._output = RoleLog(place, self.name)
+        _log.info("%s is process %d on %s", self.name, os.getpid(), socket.gethostname())
         address = find_address(interface) if interface is not None else (node_address or _ray_address())
         return Introduction(__version__, socket.gethostname(), _machine(), address, os.getpid())
 

@@ -61,7 +61,7 @@ class OwnRay:
         """End every process of it; a second call does nothing."""
         if self._keeper.stdin is None or self._keeper.stdin.closed:
             return
-        _disconnect()
+        disconnect()
         with suppress(BrokenPipeError):
             self._keeper.stdin.close()
         try:
@@ -95,17 +95,20 @@ class OwnRay:
         return said
 
 
-@contextmanager
-def joined_ray(address: str) -> Iterator[ModuleType]:
+def join(address: str) -> ModuleType:
     """Ray, connected to a cluster of which this machine is a node."""
     ray = import_ray()
     if address != "auto":
         _check_reachable(address)
     _connect(ray, address)
-    try:
-        yield ray
-    finally:
-        _disconnect()
+    return ray
+
+
+def disconnect() -> None:
+    """Leave the Ray that this process is connected to, if it is."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
 
 
 @contextmanager
@@ -148,12 +151,6 @@ def _connect(ray: ModuleType, address: str) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():  # Ray takes SIGTERM for itself, and ends with another code
                 signal.signal(number, handler)
-
-
-def _disconnect() -> None:
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        ray.shutdown()
 
 
 def _check_reachable(address: str) -> None:

@@ -142,15 +142,12 @@ def named(failure: Failure, role: str, log: Path) -> BagpipeError:
 
 def reason(text: str) -> str:
     """What Ray says about a lost actor, in a line: it says much, most of it about itself."""
-    patterns = (
-        r"No module named '[^']+'",
-        r"(?:worker|actor) (?:process )?(?:has )?died because[^.\n]*",
-        r"Worker exit detail: ([^\n]*?)(?: There are some potential root causes|\n|$)",
-        r"The actor is dead because ([^\n]*)",
-        r"(node[^.\n]*(?:died|dead|lost)[^.\n]*)",
-    )
-    for pattern in patterns:
+    if "Worker unexpectedly exits with a connection error" in text:
+        return "its process ended without a word: it was killed, maybe for lack of memory, or crashed"
+    if "node has died" in text or "node was terminated" in text:
+        return "its machine, or Ray there, is gone"
+    for pattern in (r"No module named '[^']+'", r"Worker exit detail: [^\n.]*", r"The actor is dead because [^\n.]*"):
         found = re.search(pattern, text)
         if found:
-            return (found[1] if found.groups() else found[0]).strip().rstrip(".")
+            return found[0]
     return text.strip().partition("\n")[0].rstrip(".") or "Ray does not say why"

@@ -116,7 +116,7 @@ def test_a_role_that_was_lost_ends_the_wait_for_another(watch):
         "trainer 0": Actor(),
         "server 0": Actor(report=[reports("server 0", "1 row"), Call(RayError(DIED))]),
     }
-    with pytest.raises(ClusterError, match=r"^server 0 was lost: Worker unexpectedly exits .* End of file; see .*log"):
+    with pytest.raises(ClusterError, match=r"^server 0 was lost: its process ended .*; see .*server-0.log"):
         watch.follow("trainer 0", Call("never", after=10**6))
     assert ("server 0", "1 row") in watch.shown
 
@@ -156,9 +156,10 @@ def test_what_roles_elsewhere_printed_is_in_their_logs_and_echoed_while_they_wor
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (DIED, "Worker unexpectedly exits with a connection error code 2. End of file"),
+        (DIED, "its process ended without a word: it was killed, maybe for lack of memory, or crashed"),
         (NO_BAGPIPE, "No module named 'bagpipe'"),
-        (NODE, "actor died because its node has died"),
+        (NODE, "its machine, or Ray there, is gone"),
+        ("x\nWorker exit detail: Owner's node has crashed. More.", "Worker exit detail: Owner's node has crashed"),
         ("strange\nand long", "strange"),
         ("", "Ray does not say why"),
     ],
