@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,24 +55,42 @@ def joined_namespaces() -> Iterator[Namespaces]:
         if shutil.which(program) is None:
             raise NamespaceError(f"there is no `{program}` here: install iproute2")
     _remove_abandoned()
-    try:
-        for side in HOSTS:
-            _do("ip", "netns", "add", _namespace(side))
-        ends = ("type", "veth", "peer", "name", DEVICE, "netns", _namespace(SERVERS))
-        _do("ip", "-n", _namespace(TRAINER), "link", "add", DEVICE, *ends)
-        for side, host in HOSTS.items():
-            _do("ip", "-n", _namespace(side), "addr", "add", f"{host}/30", "dev", DEVICE)
-            for device in ("lo", DEVICE):
-                _do("ip", "-n", _namespace(side), "link", "set", device, "up")
-        yield Namespaces()
-    finally:
-        _remove(os.getpid())
+    with _ended_in_order():
+        try:
+            _make()
+            yield Namespaces()
+        finally:
+            _remove(os.getpid())
 
 
 def counted_bytes() -> tuple[int, int]:
     """Bytes that this process's side of the link has sent and received so far."""
     sent, received = (int((_COUNTERS / name).read_text(encoding="ascii")) for name in ("tx_bytes", "rx_bytes"))
     return sent, received
+
+
+def _make() -> None:
+    for side in HOSTS:
+        _do("ip", "netns", "add", _namespace(side))
+    ends = ("type", "veth", "peer", "name", DEVICE, "netns", _namespace(SERVERS))
+    _do("ip", "-n", _namespace(TRAINER), "link", "add", DEVICE, *ends)
+    for side, host in HOSTS.items():
+        _do("ip", "-n", _namespace(side), "addr", "add", f"{host}/30", "dev", DEVICE)
+        for device in ("lo", DEVICE):
+            _do("ip", "-n", _namespace(side), "link", "set", device, "up")
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does, so that what is to be removed is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _namespace(side: str, process: int | None = None) -> str:

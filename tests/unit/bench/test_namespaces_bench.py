@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -39,7 +40,8 @@ def test_both_sides_are_joined_by_a_link_whose_rate_can_be_set_and_lifted(joined
     assert "tbf" not in subprocess.run(show, capture_output=True, text=True, check=True).stdout
 
 
-def test_they_are_gone_after_their_use_however_it_ends(joined):
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
+def test_they_are_gone_after_their_use_however_it_ends(joined, ended_by):
     code = (
         "import signal, subprocess, sys\nfrom bagpipe.bench.namespaces import joined_namespaces\n"
         "with joined_namespaces():\n    print(flush=True)\n    signal.pause()"
@@ -47,7 +49,7 @@ def test_they_are_gone_after_their_use_however_it_ends(joined):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         child.stdout.readline()
         assert f"-{child.pid}-" in listed()
-        child.send_signal(2)
+        child.send_signal(ended_by)
     assert f"-{child.pid}-" not in listed()
     assert f"-{os.getpid()}-" in listed()
 
