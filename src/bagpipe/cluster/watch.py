@@ -100,8 +100,10 @@ class Watch:
         asked = list(self.actors)
         while asked:
             answers = self.gather({role: self.ask(role, "report") for role in asked}, "report", REPORT_S)
-            for reports in answers.values():
-                self._note(reports)
+            for role, reports in answers.items():  # what a role says itself is newer than what it left with another
+                self._note({other: report for other, report in reports.items() if other != role})
+            for role, reports in answers.items():
+                self._note({role: reports[role]})
             asked = [role for role, reports in answers.items() if any(each.printed for each in reports.values())]
 
     def _poll(self, busy: str, calls: dict[str, Any]) -> None:
