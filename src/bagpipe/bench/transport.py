@@ -1,5 +1,6 @@
 """How fast 20,000 rows of 192 bytes come from another process by id: a plain TCP socket over loopback, our channel with
-and without keys, and memory that both share, one request at a time and four in flight.
+and without keys, and memory that both share, one request at a time and four in flight; and, as a floor for them all,
+the copy of the rows within one process.
 
 All contestants are asked in turn, again and again, and the same process answers them from the same array; ratios are
 those of median times: `time_ratio_to_tcp` to TCP with as many requests in flight, `time_ratio_to_tcp_one_at_a_time` to
@@ -166,6 +167,30 @@ def _over_shared_memory(address: str) -> Iterator[Fetch]:
 
 
 @contextlib.contextmanager
+def _copied(addresses: Addresses) -> Iterator[Fetch]:  # noqa: ARG001
+    """Rows of this process, one request after the other: what any way to get them takes at least on one thread."""
+    stored, memory = _stored(), np.empty((max(IN_FLIGHT), ROWS, WIDTH), np.float32)
+
+    def fetch(ids: list[Int64s]) -> list[Floats]:
+        found = [memory[number, : len(each)] for number, each in enumerate(ids)]
+        for each, rows in zip(ids, found, strict=True):
+            stored.gather(each, rows)
+        return found
+
+    yield fetch
+
+
+def _stored() -> ChunkedRows:
+    """The rows, as a server holds them; the first number of each is its id."""
+    stored = ChunkedRows(WIDTH, 1 << (TABLE_ROWS * WIDTH * 4).bit_length())
+    stored.reserve(TABLE_ROWS)
+    rows = stored.chunks[0][:TABLE_ROWS]
+    rows[:] = np.random.default_rng(0).random((TABLE_ROWS, WIDTH), np.float32)
+    rows[:, 0] = np.arange(TABLE_ROWS)
+    return stored
+
+
+@contextlib.contextmanager
 def _channels(count: int, address: str, security: Security) -> Iterator[tuple[SocketNetwork, list[SocketChannel]]]:
     network = SocketNetwork(security)
     channels = [network.connect(address) for _ in range(count)]
@@ -201,6 +226,7 @@ CONTESTANTS = [
     Contestant("channel", lambda addresses: _over_channel(addresses.plain, None)),
     Contestant("channel with keys", lambda addresses: _over_channel(addresses.curve, find_keys("client"))),
     Contestant("shared memory", lambda addresses: _over_shared_memory(addresses.plain)),
+    Contestant("copy alone", _copied),
 ]
 """The first is the one that others are compared with."""
 
@@ -230,12 +256,8 @@ def _server() -> Iterator[Addresses]:
 def _answer() -> None:
     """What the other process does, until its standard input ends."""
     keep_freed_memory()
-    stored = ChunkedRows(WIDTH, 1 << (TABLE_ROWS * WIDTH * 4).bit_length())
-    stored.reserve(TABLE_ROWS)
+    stored = _stored()
     table = stored.chunks[0][:TABLE_ROWS]  # in one piece, for those who do without the store
-    table[:] = np.random.default_rng(0).random((TABLE_ROWS, WIDTH), np.float32)
-    table[:, 0] = np.arange(TABLE_ROWS)
-
     memories: dict[bytes, memoryview] = {}
 
     def handler(peer: bytes, message: Message, reply: Reply) -> None:
