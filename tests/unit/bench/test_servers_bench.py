@@ -9,7 +9,7 @@ from bagpipe.bench import servers
 from bagpipe.errors import PipelineError
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_clients_get_what_they_wrote_and_the_servers_keep_their_size(shared_memory):
     row = servers._hammered(1.0, shared_memory)
     assert row["errors"] == 0, row["first_error"]
