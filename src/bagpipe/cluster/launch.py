@@ -19,11 +19,13 @@ from typing import Any, Literal
 import torch
 
 from bagpipe._version import __version__
+from bagpipe.cluster.feeding_roles import OracleRole, ProcessorRole
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.cluster.log import LogPlace
 from bagpipe.cluster.placement import Placement
 from bagpipe.cluster.resources import Need
-from bagpipe.cluster.roles import OracleRole, ProcessorRole, Role, ServerRole
+from bagpipe.cluster.role import Role
+from bagpipe.cluster.server_role import ServerRole
 from bagpipe.cluster.session import OwnRay, disconnect, exit_codes_kept, join
 from bagpipe.cluster.settings import Introduction, ScriptTask, TrainerTask, Wiring
 from bagpipe.cluster.trainer_role import Trained, TrainerRole
@@ -163,7 +165,7 @@ class _Run:
 
     def _introduce(self) -> dict[str, Introduction]:
         calls = {
-            role: self.watch.ask(role, "introduce", self.request.interface, None, self.watch.logs)
+            role: self.watch.ask(role, "introduce", self.request.interface, self.watch.logs)
             for role in self.watch.actors
         }
         introductions = self.watch.gather(calls, "start", START_S)

@@ -24,7 +24,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from bagpipe.cluster.extra import import_ray
-from bagpipe.errors import ClusterError, DeadlineError
+from bagpipe.errors import ClusterError, ConfigError, DeadlineError
 from bagpipe.wire.endpoint import parse_address
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -155,7 +155,10 @@ def _connect(ray: ModuleType, address: str) -> None:
 
 def _check_reachable(address: str) -> None:
     """Ray itself would try for a minute."""
-    host, port = parse_address(address)
+    try:
+        host, port = parse_address(address)
+    except ConfigError:
+        raise ConfigError(f"--address is {address!r}: give HOST:PORT of the cluster's head node, or auto") from None
     try:
         socket.create_connection((host, port), REACH_S).close()
     except OSError as error:

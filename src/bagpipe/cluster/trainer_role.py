@@ -23,7 +23,7 @@ import torch
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.cluster import context
 from bagpipe.cluster.keeper import children_of
-from bagpipe.cluster.roles import Role, told
+from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import ScriptTask, TrainerTask
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import ClusterError

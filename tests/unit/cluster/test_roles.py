@@ -8,7 +8,8 @@ import pytest
 
 from bagpipe.api import _open_store
 from bagpipe.cluster import context, trainer_role
-from bagpipe.cluster.roles import OracleRole, ProcessorRole, ServerRole
+from bagpipe.cluster.feeding_roles import OracleRole, ProcessorRole
+from bagpipe.cluster.server_role import ServerRole
 from bagpipe.cluster.settings import Failure, Report, ScriptTask, TrainerTask, Wiring
 from bagpipe.cluster.trainer_role import Trained, TrainerRole
 from bagpipe.config import parse_config
