@@ -185,6 +185,11 @@ class CachedLayer(Replacement):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Pool the rows of each bag, as `nn.EmbeddingBag` does, or look them up one by one, as `nn.Embedding`."""
+        if not isinstance(input, Tensor):
+            raise ModelError(
+                f"layer {self.name!r} is given a {type(input).__name__}, not a tensor: of a bagpipe.Ids pass its parts "
+                "as layer(ids.values, ids.offsets, ids.weights)"
+            )
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             raise ModelError(f"layer {self.name!r}: gradients for per_sample_weights are not computed: detach them")
         lookups = self.lookups

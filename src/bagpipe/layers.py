@@ -112,7 +112,8 @@ def bind(
     found = {name: layer for name, layer in everything.items() if name not in keep}
     if not found:
         raise ModelError(
-            f"{type(model).__name__} has no nn.EmbeddingBag or nn.Embedding layer to accelerate: train it as it is"
+            f"{type(model).__name__} has no nn.EmbeddingBag or nn.Embedding layer to accelerate: keep layers as "
+            "attributes or in an nn.ModuleList, not in a plain list; a model without any, train as it is"
         )
     for name, layer in found.items():
         _refuse_inexact(name, layer)

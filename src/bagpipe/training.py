@@ -215,8 +215,9 @@ def train(job: Job, report: Report) -> Summary:
 
 def verify(job: Job, report: Report) -> Summary:
     """Train with the reference and with the configured system, and compare every bit."""
-    expected, _ = train_reference(job, report)
-    found, _ = train_accelerated(job, lambda done, note: report(job.iterations + done, note))
+    # The configured system first: what is wrong with its settings shows before the slower reference has run.
+    found, _ = train_accelerated(job, report)
+    expected, _ = train_reference(job, lambda done, note: report(job.iterations + done, note))
     differing = expected.differing(found)
     return {
         "identical": not differing,

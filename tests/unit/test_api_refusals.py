@@ -558,3 +558,20 @@ def test_rows_of_a_table_are_not_created_by_looking_at_them():
         for batch in loop.evaluate(make_batches()):
             net(batch)
     assert (before == [loop.store.num_rows(0), loop.store.num_rows(1)]).all()
+
+
+def test_ids_with_their_offsets_in_one_record_are_named_with_their_parts():
+    net, _, loop, _ = start()
+    with loop, pytest.raises(ModelError, match=r"is given a Ids, not a tensor.*ids\.values, ids\.offsets"):
+        next(iter(loop))
+        net.user(bagpipe.Ids(torch.tensor([[1]])))
+
+
+def test_layers_in_a_plain_list_are_told_where_to_go():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.EmbeddingBag(5, 2)]
+
+    with pytest.raises(ModelError, match=r"nn\.ModuleList"):
+        bagpipe.accelerate(Hidden(), [{"a": torch.tensor([[1]])}], bagpipe.optim.SGD(0.1))

@@ -16,7 +16,7 @@ from bagpipe.cli import bench, compare, data, doctor, keys, launch, plan, server
 from bagpipe.cli.output import fail
 from bagpipe.errors import BagpipeError
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 
 app = typer.Typer(
     name="bagpipe",
@@ -52,12 +52,12 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 def main() -> None:
     """Entry point of the `bagpipe` command."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that everything is tidied up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # an exception, so that everything is tidied up
     sys.exit(_run(as_json="--json" in sys.argv))
 
 
 def _run(as_json: bool) -> int:
-    """The exit code: 1 for errors of the work, 2 for those of the command line, 130 for Ctrl-C."""
+    """The exit code: 1 for errors of the work, 2 for those of the command line, 130 for Ctrl-C, 143 for SIGTERM."""
     try:
         # On its own, typer tells people of wrong usage, and ends the process; programs get an object from us.
         code = app(standalone_mode=not as_json)
@@ -67,9 +67,9 @@ def _run(as_json: bool) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except SystemExit as ended:
-        if ended.code != INTERRUPTED:
+        if ended.code not in (INTERRUPTED, TERMINATED):
             raise
-        code = INTERRUPTED
+        code = ended.code
     except Exception as error:
         if type(error).__name__ == "Abort":  # what older releases of typer make of Ctrl-C
             code = INTERRUPTED
@@ -78,6 +78,6 @@ def _run(as_json: bool) -> int:
         else:  # the class is private to typer, or to click, which older releases use
             fail("UsageError", error.format_message(), as_json)
             return 2
-    if code == INTERRUPTED:
-        fail("Interrupted", "stopped by Ctrl-C", as_json)
+    if code in (INTERRUPTED, TERMINATED):
+        fail("Interrupted", "stopped by Ctrl-C" if code == INTERRUPTED else "stopped by SIGTERM", as_json)
     return code if isinstance(code, int) else 0

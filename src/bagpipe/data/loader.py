@@ -44,6 +44,11 @@ class Loader:
             processes: Data processors that read instead; 0: threads of this process. Changes nothing but speed.
             deadline_s: How long a data processor may take for a batch before another one takes its place.
         """
+        if not isinstance(dataset, Dataset):
+            raise ConfigError(
+                f"the data set is a {type(dataset).__name__}: give bagpipe.data.Shards(path), or of a frame "
+                "bagpipe.data.from_frame(frame, ...)"
+            )
         for name, value, least in (
             ("epochs", epochs, 0),
             ("start", start, 0),

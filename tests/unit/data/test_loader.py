@@ -135,3 +135,8 @@ def test_data_in_memory_is_refused_only_where_other_processes_would_read_it():
     assert Loader(InMemory(), 2).state_dict(1)["data"]
     with pytest.raises(ConfigError, match="InMemory is in the memory of this process"):
         Loader(InMemory(), 2, processes=1)
+
+
+def test_a_frame_is_told_how_to_become_a_data_set():
+    with pytest.raises(ConfigError, match="is a dict: give .*from_frame"):
+        Loader({"a": [1]}, 2)
