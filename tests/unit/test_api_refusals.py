@@ -562,9 +562,10 @@ def test_rows_of_a_table_are_not_created_by_looking_at_them():
 
 def test_ids_with_their_offsets_in_one_record_are_named_with_their_parts():
     net, _, loop, _ = start()
-    with loop, pytest.raises(ModelError, match=r"is given a Ids, not a tensor.*ids\.values, ids\.offsets"):
+    with loop:
         next(iter(loop))
-        net.user(bagpipe.Ids(torch.tensor([[1]])))
+        with pytest.raises(ModelError, match=r"is given a Ids, not a tensor.*ids\.values, ids\.offsets"):
+            net.user(bagpipe.Ids(torch.tensor([[1]])))
 
 
 def test_layers_in_a_plain_list_are_told_where_to_go():

@@ -138,5 +138,5 @@ def test_data_in_memory_is_refused_only_where_other_processes_would_read_it():
 
 
 def test_a_frame_is_told_how_to_become_a_data_set():
-    with pytest.raises(ConfigError, match="is a dict: give .*from_frame"):
+    with pytest.raises(ConfigError, match=r"is a dict: give .*from_frame"):
         Loader({"a": [1]}, 2)
