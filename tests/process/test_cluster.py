@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -16,7 +17,10 @@ from bagpipe.cluster import keeper
 from bagpipe.config import load_config
 from bagpipe.training import prepare, train
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra"),
+]
 
 BAGPIPE = [sys.executable, "-c", "from bagpipe.cli import main; main()"]
 TINY = ["data.preset=tiny", "data.samples=2000", "model.name=wide_deep", "model.dim=4", "batch_size=128", "threads=1"]
@@ -167,7 +171,7 @@ def title(pid):
 
 def test_a_killed_driver_leaves_no_process_and_no_file_of_ray(tmp_path):
     before = ray_directories()
-    driver = Driver(tmp_path / "run", "--servers", "2", *settings("iterations=100000"))
+    driver = Driver(tmp_path / "run", *settings("iterations=100000"))
     driver.wait_for("trainer 0: iteration")
     driver.end(signal.SIGKILL)
     driver.assert_nothing_is_left()
@@ -220,6 +224,16 @@ def test_a_script_runs_in_the_trainer_with_the_servers_and_its_output_is_shown(t
     assert "['--lr', '0.5'] RemoteStore True" in done.stdout
     alone = subprocess.run([sys.executable, str(script), "--lr", "0.5"], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == alone.stdout.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_the_benchmark_says_how_long_a_launch_takes_and_what_ray_takes():
+    done = bagpipe("bench", "cluster", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)["results"][0]
+    assert (result["trainers"], result["servers"]) == (1, 2)
+    assert 0 < result["seconds_to_ray"] < result["seconds_to_first_iteration"] < result["seconds_to_end"]
+    assert 0 <= result["ray_share"] < 1
 
 
 SCRIPT = """

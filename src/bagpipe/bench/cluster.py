@@ -24,7 +24,7 @@ from bagpipe.errors import PipelineError
 
 SERVERS = 2
 RUNS = 3
-ITERATIONS = 200
+ITERATIONS = 100
 TIMEOUT_S = 600
 
 
