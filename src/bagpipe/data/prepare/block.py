@@ -77,6 +77,8 @@ class Block:
     """Lines of this stretch that gave no sample, one each."""
     position: int = 0
     """Bytes on disk, of all files, that were read up to its end; about, to show progress."""
+    lines: NDArray[np.int64] | None = None
+    """Of each sample the line of its file, from 1; None once samples are sorted."""
 
     def __len__(self) -> int:
         return len(self.labels)

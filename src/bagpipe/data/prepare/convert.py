@@ -75,9 +75,11 @@ class Converted:
     categories: Mapping[str, Category]
     times: NDArray[np.int64] | None
 
-    def block(self, start: Place, end: Place, problems: tuple[Problem, ...], position: int) -> Block:
+    def block(
+        self, start: Place, end: Place, problems: tuple[Problem, ...], position: int, lines: NDArray[np.int64]
+    ) -> Block:
         """As a block."""
-        return Block(self.labels, self.dense, self.categories, start, end, self.times, problems, position)
+        return Block(self.labels, self.dense, self.categories, start, end, self.times, problems, position, lines)
 
 
 class _Faults:
@@ -95,8 +97,8 @@ class _Faults:
 
 
 def shown(value: str) -> str:
-    """A value in quotes, the start of it if it is long."""
-    return repr(value if len(value) <= _SHOWN_MAX else value[:_SHOWN_MAX] + "...")
+    """A value in quotes, the start of it if it is long; bytes that are no text came as `\\xff` and stay so."""
+    return repr(value if len(value) <= _SHOWN_MAX else value[:_SHOWN_MAX] + "...").replace("\\\\", "\\")
 
 
 def convert(schema: Schema, columns: Columns) -> tuple[Converted, dict[int, Fault]]:

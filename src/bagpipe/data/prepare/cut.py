@@ -18,6 +18,7 @@ def part_of(block: Block, start: int, stop: int) -> Block:
         categories={name: _part(category, start, stop) for name, category in block.categories.items()},
         times=None if block.times is None else block.times[start:stop],
         problems=(),
+        lines=None if block.lines is None else block.lines[start:stop],
     )
 
 

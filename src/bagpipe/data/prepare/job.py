@@ -222,12 +222,13 @@ class Job:
 
     def _count(self) -> None:
         """The first pass: how often each value occurs."""
-        since = 0
+        since, days = 0, Days(self.sources)  # of their own, to find samples out of order before shards are written
         for block, done, known in self._blocks():
             if self.options.on_error == "stop":
                 self.rejected.add(block.problems[known:])
             part = part_of(block, done, min(len(block), done + self._room(self._counted)))
             self.encoder.count(part)
+            days.add(part)
             self._counted += len(part)
             since += len(part)
             self._here = (block.end, 0, 0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bagpipe.data.prepare.block import Block, Place, Problem
 from bagpipe.data.prepare.cells import Mask, Values, category_of_integers, cells_of
 from bagpipe.data.prepare.convert import NOT_INTEGER, Checked, convert
-from bagpipe.data.prepare.parse import any_of_list, cells_as_times, is_utf8, numbers_as_times
+from bagpipe.data.prepare.parse import any_of_list, beyond_calendar, cells_as_times, is_utf8, numbers_as_times
 from bagpipe.data.prepare.schema import Categorical, Schema, Time
 from bagpipe.data.prepare.sources import Source
 from bagpipe.errors import DataError
@@ -231,14 +231,14 @@ class ParquetParser:
         arrays = {name: _plain(batch.rows.column(name)) for name in self._schema.used}
         columns = _ParquetColumns(self._order, arrays, self._schema.missing)
         converted, faults = convert(self._schema, columns)
-        problems = []
+        problems, first = [], batch.end.line - len(columns) + 1
+        good = np.arange(len(columns))
         if faults:
-            first = batch.end.line - len(columns) + 1
             for row, fault in sorted(faults.items()):
                 problems.append(Problem(self._file, first + row, fault.column, fault.reason, columns.line(row)))
-            good = np.setdiff1d(np.arange(len(columns)), np.fromiter(faults, np.int64, len(faults)))
+            good = np.setdiff1d(good, np.fromiter(faults, np.int64, len(faults)))
             converted, _ = convert(self._schema, columns.kept(good))
-        return converted.block(batch.start, batch.end, tuple(problems), batch.position)
+        return converted.block(batch.start, batch.end, tuple(problems), batch.position, first + good)
 
 
 def _python(value: pa.Scalar) -> object:
@@ -272,14 +272,17 @@ def _numbers(array: pa.Array) -> Values[np.float64]:
 
 
 def _integers(array: pa.Array) -> Values[np.int64]:
-    """Numbers above 2^63 - 1 keep their bits, as negative ones."""
+    """Numbers above 2^63 - 1 are wrong: their bits are those of negative ones."""
     if pa.types.is_floating(array.type):
         found = _numbers(array)
         wrong = found.wrong | (found.values != np.floor(found.values)) | (np.abs(found.values) >= _SIGNED_LIMIT)
         return Values(np.where(wrong, 0.0, found.values).astype(np.int64), found.missing, wrong)
-    kind = pa.uint64() if pa.types.is_uint64(array.type) else pa.int64()
-    values, missing = _split(array.cast(kind))
-    return Values(values.view(np.int64), missing, np.zeros(len(values), np.bool_))
+    if pa.types.is_uint64(array.type):
+        unsigned, missing = _split(array)
+        wrong = unsigned > np.uint64(2**63 - 1)
+        return Values(np.where(wrong, 0, unsigned).astype(np.int64), missing, wrong)
+    values, missing = _split(array.cast(pa.int64()))
+    return Values(values, missing, np.zeros(len(values), np.bool_))
 
 
 def _moments(array: pa.Array) -> Values[np.int64]:
@@ -287,4 +290,6 @@ def _moments(array: pa.Array) -> Values[np.int64]:
         array = array.cast(pa.timestamp("ms"))
     per_second = _PER_SECOND[array.type.unit]
     values, missing = _split(array.cast(pa.int64()))
-    return Values(values // per_second, missing, np.zeros(len(values), np.bool_))
+    seconds = values // per_second
+    wrong = beyond_calendar(seconds)
+    return Values(np.where(wrong, 0, seconds), missing, wrong)

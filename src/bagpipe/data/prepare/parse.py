@@ -21,13 +21,20 @@ _QUOTE_FAULTS = {
     kernels.OPEN_QUOTE: "a quote is not closed in this line (a cell can't go on in the next one)",
     kernels.AFTER_QUOTE: "text follows the closing quote of a cell",
 }
+_YEAR_1, _YEAR_10000 = -62_135_596_800, 253_402_300_800
 _WAYS = {"yymmddhh": HOURS, "iso": ISO}
+
+
+def beyond_calendar(seconds: NDArray[np.int64] | NDArray[np.float64]) -> Mask:
+    """Times outside the years in which days have names."""
+    result: Mask = (seconds < _YEAR_1) | (seconds >= _YEAR_10000)
+    return result
 
 
 def numbers_as_times(found: Values[np.float64], kind: str) -> Values[np.int64]:
     """Seconds since 1970 from numbers that count seconds or milliseconds since then."""
     seconds = np.floor(found.values / 1000 if kind == "unix_ms" else found.values)
-    wrong = found.wrong | (np.abs(seconds) >= 2.0**62)
+    wrong = found.wrong | beyond_calendar(seconds)
     return Values(np.where(wrong, 0, seconds).astype(np.int64), found.missing, wrong)
 
 
@@ -135,7 +142,8 @@ class TextParser:
         if faults:
             converted, _ = convert(self._schema, columns.kept(lines.drop(faults)))
         problems = tuple(lines.problems[line] for line in sorted(lines.problems))
-        return converted.block(piece.start, piece.end, problems, piece.position)
+        numbers = piece.start.line + 1 + lines.rows
+        return converted.block(piece.start, piece.end, problems, piece.position, numbers)
 
     def _cut(self, piece: Piece) -> tuple[_Lines, _TextColumns]:
         raw = b"" if piece.cut_short else piece.data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import date
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from bagpipe.data.manifest import RangeEntry
 from bagpipe.data.prepare.block import Block
 from bagpipe.data.prepare.sources import Source
-from bagpipe.errors import ConfigError
+from bagpipe.errors import ConfigError, DataError
 
 _DAY_SECONDS = 86_400
+_EPOCH = date(1970, 1, 1).toordinal()
 _SUFFIXES = (".gz", ".gzip", ".zst", ".bz2", ".lz4")
 
 
@@ -26,6 +27,7 @@ class Days:
     """Where each day begins: by the times of samples where there are any, else by file."""
 
     def __init__(self, sources: Sequence[Source], known: Sequence[RangeEntry] = ()) -> None:
+        self._paths = [source.path for source in sources]
         self._names = [day_name(source) for source in sources]
         self._starts = [(day.name, day.start) for day in known]
         self.num_samples = known[-1].stop if known else 0
@@ -36,17 +38,26 @@ class Days:
             name = self._names[block.start.file]
             if len(block) and (not self._starts or self._starts[-1][0] != name):
                 self._starts.append((name, self.num_samples))
-        else:
-            self._add_times(block.times)
+        elif len(block):
+            self._add_times(block, block.times // _DAY_SECONDS)
         self.num_samples += len(block)
 
-    def _add_times(self, times: NDArray[np.int64]) -> None:
-        # A sample of an earlier day than the one before it does not begin that day again.
-        latest = np.maximum.accumulate(times // _DAY_SECONDS)
-        for place in np.flatnonzero(np.diff(latest, prepend=latest[:1] - 1)).tolist():
-            name = datetime.fromtimestamp(int(latest[place]) * _DAY_SECONDS, timezone.utc).date().isoformat()
-            if not self._starts or name > self._starts[-1][0]:
-                self._starts.append((name, self.num_samples + place))
+    def _add_times(self, block: Block, days: NDArray[np.int64]) -> None:
+        before = date.fromisoformat(self._starts[-1][0]).toordinal() - _EPOCH if self._starts else int(days[0]) - 1
+        latest = np.maximum(np.maximum.accumulate(days), before)
+        if len(late := np.flatnonzero(days < latest)):
+            self._refuse(block, int(late[0]), _name(days[late[0]]), _name(latest[late[0]]))
+        for place in np.flatnonzero(np.diff(latest, prepend=before)).tolist():
+            self._starts.append((_name(latest[place]), self.num_samples + place))
+
+    def _refuse(self, block: Block, place: int, day: str, latest: str) -> None:
+        where = f"sample {self.num_samples + place:,}"
+        if block.lines is not None:
+            where = f"{self._paths[block.start.file]}, line {block.lines[place]:,}"
+        raise DataError(
+            f"{where}: its date is {day}, but {latest} came before it, so samples would be counted to a wrong day: "
+            "put `sort = true` into the schema"
+        )
 
     def ranges(self) -> tuple[RangeEntry, ...]:
         """The days so far."""
@@ -57,13 +68,22 @@ class Days:
         )
 
 
+def _name(day: np.int64) -> str:
+    return date.fromordinal(int(day) + _EPOCH).isoformat()
+
+
 def check_split(validation: str | None, test: str | None, days: Sequence[str] | None) -> None:
     """Find out before anything is read what can't be divided; `days` are the names known by now, if they are."""
-    shares = [share for option in (validation, test) if option is not None and (share := _share(option)) is not None]
-    if any(not 0 < share < 1 for share in shares) or sum(shares) >= 1:
+    shares = {}
+    for name, option in (("validation", validation), ("test", test)):
+        share = None if option is None else _share(option)
+        if share is not None and not 0 < share < 1:
+            raise ConfigError(f"--{name} {option} is no share: give one between 0 and 1, or leave --{name} out")
+        shares[name] = share or 0.0
+    if sum(shares.values()) >= 1:
         raise ConfigError(
-            f"--validation {validation} and --test {test} leave nothing to train on: give shares between 0 and 1, "
-            "together less than 1"
+            f"--validation {validation} and --test {test} leave nothing to train on: give shares that are together "
+            "less than 1"
         )
     for option in (validation, test):
         if option is not None and _share(option) is None and days is not None and option not in days:

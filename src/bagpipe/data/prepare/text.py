@@ -19,6 +19,7 @@ from bagpipe.kernels.cells import WHOLE, cut_cells_reference
 HEADER_BYTES_MAX = 1 << 20
 _HEADER_READ = 1 << 12
 _SKIPPED_AT_ONCE = 1 << 16
+_PARQUET_MARK = b"PAR1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,11 @@ def read_header(schema: Schema, source: Source) -> Header:
             if not (more := stream.read(_HEADER_READ)):
                 break
             start += more
+    if start.startswith(_PARQUET_MARK) and b"\0" in start:
+        raise DataError(
+            f"{source.path} is a parquet file, not {schema.format}: say `prepare parquet`, with a schema that has "
+            'format = "parquet"'
+        )
     mark = len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0
     if schema.columns:
         return Header(schema.columns, mark, 0)

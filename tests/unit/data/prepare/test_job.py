@@ -114,9 +114,11 @@ def test_with_times_samples_are_in_their_order_and_days_are_dates(tmp_path):
     ("options", "message"),
     [
         ({"test": "day_7.csv"}, "no day 'day_7.csv' to divide at: there are day_0.csv, day_1.csv"),
-        ({"test": "1.5"}, "leave nothing to train on"),
+        ({"test": "1.5"}, "--test 1.5 is no share: give one between 0 and 1, or leave --test out"),
+        ({"validation": "0"}, "--validation 0 is no share: give one between 0 and 1, or leave --validation out"),
         ({"test": "0.5", "validation": "0.5"}, "leave nothing to train on"),
-        ({"test": "-0.1"}, "leave nothing to train on"),
+        ({"test": "-0.1"}, "--test -0.1 is no share"),
+        ({"test": "nan"}, "--test nan is no share"),
         ({"limit": 0}, "limit is 0"),
         ({"memory": "1MB"}, "memory is 1MB; the program takes .* give at least .*MB, or fewer --threads"),
         ({"memory": "much"}, "'much': give"),
@@ -220,6 +222,54 @@ def test_parquet_with_lists_is_prepared(tmp_path):
     assert batch.sparse["user"].values.flatten().tolist() == [2, 2, 0]
     with pytest.raises(ConfigError, match=r"schema\.toml is a schema of parquet files, not of csv"):
         prepare("csv", [tmp_path / "part.parquet"], tmp_path / "other", options)
+
+
+@pytest.mark.parametrize("columns", ["", 'columns = ["y", "c"]\n'])
+def test_a_parquet_file_is_not_taken_for_text(tmp_path, columns):
+    pq.write_table(pa.table({"y": [1, 0], "c": ["a", "b"]}), tmp_path / "x.parquet")
+    (tmp_path / "schema.toml").write_text(f'format = "csv"\n{columns}label = "y"\ncategorical = ["c"]\n')
+    with pytest.raises(DataError, match=r"x\.parquet is a parquet file, not csv: say `prepare parquet`"):
+        run([tmp_path / "x.parquet"], tmp_path / "data")
+
+
+DATED = 'format = "csv"\nlabel = "y"\ncategorical = ["c"]\ntime = { column = "t", kind = "iso" }\n'
+
+
+def write_dated(directory, *files):
+    directory.mkdir()
+    (directory / "schema.toml").write_text(DATED)
+    for number, cells in enumerate(files):
+        lines = [f"1,a,{cell}" if cell else "" for cell in cells]
+        (directory / f"part_{number}.csv").write_text("\n".join(["y,c,t", *lines]) + "\n")
+    return [directory / f"part_{number}.csv" for number in range(len(files))]
+
+
+@pytest.mark.parametrize("shard_samples", [1, 3, 100])
+@pytest.mark.parametrize("numbering", ["first", "frequency"])
+def test_samples_whose_days_are_out_of_order_are_named_with_the_remedy(tmp_path, numbering, shard_samples):
+    days = ["2014-10-21 05:00:00", "when", "", "2014-10-22 00:00:00"], ["2014-10-22 01:00:00", "2014-10-21 23:00:00"]
+    paths = write_dated(tmp_path / "raw", *days)
+    options = {"numbering": (numbering,), "shard_samples": shard_samples, "on_error": "skip"}
+    message = r"part_1\.csv, line 3: its date is 2014-10-21, but 2014-10-22 came before it.* put `sort = true` into"
+    with pytest.raises(DataError, match=message):
+        run(paths, tmp_path / "data", **options)
+    (tmp_path / "raw" / "schema.toml").write_text(f"sort = true\n{DATED}")
+    made = run(paths, tmp_path / "sorted", **options).manifest
+    assert [(day.name, day.start, day.stop) for day in made.days] == [("2014-10-21", 0, 2), ("2014-10-22", 2, 4)]
+
+
+def test_the_line_out_of_order_is_right_after_blank_and_bad_lines(tmp_path):
+    cells = ["2014-10-22 05:00:00", "", "when", "2014-10-22 04:00:00", "", "2014-10-20 00:00:00"]
+    paths = write_dated(tmp_path / "raw", cells)
+    with pytest.raises(DataError, match=r"part_0\.csv, line 7: its date is 2014-10-20, but 2014-10-22"):
+        run(paths, tmp_path / "data", on_error="skip", shard_samples=2)
+
+
+def test_times_of_no_calendar_are_problems(tmp_path):
+    paths = write_dated(tmp_path / "raw", ["1400000000", "1400000000000"])
+    (tmp_path / "raw" / "schema.toml").write_text(DATED.replace("iso", "unix"))
+    with pytest.raises(DataError, match=r"line 3, column 't': '1400000000000' is not a time of the kind unix"):
+        run(paths, tmp_path / "data")
 
 
 def test_table_names_may_have_any_character(tmp_path):

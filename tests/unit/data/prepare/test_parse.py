@@ -59,8 +59,8 @@ def test_a_label_that_is_missing_or_not_0_or_1_is_a_problem():
 
 
 def test_bytes_that_are_not_utf8_are_a_problem_of_their_column():
-    assert problem(b"1,2,caf\xe9") == ("c", "'caf\\\\xe9' is not UTF-8")
-    assert problem(b"1,\xff,x\xff") == ("n", "'\\\\xff' is not UTF-8")
+    assert problem(b"1,2,caf\xe9") == ("c", "'caf\\xe9' is not UTF-8")
+    assert problem(b"1,\xff,x\xff") == ("n", "'\\xff' is not UTF-8")
 
 
 def test_bytes_that_are_not_utf8_in_a_column_that_is_not_used_are_no_problem():
