@@ -26,17 +26,22 @@ BAGPIPE = [sys.executable, "-c", "from bagpipe.cli import main; main()"]
 TINY = ["data.preset=tiny", "data.samples=2000", "model.name=wide_deep", "model.dim=4", "batch_size=128", "threads=1"]
 
 NODES = """
-import os, sys
+import ctypes, os, shutil, sys, tempfile
 sys.path.insert(0, sys.argv[1])
 import keeper
+ctypes.CDLL(None).prctl(keeper.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+files = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="bagpipe-test-", dir="/tmp")
+os.mkdir(files + "/ray")
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "memory": 10**9, "include_dashboard": False})
+node = {"num_cpus": 2, "memory": 10**9}
+cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
 for _ in range(2):
-    cluster.add_node(num_cpus=2, memory=10**9)
+    cluster.add_node(**node)
 cluster.wait_for_nodes(60)
 print(cluster.address, flush=True)
 sys.stdin.read()
 keeper.end_children()
+shutil.rmtree(files, ignore_errors=True)
 os._exit(0)
 """
 
