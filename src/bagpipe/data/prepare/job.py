@@ -19,6 +19,7 @@ from bagpipe.data.manifest import MANIFEST, VOCABULARY, Manifest, TableEntry, lo
 from bagpipe.data.prepare.block import BEGINNING, Block, Place
 from bagpipe.data.prepare.cut import part_of
 from bagpipe.data.prepare.encoder import Encoder, TableEncoder
+from bagpipe.data.prepare.finished import Finished, check_finished, save_finished
 from bagpipe.data.prepare.numbering import describe
 from bagpipe.data.prepare.options import Options, memory_shares, numberings_of, quarantine_of
 from bagpipe.data.prepare.parts import Days, check_split, day_name, parts_of
@@ -59,7 +60,10 @@ class Prepared:
 def prepare(
     kind: str, paths: list[Path], destination: Path, options: Options | None = None, report: Report | None = None
 ) -> Prepared:
-    """Read raw files and write a data set; goes on where an earlier call with the same arguments was stopped."""
+    """Read raw files and write a data set; goes on where an earlier call with the same arguments was stopped.
+
+    Of one that was finished it returns the data set as it is; other arguments are refused.
+    """
     options = options or Options()
     schema, sources = open_sources(kind, paths, options.schema)
     if kind in FORMATS and schema.format != kind:
@@ -109,13 +113,13 @@ class Job:
         """Do what is still to be done."""
         began = time.monotonic()
         try:
-            progress = self._take_up()
+            finished = self._finished()
+            progress = self._take_up() if finished is None else None
         except BaseException:
             self.working.close()
             raise
-        if progress is None and (self.destination / MANIFEST).exists() and self.working.exists:
-            self.working.remove()  # stopped at the very end
-            return self._prepared(load_manifest(self.destination), None, began)
+        if finished is not None:
+            return self._prepared(finished, finished.samples, began)
         done = None if progress is None else Written(progress.features, progress.shards)
         tables = tuple(Table(name, self.numberings[name].size, columns) for name, columns in self.schema.tables.items())
         self.writer = ShardWriter(
@@ -136,18 +140,33 @@ class Job:
                 raise
         self.rejected.close(keep=True)
         self.working.remove()
-        return self._prepared(manifest, progress, began)
+        before = sum(shard.samples for shard in progress.shards) if progress is not None else 0
+        return self._prepared(manifest, before, began)
+
+    def _finished(self) -> Manifest | None:
+        """The data set, if an earlier go with the same arguments has finished it; what it may have left is removed."""
+        if not (self.destination / MANIFEST).exists():
+            return None
+        if self.working.exists:
+            self.working.open()
+        manifest = load_manifest(self.destination)
+        made_of = self._made_of()
+        check_finished(self.destination, manifest, made_of, identities(self.sources), self.options.on_error)
+        self.working.remove()
+        return manifest
+
+    def _made_of(self) -> dict[str, str]:
+        return self.settings | {"validation": str(self.options.validation), "test": str(self.options.test)}
 
     def _take_up(self) -> Progress | None:
         """Where to go on, if an earlier go came that far."""
         if not self.working.exists:
             return None
         self.working.open()
-        if (self.destination / MANIFEST).exists():
-            return None
         progress = self.working.load()
         if progress is not None:
-            check_same(self.destination, progress, self.settings, identities(self.sources))
+            remedy = f"give the same, or remove {self.destination} and begin anew"
+            check_same(f"{self.destination} was begun", progress, self.settings, identities(self.sources), remedy)
             if progress.skipped and progress.on_error != self.options.on_error:
                 raise ConfigError(
                     f"{self.destination} was begun with on-error {progress.on_error}, which has put {progress.skipped} "
@@ -156,7 +175,6 @@ class Job:
         self.working.tidy(progress)
         self.rejected.restore(progress.skipped if progress else 0, progress.rejected if progress else {})
         if progress is None:
-            (self.destination / f"{MANIFEST}.tmp").unlink(missing_ok=True)
             self.working.remove(with_vocabularies=True)
         return progress
 
@@ -343,14 +361,23 @@ class Job:
             "days": days,
             "skipped": self.rejected.count,
         }
-        return manifest.model_copy(update=update)
+        manifest = manifest.model_copy(update=update).sealed()
+        save_finished(
+            self.destination,
+            Finished(
+                manifest=manifest.checksum,
+                settings=self._made_of(),
+                sources=identities(self.sources),
+                on_error=self.options.on_error,
+            ),
+        )
+        return manifest
 
     def _vocabulary_path(self, table: TableEncoder) -> Path:
         return self.destination / VOCABULARY / self._files[table.name]
 
-    def _prepared(self, manifest: Manifest, progress: Progress | None, began: float) -> Prepared:
+    def _prepared(self, manifest: Manifest, before: int, began: float) -> Prepared:
         paths = (self.rejected.list_path, self.rejected.lines_path)
-        before = sum(shard.samples for shard in progress.shards) if progress is not None else 0
         return Prepared(manifest, before, time.monotonic() - began, tuple(path for path in paths if path.exists()))
 
 

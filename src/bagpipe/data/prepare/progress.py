@@ -10,9 +10,10 @@ import fcntl
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, Protocol
 
 from pydantic import Field, ValidationError
 
@@ -98,7 +99,11 @@ class Working:
     @property
     def exists(self) -> bool:
         """Whether a run has begun here and has not ended."""
-        return (self.path / _LOCK).exists()
+        if (self.path / _LOCK).exists():
+            return True
+        # Stopped right before the lock was made or after it was removed; beside other files it may be anyone's.
+        alone = self.path.is_dir() and {p.name for p in self.destination.iterdir()} <= {WORKING, f"{MANIFEST}.tmp"}
+        return alone and not any(self.path.iterdir())
 
     def open(self) -> None:
         """Make it, or take over that of a run that was stopped."""
@@ -160,11 +165,20 @@ class Working:
                 path.unlink()
 
     def remove(self, *, with_vocabularies: bool = False) -> None:
-        """The run is over."""
-        self.close()
-        shutil.rmtree(self.path, ignore_errors=True)
-        if with_vocabularies:
-            shutil.rmtree(self.destination / VOCABULARY, ignore_errors=True)
+        """The run is over; stopped in the midst of this, it can be done again.
+
+        The lock goes last: as long as it is there, the same command takes over.
+        """
+        try:
+            if with_vocabularies:
+                shutil.rmtree(self.destination / VOCABULARY, ignore_errors=True)
+                (self.destination / f"{MANIFEST}.tmp").unlink(missing_ok=True)
+            with suppress(OSError):
+                for path in sorted(self.path.iterdir(), key=lambda path: (path.name == _LOCK, path.name == _PROGRESS)):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                self.path.rmdir()
+        finally:
+            self.close()
 
 
 def has_progress(destination: Path) -> bool:
@@ -172,31 +186,37 @@ def has_progress(destination: Path) -> bool:
     return (destination / WORKING / _PROGRESS).exists() and not (destination / MANIFEST).exists()
 
 
+class Asked(Protocol):
+    """What an earlier run was asked for."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What must be the same."""
+        ...
+
+    @property
+    def sources(self) -> tuple[SourceEntry, ...]:
+        """The raw files."""
+        ...
+
+
 def check_same(
-    destination: Path, progress: Progress, settings: Mapping[str, str], sources: Sequence[SourceEntry]
+    what: str, earlier: Asked, settings: Mapping[str, str], sources: Sequence[SourceEntry], remedy: str
 ) -> None:
-    """See that a run goes on as it began."""
-    remedy = f"give the same, or remove {destination} and begin anew"
-    for name in sorted(settings.keys() | progress.settings.keys()):
-        before, now = progress.settings.get(name), settings.get(name)
+    """See that a run asks for what an earlier one did; `what` begins the message: `data was begun`."""
+    for name in sorted(settings.keys() | earlier.settings.keys()):
+        before, now = earlier.settings.get(name), settings.get(name)
         if before != now:
-            raise ConfigError(
-                f"{destination} was begun with {name} {_short(before)}, now it is {_short(now)}: {remedy}"
-            )
-    names, given = [source.path for source in progress.sources], [source.path for source in sources]
+            raise ConfigError(f"{what} with {name} {_short(before)}, now it is {_short(now)}: {remedy}")
+    names, given = [source.path for source in earlier.sources], [source.path for source in sources]
     if names != given:
         other = next(then or now or "" for then, now in zip_longest(names, given) if then != now)
-        raise ConfigError(
-            f"{destination} was begun with {len(names)} files, now there are {len(given)}, the first that "
-            f"differs is {other}: {remedy}"
-        )
-    for then, new in zip(progress.sources, sources, strict=True):
+        counts = f"{len(names)} files, now there are {len(given)}"
+        raise ConfigError(f"{what} with {counts}, the first that differs is {other}: {remedy}")
+    for then, new in zip(earlier.sources, sources, strict=True):
         if then != new:
             changed = f"{then.size:,} bytes, now {new.size:,}" if then.size != new.size else "another time of change"
-            raise DataError(
-                f"{then.path} is not the file that {destination} was begun with (it had {changed}): "
-                f"restore it, or remove {destination} and begin anew"
-            )
+            raise DataError(f"{what} with another {then.path} (it had {changed}): {remedy}")
 
 
 def _short(text: str | None) -> str:

@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,9 @@ def test_threads_memory_and_the_split_may_change(tmp_path, stopped):
 def test_a_changed_file_is_refused(tmp_path, stopped):
     text = stopped[1].read_text()
     stopped[1].write_text(text.replace("city 1", "city 9"))
-    with pytest.raises(DataError, match=r"day_1\.csv is not the file that .*data was begun with.*remove .*data"):
+    with pytest.raises(
+        DataError, match=r"data was begun with another .*day_1\.csv \(it had another time.*remove .*data"
+    ):
         run(stopped, tmp_path / "data")
     with stopped[1].open("a") as file:
         file.write("1,2.0,3,4,x,,i1\n")
@@ -255,9 +258,100 @@ def test_a_finished_data_set_is_not_written_over(tmp_path):
     paths = write_raw(tmp_path / "raw", 300)
     run(paths, tmp_path / "data")
     before = contents(tmp_path / "data")
-    with pytest.raises(ShardError, match="is not empty"):
+    (other,) = write_raw(tmp_path / "other", 300, seed=1)
+    with pytest.raises(ConfigError, match=r"data holds a finished data set that was made with 1 files, .*day_0\.csv"):
+        run([other], tmp_path / "data", schema=tmp_path / "raw" / "schema.toml")
+    (tmp_path / "data" / "prepared.json").unlink()
+    with pytest.raises(ShardError, match=r"data holds a finished data set, and no prepared\.json there says"):
         run(paths, tmp_path / "data")
+    del before["prepared.json"]
     assert contents(tmp_path / "data") == before
+
+
+@pytest.mark.parametrize("left", [(), ("lock",), ("lock", "progress.json", "words"), ("words",), None])
+def test_the_same_command_again_reports_the_finished_data_set_and_tidies_up(tmp_path, left):
+    paths = write_raw(tmp_path / "raw", 300, bad=(7,))
+    first = run(paths, tmp_path / "data", on_error="skip", test="0.1")
+    before = contents(tmp_path / "data")
+    if left is not None:
+        (tmp_path / "data" / "working").mkdir()
+        for name in left:
+            (tmp_path / "data" / "working" / name).touch()
+    again = run(paths, tmp_path / "data", on_error="skip", test="0.1", threads=1)
+    assert (again.manifest, again.rejected, again.samples_before) == (first.manifest, first.rejected, 299)
+    assert contents(tmp_path / "data") == before
+    assert not (tmp_path / "data" / "working").exists()
+
+
+@pytest.mark.parametrize("stopped_at_the_end", [False, True])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"limit": 100}, "limit None, now it is 100"),
+        ({"test": "0.2"}, "test 0.1, now it is 0.2"),
+        ({"validation": "0.2"}, "validation None, now it is 0.2"),
+        ({"min_count": ("4",)}, "numbering of city first min-count 1, now it is first min-count 4"),
+        ({"on_error": "quarantine"}, "on-error skip, which has put 1 lines aside, now it is quarantine"),
+    ],
+)
+def test_another_command_never_gets_the_finished_data_set(tmp_path, change, named, stopped_at_the_end):
+    paths = write_raw(tmp_path / "raw", 300, bad=(7,))
+    options = {"on_error": "skip", "test": "0.1"}
+    run(paths, tmp_path / "data", **options)
+    if stopped_at_the_end:
+        (tmp_path / "data" / "working").mkdir()
+        (tmp_path / "data" / "working" / "lock").touch()
+    before = contents(tmp_path / "data")
+    with pytest.raises(ConfigError, match=f"finished data set that was made with {named}: choose another"):
+        run(paths, tmp_path / "data", **options | change)
+    paths[0].write_text(paths[0].read_text() + "1,2.0,3,4,x,,i1\n")
+    with pytest.raises(
+        DataError, match=r"finished data set that was made with another .*day_0\.csv \(it had [\d,]+ bytes"
+    ):
+        run(paths, tmp_path / "data", **options)
+    assert contents(tmp_path / "data") == before
+
+
+@pytest.mark.parametrize("bad", [(), (100,)])
+def test_a_stop_at_any_moment_of_tidying_up_is_made_good_by_the_same_command(tmp_path, monkeypatch, bad):
+    """With a bad line before the first shard nothing is finished, and all is removed."""
+    paths = write_raw(tmp_path / "raw", 400, bad=bad)
+    good = write_raw(tmp_path / "good", 400)
+    whole = run(good, tmp_path / "whole").manifest
+    removed = []
+
+    def stopping(at, original):
+        def stop_or_remove(*args, **options):
+            removed.append(args)
+            if len(removed) == at:
+                raise Stop
+            return original(*args, **options)
+
+        return stop_or_remove
+
+    remove = progress.Working.remove
+    for at in range(1, 40):
+        destination = tmp_path / f"stopped-{at}"
+        removed.clear()
+
+        def removing(self, *, at=at, **options):
+            with monkeypatch.context() as patch:
+                for owner, name in ((Path, "unlink"), (Path, "rmdir"), (progress.shutil, "rmtree")):
+                    patch.setattr(owner, name, stopping(at, getattr(owner, name)))
+                remove(self, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(progress.Working, "remove", removing)
+            patch.setattr("bagpipe.data.writer.ShardWriter._remove", lambda self: None)
+            with suppress(Stop, DataError):
+                run(paths, destination)
+        if len(removed) < at:
+            break
+        again = run(good if bad else paths, destination)
+        assert again.samples_before == (0 if bad else 400)
+        assert again.manifest == whole
+        assert not (destination / "working").exists()
+    assert 4 < at < 39
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
