@@ -16,8 +16,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -184,23 +186,37 @@ class PyTorch:
         del self._model, self._optimizer, self._batches
 
 
+CASES = (
+    ("wide_deep", PREPARED, IDEAL),
+    ("wide_deep", PREPARED, PYTORCH),
+    ("wide_deep", LIVE, IDEAL),
+    ("wide_deep", LIVE, PYTORCH),
+    ("wide_deep", SHARDS, IDEAL),
+    ("dlrm", PREPARED, IDEAL),
+)
+"""Model, data and peer; one peer at a time, since each holds whole tables."""
+
+
 def run(quick: bool) -> Results:
     """Wide&Deep with prepared, live and stored data, DLRM with prepared; about ten minutes, and 14 GB."""
+    if quick:
+        return [_case(*case, QUICK) for case in CASES]
+    return [_apart(*case) for case in CASES]
+
+
+def _apart(model: str, kind: str, peer: str) -> dict[str, Any]:
+    """In a process of its own: what one has freed, it keeps."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_case, model, kind, peer, FULL).result()
+
+
+def _case(model: str, kind: str, peer: str, size: Size) -> dict[str, Any]:
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     keep_freed_memory()
-    size = QUICK if quick else FULL
-    results = []
-    for model, kind, peers in (
-        ("wide_deep", PREPARED, (IDEAL, PYTORCH)),
-        ("wide_deep", LIVE, (IDEAL, PYTORCH)),
-        ("wide_deep", SHARDS, (IDEAL,)),
-        ("dlrm", PREPARED, (IDEAL,)),
-    ):
-        work = _work(size, model, kind)
-        for peer in peers:  # one at a time: each holds whole tables
-            results.append(_compare(work, kind, peer))
-            gc.collect()
-    return results
+    try:
+        return _compare(_work(size, model, kind), kind, peer)
+    finally:
+        gc.collect()
 
 
 def _work(size: Size, model: str, kind: str) -> Work:
