@@ -10,8 +10,8 @@ import struct
 import time
 
 import pytest
-import raw_peer
 
+import raw_peer
 from bagpipe.errors import WireError
 from bagpipe.wire.frames import encode
 from bagpipe.wire.keys import new_keys

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_execution import ADVERSARIES, Corruption, Execution, Waits, any_order, delaying, listed, preferring
 
 from bagpipe.kernels import window_map
 from bagpipe.oracle.lookahead import Oracle
@@ -19,6 +18,7 @@ from bagpipe.oracle.simple import SimpleOracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
 from bagpipe.policies.base import Policy
+from plan_execution import ADVERSARIES, Corruption, Execution, Waits, any_order, delaying, listed, preferring
 
 Batches = Sequence[Sequence[Sequence[int]]]
 """Ids by batch and feature."""
