@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bagpipe import errors
 from bagpipe.errors import BagpipeError, DeadlineError, StoreError
 from bagpipe.server.shared import OwnMemory
 from bagpipe.wire.channel import Network
+from bagpipe.wire.in_order import named_error
 from bagpipe.wire.messages import NO_ITERATION, Body, Failed, Message, Open, Opened, Unopened, Waiting
 
 Buffers = Sequence[memoryview]
@@ -253,7 +253,7 @@ class Asking:
             self._wait_for_trainers(answer, now)
         elif isinstance(answer, Failed):
             self._request.refused(self.link, answer)
-            raise _named_error(answer, self._name)
+            raise named_error(answer, self._name, StoreError)
         else:
             self._request.accept(self.link, answer, message.buffers)
             self.begin(now)
@@ -298,11 +298,3 @@ def exchange(session: Session, askings: Sequence[Asking]) -> None:
     finally:
         for asking in pending:
             asking.link.stale = True
-
-
-def _named_error(failed: Failed, name: str) -> BagpipeError:
-    """The error of a server as the type that it names."""
-    kind = getattr(errors, failed.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, BagpipeError)):
-        kind = StoreError
-    return kind(f"{name}: {failed.message}")

@@ -202,11 +202,11 @@ class InOrder:
             )
 
 
-def named_error(failed: Failed, name: str) -> BagpipeError:
-    """The error that another process reports, as the type that it names."""
+def named_error(failed: Failed, name: str, otherwise: type[BagpipeError] = errors.PipelineError) -> BagpipeError:
+    """The error that another process reports, as the type that it names; `otherwise` where that is none of ours."""
     kind = getattr(errors, failed.error, None)
     if not (isinstance(kind, type) and issubclass(kind, BagpipeError)):
-        kind = errors.PipelineError
+        kind = otherwise
     return kind(f"{name}: {failed.message}")
 
 
