@@ -188,8 +188,8 @@ def test_an_error_in_a_processor_is_raised_where_its_batch_would_have_been(tmp_p
         return gather(dataset, samples)
 
     plans = []
+    monkeypatch.setattr(Generated, "gather", fail_later)
     with Served(job, 2, **FAULTS) as served:
-        monkeypatch.setattr(Generated, "gather", fail_later)
         remote = served.plans()
         with pytest.raises(ValueRangeError, match="the data processor at processor-1: sample 216 is bad"):
             plans += (plan.iteration for plan, _ in remote.plans())
