@@ -1,13 +1,21 @@
-"""Train PyTorch recommendation models whose embedding tables do not fit, with exactly the result of plain training."""
+"""Train PyTorch recommendation models whose embedding tables do not fit, with exactly the result of plain training.
 
-from bagpipe import errors, initial, optim, schedules
+Names are loaded when they are first used: a server, or `bagpipe --help`, starts without PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from bagpipe._version import __version__
-from bagpipe.api import accelerate
-from bagpipe.errors import BagpipeError
-from bagpipe.export import export
-from bagpipe.trainer.batches import Batches
-from bagpipe.trainer.clip import clip_grad_norm_
-from bagpipe.types import Batch, Ids, Table
+
+if TYPE_CHECKING:
+    from bagpipe import data, errors, initial, optim, schedules
+    from bagpipe.api import accelerate
+    from bagpipe.errors import BagpipeError
+    from bagpipe.exporting import export
+    from bagpipe.trainer.batches import Batches
+    from bagpipe.trainer.clip import clip_grad_norm_
+    from bagpipe.types import Batch, Ids, Table
 
 __all__ = [
     "BagpipeError",
@@ -18,9 +26,36 @@ __all__ = [
     "__version__",
     "accelerate",
     "clip_grad_norm_",
+    "data",
     "errors",
     "export",
     "initial",
     "optim",
     "schedules",
 ]
+
+# No module of this package may have the name of something that another module defines: once imported, it would hide it.
+_HOMES = {
+    "BagpipeError": "bagpipe.errors",
+    "Batch": "bagpipe.types",
+    "Batches": "bagpipe.trainer.batches",
+    "Ids": "bagpipe.types",
+    "Table": "bagpipe.types",
+    "accelerate": "bagpipe.api",
+    "clip_grad_norm_": "bagpipe.trainer.clip",
+    "export": "bagpipe.exporting",
+}
+
+if not TYPE_CHECKING:  # to type checkers it would define every name, misspelt ones included
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'bagpipe' has no attribute {name!r}")
+        home = _HOMES.get(name)
+        found = import_module(f"bagpipe.{name}") if home is None else getattr(import_module(home), name)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

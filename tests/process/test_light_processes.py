@@ -1,0 +1,83 @@
+"""Processes that never use PyTorch don't load it: each such process costs a second and 200 MB less."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import bagpipe
+
+LIGHT_COMMANDS = {
+    "help": ["--help"],
+    "version": ["--version"],
+    "help of server": ["server", "--help"],
+    "help of launch": ["launch", "--help"],
+    "help of data": ["data", "prepare", "criteo", "--help"],
+}
+
+
+def loaded_by(code, *arguments):
+    """The top-level packages in a new interpreter after it ran this."""
+    program = (
+        "import json, sys\nfrom contextlib import suppress\n"
+        f"with suppress(SystemExit):\n    {code}\n"
+        "print('\\n' + json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    child = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, timeout=60, check=False)
+    assert child.returncode == 0, child.stderr.decode()
+    return set(json.loads(child.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["bagpipe", "bagpipe.server.process", "bagpipe.server.local", "bagpipe.cluster.server_role", "bagpipe.cli"],
+)
+def test_what_never_trains_is_imported_without_pytorch(module):
+    loaded = loaded_by(f"import {module}")
+    assert "bagpipe" in loaded
+    assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("command", LIGHT_COMMANDS.values(), ids=LIGHT_COMMANDS)
+def test_help_comes_without_pytorch_and_without_a_compiler(command):
+    loaded = loaded_by("from bagpipe.cli import main; main()", *command)
+    assert "typer" in loaded
+    assert not loaded & {"torch", "numba", "pyarrow", "ray"}
+
+
+def test_keys_are_made_without_pytorch(tmp_path):
+    loaded = loaded_by("from bagpipe.cli import main; main()", "keys", "new", str(tmp_path / "run"))
+    assert (tmp_path / "run.server").exists()
+    assert "torch" not in loaded
+
+
+def test_a_server_that_served_has_not_loaded_pytorch():
+    """Its kernels are called, too: some modules are imported only then."""
+    serve = "import threading; from bagpipe.server.process import ServerOptions, serve; stop = threading.Event(); "
+    for store in ("memory", "mapped"):
+        options = f"ServerOptions(store={store!r})"
+        loaded = loaded_by(f"{serve}serve({options}, None, lambda ready: stop.set(), stop)")
+        assert "numba" in loaded
+        assert "torch" not in loaded
+
+
+def test_every_public_name_is_there_and_is_the_thing_itself():
+    from bagpipe.exporting import export
+    from bagpipe.types import Batch
+
+    assert bagpipe.export is export
+    assert bagpipe.Batch is Batch
+    assert set(bagpipe.__all__) <= set(dir(bagpipe))
+    with pytest.raises(AttributeError, match="has no attribute 'accelerated'"):
+        bagpipe.accelerated  # noqa: B018 - the look-up is the test
+
+
+def test_no_module_hides_a_public_name_whatever_is_imported_first():
+    modules = "bagpipe.exporting, bagpipe.api, bagpipe.trainer.clip, bagpipe.training"
+    names = "bagpipe.export, bagpipe.accelerate, bagpipe.clip_grad_norm_"
+    loaded_by(f"import {modules}; assert all(callable(each) for each in ({names}))")
+
+
+def test_a_star_import_gives_the_public_names():
+    loaded_by("exec('from bagpipe import *', space := {}); import bagpipe; assert set(bagpipe.__all__) <= set(space)")
