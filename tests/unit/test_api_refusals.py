@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import bagpipe
+from bagpipe.embedding import CachedLayer
 from bagpipe.errors import (
     BatchError,
     CapacityError,
@@ -28,6 +29,7 @@ from bagpipe.errors import (
     ValueRangeError,
 )
 from bagpipe.trainer.stages import Threads
+from bagpipe.trainer.update import RowUpdate
 from bagpipe.types import Table
 from twins import (
     assert_same_bits,
@@ -71,7 +73,7 @@ def start(batches=None, net=None, **options):
 
 
 def assert_untouched(net):
-    assert not any(isinstance(part, bagpipe.embedding.CachedLayer) for part in net.modules())
+    assert not any(isinstance(part, CachedLayer) for part in net.modules())
 
 
 @pytest.mark.parametrize(
@@ -511,14 +513,14 @@ def test_a_real_signal_ends_the_loop_between_two_updates(tmp_path, name, error, 
 def test_a_signal_during_an_update_waits_until_it_is_done(monkeypatch):
     expected = train_fast(make_net(), make_batches()[:4], adagrad())
     net, rows, loop, dense = start(check=True)
-    applied = bagpipe.trainer.update.RowUpdate.apply
+    applied = RowUpdate.apply
 
     def apply(*arguments):
         if rows.updates == 3:
             signal.raise_signal(signal.SIGINT)
         applied(*arguments)
 
-    monkeypatch.setattr(bagpipe.trainer.update.RowUpdate, "apply", apply)
+    monkeypatch.setattr(RowUpdate, "apply", apply)
     with pytest.raises(KeyboardInterrupt):
         train(net, rows, loop, dense)
     assert rows.updates == 4

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import bagpipe
+from bagpipe.cache import RowCache
 from bagpipe.errors import DeadlineError, PipelineError
 from bagpipe.trainer import stages
 from bagpipe.trainer.stages import Threads
@@ -108,7 +109,7 @@ def collate(numbers):
 
 
 def test_a_defect_in_a_background_thread_surfaces_with_its_cause_and_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(bagpipe.cache.RowCache, "copy_out", lambda *_: {}["missing"])
+    monkeypatch.setattr(RowCache, "copy_out", lambda *_: {}["missing"])
     _, _, loop, iterator = begin(1, policy="nocache", driver=Threads(20))
 
     def go_on():
