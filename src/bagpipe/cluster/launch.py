@@ -19,10 +19,11 @@ from typing import Any, Literal
 import torch
 
 from bagpipe._version import __version__
-from bagpipe.cluster.feeding_roles import OracleRole, ProcessorRole
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.cluster.log import LogPlace
+from bagpipe.cluster.oracle_role import OracleRole
 from bagpipe.cluster.placement import Placement
+from bagpipe.cluster.processor_role import ProcessorRole
 from bagpipe.cluster.resources import Need
 from bagpipe.cluster.role import Role
 from bagpipe.cluster.server_role import ServerRole

@@ -1,18 +1,19 @@
-"""A batch as a record and raw buffers, and back: bit for bit, ids in 32 bits where they fit.
+"""A batch as a record and raw buffers, and back: bit for bit.
 
-Floats: dense, labels, then the weights of each feature. Integers, feature by feature: offsets, ids.
+What lies where in the buffers is written in `bagpipe.data.samples_wire`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bagpipe.data.samples import Column
+from bagpipe.data.samples_wire import pack_column
 from bagpipe.errors import BatchError, WireError
 from bagpipe.types import Batch, Ids
 from bagpipe.wire.arrays import Packing, Unpacking
@@ -23,7 +24,9 @@ def pack_batch(batch: Batch, packing: Packing, without: Collection[str] = ()) ->
     """Add the numbers of a batch, those of the ids of some features left out; what they are."""
     for name, tensor in (("dense", batch.dense), ("labels", batch.labels)):
         packing.add(_floats(batch, name, tensor))
-    features = [_pack_feature(batch, name, ids, packing, name not in without) for name, ids in batch.sparse.items()]
+    features = [
+        pack_column(name, _column(batch, name, ids), packing, name not in without) for name, ids in batch.sparse.items()
+    ]
     return BatchHead(batch.number, len(batch), int(batch.dense.shape[1]), features)
 
 
@@ -49,18 +52,12 @@ def nothing(length: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int64).expand(length)
 
 
-def _pack_feature(batch: Batch, name: str, ids: Ids, packing: Packing, with_ids: bool) -> FeatureHead:
-    values: NDArray[np.int64] = ids.values.detach().to("cpu", torch.int64).numpy()
-    bits = 0
+def _column(batch: Batch, name: str, ids: Ids) -> Column:
+    offsets = None
     if ids.offsets is not None:
-        packing.add(ids.offsets.detach().cpu().numpy().astype(np.int32))
-    if with_ids:
-        bits = 32 if _fits(values) else 64
-        packing.add(np.ascontiguousarray(values, np.int32 if bits == 32 else np.int64))
-    if ids.weights is not None:
-        packing.add(_floats(batch, f"the weights of feature {name!r}", ids.weights))
-    width = None if ids.offsets is not None else int(values.shape[1])
-    return FeatureHead(name, width, values.size, bits, ids.weights is not None)  # type: ignore[arg-type]
+        offsets = np.append(ids.offsets.detach().cpu().numpy(), len(ids.values)).astype(np.int64)
+    weights = None if ids.weights is None else _floats(batch, f"the weights of feature {name!r}", ids.weights)
+    return Column(ids.values.detach().to("cpu", torch.int64).numpy(), offsets, weights)
 
 
 def _unpack_feature(head: BatchHead, feature: FeatureHead, unpacking: Unpacking) -> Ids:
@@ -91,11 +88,6 @@ def _floats(batch: Batch, name: str, tensor: Tensor) -> NDArray[np.float32]:
         raise BatchError(f"batch {batch.number}: {name} is {tensor.dtype}, and travels as float32 only: convert it")
     found: NDArray[np.float32] = np.ascontiguousarray(tensor.detach().cpu().numpy())
     return found
-
-
-def _fits(values: NDArray[Any]) -> bool:
-    limits = np.iinfo(np.int32)
-    return not values.size or bool(limits.min <= values.min() and values.max() <= limits.max)
 
 
 def _own_tensor(values: NDArray[np.float32]) -> Tensor:

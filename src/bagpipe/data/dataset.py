@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -119,8 +119,13 @@ def group_samples(order: BatchOrder, numbers: range) -> int:
 
 def cut(samples: Samples, order: BatchOrder, numbers: range) -> list[Batch]:
     """The batches that these samples are, one after the other."""
+    return [samples.batch(start, stop, number) for number, (start, stop) in batch_spans(order, numbers)]
+
+
+def batch_spans(order: BatchOrder, numbers: range) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Each of some batches that lie one after the other, with its first sample and the first of the next."""
     stops = list(accumulate(map(partial(_batch_samples, order), numbers)))
-    return [samples.batch(a, b, number) for a, b, number in zip([0, *stops], stops, numbers, strict=False)]
+    return zip(numbers, pairwise([0, *stops]), strict=True)
 
 
 def _batch_samples(order: BatchOrder, number: int) -> int:

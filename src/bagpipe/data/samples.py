@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
@@ -30,13 +29,21 @@ class Column:
 
     def ids(self, start: int, stop: int) -> Ids:
         """The ids of samples start to stop; they share this column's memory."""
+        from torch import from_numpy  # here: who only reads samples does without PyTorch
+
+        part = self.part(start, stop)
+        offsets = None if part.offsets is None else from_numpy(part.offsets[:-1])
+        weights = None if part.weights is None else from_numpy(part.weights)
+        return Ids(from_numpy(part.values), offsets, weights)
+
+    def part(self, start: int, stop: int) -> Column:
+        """The column of samples start to stop; values and weights share this one's memory."""
         if self.offsets is None:
             first, last, offsets = start, stop, None
         else:
             first, last = int(self.offsets[start]), int(self.offsets[stop])
-            offsets = torch.from_numpy(self.offsets[start:stop] - first)
-        weights = None if self.weights is None else torch.from_numpy(self.weights[first:last])
-        return Ids(torch.from_numpy(self.values[first:last]), offsets, weights)
+            offsets = self.offsets[start : stop + 1] - first
+        return Column(self.values[first:last], offsets, None if self.weights is None else self.weights[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class Samples:
 
     def batch(self, start: int, stop: int, number: int) -> Batch:
         """Samples start to stop as the batch of this number."""
+        import torch  # here: who only reads samples does without it
+
         # Copied into memory of torch's own: the alignment of what enters a matrix product can change bits (I1).
         # By NumPy: torch would wake its threads for it, and wait for them where all cores are busy with other reads.
         dense = torch.empty((stop - start, self.dense.shape[1]), dtype=torch.float32)
@@ -61,6 +70,11 @@ class Samples:
         np.copyto(labels.numpy(), self.labels[start:stop])
         sparse = {name: column.ids(start, stop) for name, column in self.columns.items()}
         return Batch(dense, sparse, labels, number=number)
+
+    def part(self, start: int, stop: int) -> Samples:
+        """Samples start to stop; they share these ones' memory."""
+        columns = {name: column.part(start, stop) for name, column in self.columns.items()}
+        return Samples(self.dense[start:stop], columns, self.labels[start:stop])
 
 
 def spans(starts: Ints, lengths: Ints) -> Ints:

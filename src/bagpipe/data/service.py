@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Any
 
-from bagpipe.data.batch_wire import pack_batch, unpack_batch
-from bagpipe.data.dataset import IndexedDataset, cut, group_size
+from bagpipe.data.dataset import IndexedDataset, batch_spans, group_size
 from bagpipe.data.described import Description, open_described
 from bagpipe.data.order import BatchOrder
+from bagpipe.data.samples import Samples
+from bagpipe.data.samples_wire import pack_samples
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.types import Batch
 from bagpipe.wire.arrays import Packing, Unpacking
@@ -94,7 +95,7 @@ class DataProcessorService:
         self._fingerprint = order.fingerprint()
         self._listening: Listening | None = None
         self._lock = Lock()
-        self._groups: OrderedDict[int, Future[list[Batch]]] = OrderedDict()
+        self._groups: OrderedDict[int, Future[list[Samples]]] = OrderedDict()
         self._batches = self._bytes_sent = self._groups_read = 0
         self._last_batch = -1
 
@@ -157,9 +158,9 @@ class DataProcessorService:
         group = body.number // self._order.group_batches
         reading = self._group(group)
         self._read_ahead(group + self._processors)
-        batch = reading.result()[body.number % self._order.group_batches]
+        samples = reading.result()[body.number % self._order.group_batches]
         packing = Packing()
-        head = pack_batch(batch, packing)
+        head = pack_samples(samples, body.number, packing)
         buffers = packing.buffers()
         with self._lock:
             self._batches += 1
@@ -167,8 +168,8 @@ class DataProcessorService:
             self._last_batch = body.number
         reply(Message(message.run, message.generation, message.request, GotBatch(head), buffers))
 
-    def _group(self, group: int) -> Future[list[Batch]]:
-        """The batches of a group, being read if they are not there; what was not used for longest is dropped (I5)."""
+    def _group(self, group: int) -> Future[list[Samples]]:
+        """Samples of a group by batch, being read if not there; what was not used for longest is dropped (I5)."""
         numbers = self._numbers(group)
         with self._lock:
             reading = self._groups.get(group)
@@ -188,8 +189,9 @@ class DataProcessorService:
         step = self._order.group_batches
         return range(group * step, min((group + 1) * step, self._order.num_batches))
 
-    def _read(self, numbers: range) -> list[Batch]:
-        batches = cut(self._dataset.read_group(self._batch_order, numbers), self._batch_order, numbers)
+    def _read(self, numbers: range) -> list[Samples]:
+        group = self._dataset.read_group(self._batch_order, numbers)
+        batches = [group.part(*span) for _, span in batch_spans(self._batch_order, numbers)]
         with self._lock:
             self._groups_read += 1
         return batches
@@ -247,6 +249,8 @@ class RemoteBatches:
         return {"batches": answers.next, "bytes_received": answers.bytes_received, "waited_s": answers.waited_s}
 
     def _take(self, number: int) -> Batch:
+        from bagpipe.data.batch_wire import unpack_batch  # here: who sends batches does without PyTorch
+
         message = self._answers.take()
         if message is None:
             raise PipelineError(f"reading was ended before batch {number}")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bagpipe.data.dataset import Dataset
@@ -113,6 +112,8 @@ class ShardWriter:
 
     def add(self, batch: Batch) -> None:
         """Take the samples of a batch, after those taken before; the kinds of its features are those of the first."""
+        import torch  # here: who only reads shards does without it
+
         features = tuple(_describe(name, batch) for table in self._tables for name in table.features)
         if self._features is None:
             self._features = features

@@ -8,7 +8,8 @@ import pytest
 
 from bagpipe.api import _open_store
 from bagpipe.cluster import context, trainer_role
-from bagpipe.cluster.feeding_roles import OracleRole, ProcessorRole
+from bagpipe.cluster.oracle_role import OracleRole
+from bagpipe.cluster.processor_role import ProcessorRole
 from bagpipe.cluster.server_role import ServerRole
 from bagpipe.cluster.settings import Failure, Report, ScriptTask, TrainerTask, Wiring
 from bagpipe.cluster.trainer_role import Trained, TrainerRole

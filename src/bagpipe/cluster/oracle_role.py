@@ -1,4 +1,4 @@
-"""Those who feed the trainer, as roles: data processors and the oracle."""
+"""The oracle as a role."""
 
 from __future__ import annotations
 
@@ -6,38 +6,10 @@ from contextlib import ExitStack
 
 from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import Wiring
-from bagpipe.data.service import DataOrder, DataProcessorService, RemoteBatches
+from bagpipe.data.service import DataOrder, RemoteBatches
 from bagpipe.oracle.service import OracleService, PlanSettings
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork
-
-
-class ProcessorRole(Role):
-    """One data processor."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._service: DataProcessorService | None = None
-
-    @told
-    def start(self, address: str, order: DataOrder, wiring: Wiring, processor: int, processors: int) -> str:
-        """Open the data and listen; the address."""
-        listen = on_socket(address, security=wiring.listener)
-        self._service = DataProcessorService(listen, order, run=wiring.run, processor=processor, processors=processors)
-        return self._service.start()
-
-    def line(self) -> str:
-        """Batches."""
-        if self._service is None:
-            return "starts"
-        status = self._service.status()
-        return f"{status.batches:,} batches, {status.bytes_sent / 1e6:,.1f} MB"
-
-    @told
-    def stop(self) -> None:
-        """Answer nobody any more."""
-        if self._service is not None:
-            self._service.close()
 
 
 class OracleRole(Role):
