@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bagpipe.errors import BatchError, ConfigError
 
 INDEX_TYPES = (torch.int64, torch.int32)
+
+Order = Tensor | NDArray[np.int64]
+"""Numbers of samples, 64-bit integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,20 @@ class Ids:
         weights = None if self.weights is None else self.weights[first:last]
         return Ids(self.values[first:last], self.offsets[start:stop] - first, weights)
 
+    def take(self, order: Order) -> Ids:
+        """The ids of these samples, in this order, in tensors of their own."""
+        samples = _sample_numbers(order)
+        if self.offsets is None:
+            weights = None if self.weights is None else _lines(self.weights, samples)
+            return Ids(_lines(self.values, samples), None, weights)
+        lengths = self.lengths().index_select(0, samples)
+        offsets = lengths.cumsum(0) - lengths
+        shifts = self.offsets.index_select(0, samples) - offsets
+        places = torch.repeat_interleave(shifts, lengths)
+        places += torch.arange(len(places))
+        weights = None if self.weights is None else self.weights.index_select(0, places)
+        return Ids(self.values.index_select(0, places), offsets.to(self.offsets.dtype), weights)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
@@ -131,8 +150,28 @@ class Batch:
         # cloned, because the alignment of what enters a matrix product can change its bits
         return Batch(self.dense[start:stop].clone(), sparse, self.labels[start:stop].clone(), number=self.number)
 
+    def take(self, order: Order) -> Batch:
+        """These samples in this order, as a batch of the same number, in tensors of its own."""
+        samples = _sample_numbers(order)
+        sparse = {name: ids.take(samples) for name, ids in self.sparse.items()}
+        return Batch(_lines(self.dense, samples), sparse, _lines(self.labels, samples), number=self.number)
+
     def __bool__(self) -> bool:
         return True  # a batch without samples is still a batch
+
+
+def _sample_numbers(order: Order) -> Tensor:
+    numbers = order if isinstance(order, Tensor) else torch.from_numpy(np.ascontiguousarray(order))
+    if numbers.dtype != torch.int64 or numbers.dim() != 1:
+        raise BatchError(f"an order is {numbers.dtype} of shape {tuple(numbers.shape)}: give one int64 number a sample")
+    return numbers
+
+
+def _lines(values: Tensor, samples: Tensor) -> Tensor:
+    """A copy of these lines of a tensor."""
+    if values.dim() == 2 and values.shape[1] == 1:  # the common case, a third of the time as one dimension
+        return values.squeeze(1).index_select(0, samples).unsqueeze(1)
+    return values.index_select(0, samples)
 
 
 def contiguous_parts(samples: int, trainers: int) -> Iterator[tuple[int, int]]:
