@@ -129,6 +129,19 @@ class WireConfig(Section):
     """After this many seconds without an answer a server counts as lost, and the run ends."""
 
 
+class SyncConfig(Section):
+    """How several trainers keep the rows that they share equal. No setting but `deterministic` changes the result."""
+
+    design: Literal["owned", "lrpp", "replicated", "partitioned"] = "owned"
+    """Who updates a row: owned, one of the trainers that use it while it is in the cache; partitioned, a trainer given
+    by its place in the cache; replicated, all trainers, each its own copy; lrpp, the same but for rows that a single
+    trainer uses once."""
+    delayed: bool = True
+    """Updates that the next iteration does not need may arrive while it trains; off: all arrive before it."""
+    deterministic: bool = True
+    """Gradients of trainers are added in the order of their ranks; off: in any order, so that bits can differ."""
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """A number of bytes."""
@@ -204,6 +217,10 @@ class Config(Section):
     """Fixes initial parameters, generated data and shuffling."""
     trainers: Positive = 1
     """How many trainers share each batch."""
+    assign: Literal["contiguous", "round_robin", "aware"] = "contiguous"
+    """Which trainer gets which sample: parts of the batch as they come, one after the other in turn, or where most of
+    a sample's rows were used last; parts of equal size always. The result depends on it, by rounding."""
+    sync: SyncConfig = SyncConfig()
     threads: Positive | None = None
     """Threads a trainer; all cores if not given. Bits can depend on it, as torch's matrix products do."""
 

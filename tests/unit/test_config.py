@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from bagpipe.config import Config, load_config
+from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, load_config
 from bagpipe.errors import ConfigError
 
 
@@ -18,6 +20,28 @@ def test_a_file_and_overrides_are_laid_over_the_defaults(tmp_path):
     assert (config.row_optimizer.name, config.data.preset, config.seed) == ("adam", "tiny", 7)
 
 
+def test_how_trainers_share_their_work_is_read_from_file_and_overrides(tmp_path):
+    defaults = Config()
+    assert (defaults.assign, defaults.sync.design) == ("contiguous", "owned")
+    assert defaults.sync.delayed
+    assert defaults.sync.deterministic
+    path = tmp_path / "run.toml"
+    path.write_text('trainers = 8\nassign = "aware"\n[sync]\ndesign = "lrpp"\ndelayed = false\n')
+    config = load_config(path, ["assign=round_robin", "sync.deterministic=false"])
+    assert (config.trainers, config.assign, config.sync.design) == (8, "round_robin", "lrpp")
+    assert not config.sync.delayed
+    assert not config.sync.deterministic
+
+
+def test_the_configuration_that_the_quickstart_writes_out_is_the_default(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    path = tmp_path / "default.toml"
+    path.write_text(text.split("```toml\n")[1].split("```")[0])
+    written = load_config(path)
+    assert written.model_dump(exclude={"data"}) == Config().model_dump(exclude={"data"})
+    assert (written.data.preset, written.data.samples) == (DEFAULT_PRESET, DEFAULT_SAMPLES)
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -33,6 +57,13 @@ def test_a_file_and_overrides_are_laid_over_the_defaults(tmp_path):
         ("data.held_out=1.5", ["data.held_out", "1.5"]),
         ("seed=-1", ["seed", "-1"]),
         ("lookahead=0", ["lookahead: ", "auto"]),
+        ("assign=random", ["assign: ", "'contiguous', 'round_robin' or 'aware'", "'random'"]),
+        ("trainers=0", ["trainers", "greater than or equal to 1", "0"]),
+        ("sync.design=central", ["sync.design", "'owned', 'lrpp', 'replicated' or 'partitioned'", "'central'"]),
+        ("sync.delayed=perhaps", ["sync.delayed", "perhaps"]),
+        ("sync.deterministic=2", ["sync.deterministic", "2"]),
+        ("sync.ordered=true", ["sync.ordered", "no such setting", "design, delayed, deterministic"]),
+        ("sync=owned", ["sync: ", "'owned'"]),
         ("cache=nonsense", ["cache is 'nonsense'", "2GB"]),
         ("batch_size", ["a.b=c"]),
         ("=3", ["a.b=c"]),
