@@ -20,15 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from bagpipe.allocator import keep_freed_memory
-from bagpipe.api import accelerate
 from bagpipe.bench import Benchmark, Results
 from bagpipe.bench.namespaces import (
     HOSTS,
@@ -39,15 +38,14 @@ from bagpipe.bench.namespaces import (
     counted_bytes,
     joined_namespaces,
 )
-from bagpipe.bench.train import CACHE_SHARE, IDLE_SHARE, LR, POLL_S, Ours, Size, Work
+from bagpipe.bench.train import CACHE_SHARE, IDLE_SHARE, POLL_S, Ours, Size, Work
 from bagpipe.data import Generated, find_preset
 from bagpipe.errors import PipelineError
 from bagpipe.layout import RowLayout
 from bagpipe.optim import SGD
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.process import Ready, ServerOptions, serve, stopped_by_signals
-from bagpipe.store import MemoryStore, Store
-from bagpipe.store.base import ROWS_PER_CHUNK
+from bagpipe.store import Store
 from bagpipe.store.remote import RemoteStore
 from bagpipe.types import Table
 from bagpipe.wire.frames import Frame
@@ -269,53 +267,39 @@ class CompactWork(Work):
     tables: Sequence[Table] = ()
 
 
-class Contestant(Ours):
-    """`bagpipe.accelerate` with the policy and servers of a system."""
+class Contestant:
+    """A system that takes turns on the link, and what it took for them."""
 
     def __init__(self, name: str, work: CompactWork, link: Link) -> None:
         system = SYSTEMS[name]
-        self.losses: list[float] = []
+        served = system.servers is not None
         self.turn = max(1, round(work.size.turn[work.model] * system.share))
         self.seconds: list[float] = []
         self.moved = np.zeros(2, np.int64)
-        self._model = work.build("meta")
-        self._rows = SGD(LR)
         table_rows = sum(table.rows or 0 for table in work.data.tables)
-        self.batches = accelerate(
-            self._model, work.loader(), self._rows, policy=system.policy, tables=work.tables, initial=work.initial,
-            cache=8 * work.size.batch_size if work.size is QUICK else round(CACHE_SHARE * table_rows),
-            store=lambda layouts: MemoryStore(layouts) if system.servers is None else link.open_store(name, layouts),
-        )  # fmt: skip
-        if system.servers is not None:
-            self._fill(work)
-        self._dense = torch.optim.SGD(self._model.parameters(), lr=LR)
-        self._iterator = iter(self.batches)
+        self.ours = Ours(
+            work,
+            system.policy,
+            cache_rows=8 * work.size.batch_size if work.size is QUICK else round(CACHE_SHARE * table_rows),
+            store=partial(link.open_store, name) if served else "memory",
+            filled=served,  # a row that was never written would not travel
+        )
         if system.policy != "nocache":
-            self.skip(work.size.batches)  # all of them once: caches are warm, and the next is again the first
-        self.train(1)
-        self.before = self.batches.stats()
-
-    def _fill(self, work: CompactWork) -> None:
-        """Have the servers hold every row, as after an epoch: one that was never written would not travel."""
-        for number, layout in enumerate(self.batches.layouts):
-            touched = work.touched[layout.table.name]
-            for start in range(0, len(touched), ROWS_PER_CHUNK):
-                ids = touched[start : start + ROWS_PER_CHUNK]
-                rows = np.empty((len(ids), layout.width), np.float32)
-                layout.initialise(ids, rows)
-                self.batches.write_rows(number, ids, rows)
+            self.ours.skip(work.size.batches)  # all of them once: caches are warm, and the next is again the first
+        self.ours.train(1)
+        self.before = self.ours.batches.stats()
 
     def take_turn(self, link: Link) -> None:
         """Train some iterations, and count what they take."""
         moved, start = np.array(link.counted()), time.perf_counter()
-        self.train(self.turn)
+        self.ours.train(self.turn)
         self.seconds.append((_wait_until_idle(link) - start) / self.turn)
         self.moved += np.array(link.counted()) - moved
 
     def figures(self) -> dict[str, Any]:
         """Of an iteration, and of all turns."""
         iterations = self.turn * len(self.seconds)
-        after = self.batches.stats()
+        after = self.ours.batches.stats()
 
         def more(key: str) -> float:
             return float(after[key] - self.before[key])
@@ -338,7 +322,7 @@ def measure(model: str, names: Sequence[str], quick: bool, link: Link) -> Result
         contestants: dict[str, Contestant] = {}
         for name in names:
             contestants[name] = Contestant(name, work, link)
-            stack.callback(contestants[name].close)
+            stack.callback(contestants[name].ours.close)
         link.limit(BITS_PER_SECOND)
         stack.callback(link.limit, None)  # to close means to write back what is cached
         _wait_until_idle(link)
@@ -361,15 +345,16 @@ def _described(work: CompactWork) -> dict[str, Any]:
 
 
 def _compared(name: str, contestants: dict[str, Contestant]) -> dict[str, Any]:
-    ours, ideal = contestants[name], contestants[IDEAL]
-    to_nocache = _ratio(ours, contestants[NOCACHE])
-    figures = ours.figures() | {
-        "time_ratio_to_ideal": _ratio(ours, ideal),
+    system, ideal = contestants[name], contestants[IDEAL]
+    to_nocache = _ratio(system, contestants[NOCACHE])
+    losses = zip(system.ours.losses, ideal.ours.losses, strict=False)
+    figures = system.figures() | {
+        "time_ratio_to_ideal": _ratio(system, ideal),
         "time_ratio_to_nocache": to_nocache,
         "speedup_over_nocache": 1 / to_nocache,
-        "loss_difference_max": max(math.fabs(a - b) for a, b in zip(ours.losses, ideal.losses, strict=False)),
+        "loss_difference_max": max(math.fabs(a - b) for a, b in losses),
     }
-    return figures | ({"time_ratio_to_no_keys": _ratio(ours, contestants[OURS])} if name == OURS_WITH_KEYS else {})
+    return figures | ({"time_ratio_to_no_keys": _ratio(system, contestants[OURS])} if name == OURS_WITH_KEYS else {})
 
 
 def _ratio(ours: Contestant, theirs: Contestant) -> float:

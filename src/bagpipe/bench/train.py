@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from bagpipe.allocator import keep_freed_memory
-from bagpipe.api import accelerate
+from bagpipe.api import OpenStore, accelerate
 from bagpipe.bench import Benchmark, Results
 from bagpipe.data import Generated, Loader, Shards, find_preset, write
 from bagpipe.initial import Uniform
-from bagpipe.layout import RowLayout
 from bagpipe.models import build_model
 from bagpipe.optim import SGD
+from bagpipe.store.base import ROWS_PER_CHUNK
 from bagpipe.types import Batch, Table
 
 LR = 0.01
@@ -92,7 +92,7 @@ class Work:
     touched: dict[str, Any]
     """The ids of each table that occur."""
     directory: tempfile.TemporaryDirectory[str] | None = None
-    """Of shards; goes with the record."""
+    """Of shards."""
 
     @property
     def tables(self) -> Sequence[Table]:
@@ -109,24 +109,31 @@ class Work:
 
 
 class Ours:
-    """`bagpipe.accelerate` with a policy; the store holds every row from the start, as it does after an epoch."""
+    """`bagpipe.accelerate` with a policy and a store, which is `filled` with every row first, as after an epoch."""
 
-    def __init__(self, work: Work, policy: str) -> None:
+    def __init__(
+        self, work: Work, policy: str, *, cache_rows: int, store: str | OpenStore = "memory", filled: bool = True
+    ) -> None:
         self.losses: list[float] = []
         self._model = work.build("meta")
         self._rows = SGD(LR)
-        cache_rows = max(1, round(CACHE_SHARE * sum(table.rows or 0 for table in work.tables)))
-        if work.size is QUICK:
-            cache_rows = 26 * work.size.batch_size
         self.batches = accelerate(
             self._model, work.loader(), self._rows, cache=cache_rows, policy=policy, tables=work.tables,
-            initial=work.initial,
+            initial=work.initial, store=store,
         )  # fmt: skip
-        for number, layout in enumerate(self.batches.layouts):
-            ids = work.touched[layout.table.name]
-            self.batches.write_rows(number, ids, _initial_rows(layout, ids))
+        if filled:
+            self._fill(work)
         self._dense = torch.optim.SGD(self._model.parameters(), lr=LR)
         self._iterator = iter(self.batches)
+
+    def _fill(self, work: Work) -> None:
+        for number, layout in enumerate(self.batches.layouts):
+            touched = work.touched[layout.table.name]
+            for start in range(0, len(touched), ROWS_PER_CHUNK):
+                ids = touched[start : start + ROWS_PER_CHUNK]
+                rows = np.empty((len(ids), layout.width), np.float32)
+                layout.initialise(ids, rows)
+                self.batches.write_rows(number, ids, rows)
 
     def skip(self, count: int) -> None:
         """Pass over so many batches; their rows pass through the cache."""
@@ -213,9 +220,12 @@ def _apart(model: str, kind: str, peer: str) -> dict[str, Any]:
 def _case(model: str, kind: str, peer: str, size: Size) -> dict[str, Any]:
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     keep_freed_memory()
+    work = _work(size, model, kind)
     try:
-        return _compare(_work(size, model, kind), kind, peer)
+        return _compare(work, kind, peer)
     finally:
+        if work.directory is not None:
+            work.directory.cleanup()
         gc.collect()
 
 
@@ -251,8 +261,11 @@ def _compare(work: Work, kind: str, peer: str) -> dict[str, Any]:
     }
     if (reason := _refusal(work)) is not None:
         return described | {f"time_ratio_to_{peer}": None, f"{peer}_reason": reason}
-    systems: dict[str, System] = {OURS: Ours(work, "lookahead")}
-    systems[peer] = Ours(work, "ideal") if peer == IDEAL else PyTorch(work)
+    cache_rows = max(1, round(CACHE_SHARE * sum(table.rows or 0 for table in work.tables)))
+    if work.size is QUICK:
+        cache_rows = 26 * work.size.batch_size
+    systems: dict[str, System] = {OURS: Ours(work, "lookahead", cache_rows=cache_rows)}
+    systems[peer] = Ours(work, "ideal", cache_rows=cache_rows) if peer == IDEAL else PyTorch(work)
     try:
         seconds, before, after = _take_turns(work, systems)
     finally:
@@ -315,12 +328,6 @@ def _wait_until_idle() -> float:
 
 def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
-
-
-def _initial_rows(layout: RowLayout, ids: Any) -> Any:
-    rows = np.empty((len(ids), layout.width), np.float32)
-    layout.initialise(ids, rows)
-    return rows
 
 
 def _refusal(work: Work) -> str | None:
