@@ -86,6 +86,14 @@ class Store(ABC):
         for part in parts:
             self.write(*part)
 
+    def reached(self, after: int) -> bool:  # noqa: ARG002
+        """Whether `read_many` with this `after` would go on at once, as far as this process can know.
+
+        True unless trainers of this process share the store: whom else to wait for is the business of the one trainer
+        that writes, or of the servers.
+        """
+        return True
+
     @abstractmethod
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""

@@ -183,7 +183,7 @@ class Pipeline(Generic[Payload]):
                 with self._cache.moving:
                     self._victims.append(self._copy_out(plan.victims))
             after = int(plan.fetch.after.max(initial=-1))
-            yield self._until(f"iteration {after} to be in the store", self._reached("acknowledged", after))  # wait 3
+            yield self._until(f"iteration {after} to be in the store", self._in_store(after))  # wait 3
             if self._ended():
                 break
             fetched = self._read(plan, after)
@@ -239,6 +239,9 @@ class Pipeline(Generic[Payload]):
 
     def _reached(self, point: str, iteration: int) -> Callable[[], bool]:
         return lambda: bool(getattr(self.points, point) >= iteration)
+
+    def _in_store(self, after: int) -> Callable[[], bool]:
+        return lambda: self.points.acknowledged >= after and self._store.reached(after)
 
     def _read(self, plan: Plan, after: int) -> list[tuple[TableRows, npt.NDArray[np.int32]]]:
         """The rows that the plan fetches, and their slots."""

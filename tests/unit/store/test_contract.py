@@ -17,6 +17,7 @@ from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.shards import servers_by_numpy
 from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.remote import RemoteStore
+from bagpipe.store.views import shared_views
 from bagpipe.wire.simulated import SimulatedNetwork
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
@@ -58,6 +59,7 @@ def remote(num_servers: int, shared_memory: bool) -> RemoteStore:
 MAKERS: dict[str, Callable[[Path], Store]] = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=2048),
     "mapped": lambda path: MappedStore.create(path / "store", TABLES, resident_bytes_max=4 << 20),
+    "view": lambda _: shared_views(MemoryStore(TABLES, chunk_bytes=2048), 1)[0],
     "one server": lambda _: remote(1, shared_memory=False),
     "three servers": lambda _: remote(3, shared_memory=True),
 }
