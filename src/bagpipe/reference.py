@@ -1,26 +1,24 @@
 """The ground truth: plain synchronous training in one process, one sample order, no cache, no threads of its own.
 
 A dict of rows a table; read the rows of a batch, run the model, add up the gradients, update the rows. Everything else
-in Bagpipe must end with exactly these bits (I1). It can play T trainers: each gets a contiguous part of the batch, and
-g = (sum over ranks of n_i * g_i) / N, in rank order, for rows and dense parameters alike.
+in Bagpipe must end with exactly these bits (I1). It can play N trainers: each gets its samples of the batch, and
+g = (sum over ranks of n_i * g_i) / n, in rank order, for rows and dense parameters alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from bagpipe.layers import Binding, swap
-from bagpipe.layout import RowLayout
-from bagpipe.types import Batch, contiguous_parts
-
-Floats = npt.NDArray[np.float32]
-Keys = npt.NDArray[np.int64]
+from bagpipe.layout import Floats, RowLayout
+from bagpipe.layout import Ids as Keys
+from bagpipe.oracle.assign import Assigner, Assignment
+from bagpipe.types import Batch
 
 
 class Rows:
@@ -63,10 +61,9 @@ class Lookup(nn.Module):
 
     def __init__(self, rows: Rows, layer: nn.EmbeddingBag | nn.Embedding, part: int) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.padding_idx = rows, layer.padding_idx
         self.columns = slice(rows.layout.columns[part], rows.layout.columns[part] + layer.embedding_dim)
         self.mode = layer.mode if isinstance(layer, nn.EmbeddingBag) else None
-        self.padding_idx = layer.padding_idx
         self.calls: list[Call] = []
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -105,25 +102,29 @@ class Reference:
     """A model in training, one synchronous iteration at a time."""
 
     def __init__(
-        self, model: nn.Module, binding: Binding, layouts: Sequence[RowLayout], dense_optimizer: Any, trainers: int = 1
+        self,
+        model: nn.Module,
+        binding: Binding,
+        layouts: Sequence[RowLayout],
+        dense_optimizer: Any,
+        trainers: int = 1,
+        assign: Callable[[Batch], Assignment] | None = None,
     ) -> None:
         self.model, self.trainers, self.binding = model, trainers, binding
+        self.assign = assign or Assigner("contiguous", trainers)
         self.tables = [Rows(layout) for layout in layouts]
         self.lookups = [Lookup(self.tables[layer.table], layer.module, layer.part) for layer in binding.layers]
         for layer, lookup in zip(binding.layers, self.lookups, strict=True):
             swap(model, layer.name, lookup)
-        self.dense = list(model.parameters())
+        self.dense, self.iteration = list(model.parameters()), 0
         self.dense_optimizer = dense_optimizer(self.dense) if self.dense else None
-        self.iteration = 0
         self.random_states = [torch.get_rng_state()] * trainers  # each trainer has a random generator of its own
 
     def step(self, batch: Batch) -> float:
         """Train on one batch; its mean loss."""
         weights, dense, rows, losses = [], [], [], []
-        for rank, (start, stop) in enumerate(contiguous_parts(len(batch), self.trainers)):
-            if start == stop:
-                continue
-            part = batch.part(start, stop)
+        parts = enumerate(self.assign(batch).parts(batch))
+        for rank, part in [(rank, part) for rank, part in parts if len(part)]:
             losses.append(self._backward(rank, part))
             weights.append(np.float32(len(part)))
             dense.append([parameter.grad for parameter in self.dense])

@@ -12,10 +12,11 @@ from bagpipe import optim
 from bagpipe.layers import bind
 from bagpipe.layout import RowLayout
 from bagpipe.models import build_model
+from bagpipe.oracle.assign import Assigner, Assignment
 from bagpipe.reference import Reference, Rows
 from bagpipe.state import of_reference
 from bagpipe.types import Batch, Ids, Table, contiguous_parts
-from support import OPTIMIZERS, TABLES, dense_sgd, initial, make_batches, train_reference
+from support import OPTIMIZERS, TABLES, assert_identical, dense_sgd, initial, make_batches, train_reference
 
 SIZED = (Table("user", 40), Table("ad", 25, ("shown", "clicked")))
 
@@ -92,6 +93,59 @@ def test_gradients_of_trainers_are_averaged_over_samples_in_rank_order():
             total += len(part) * (first - state.rows["user"][1][where])
     found = both.rows["user"][1][np.flatnonzero(both.rows["user"][0] == ids[0])]
     np.testing.assert_allclose(found, first - total / 5, rtol=1e-4, atol=1e-6)
+
+
+def uneven(batch):
+    """Three trainers: one with the odd samples, one with none, one with the even samples."""
+    odd, even = np.arange(1, len(batch), 2), np.arange(0, len(batch), 2)
+    return Assignment(np.concatenate([odd, even]), (0, len(odd), len(odd), len(batch)))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_assignment_of_samples_trains_as_one_trainer_within_tolerance(optimizer):
+    batches = make_batches(6, last=2)
+    one, _ = train_reference(batches, OPTIMIZERS[optimizer](), "wide_deep")
+    for assign in (Assigner("round_robin", 3), uneven):
+        many, _ = train_reference(batches, OPTIMIZERS[optimizer](), "wide_deep", 3, assign)
+        for name, value in one.dense.items():
+            torch.testing.assert_close(many.dense[name], value, rtol=1e-3, atol=1e-5)
+        for name, (ids, rows) in one.rows.items():
+            found_ids, found = many.rows[name]
+            assert sorted(ids) == sorted(found_ids)
+            np.testing.assert_allclose(found[np.argsort(found_ids)], rows[np.argsort(ids)], rtol=1e-3, atol=1e-4)
+
+
+def test_an_assignment_is_the_contiguous_one_of_the_samples_in_its_order():
+    batches = make_batches(8, size=7, last=3)
+    assigner = Assigner("round_robin", 3)
+    assigned, losses = train_reference(batches, optim.Adagrad(0.1), "dlrm", 3, assigner)
+    arranged = [batch.take(assigner(batch).order) for batch in batches]
+    bounds = {len(batch): assigner(batch).bounds for batch in batches}
+    expected, expected_losses = train_reference(
+        arranged, optim.Adagrad(0.1), "dlrm", 3, lambda batch: Assignment(None, bounds[len(batch)])
+    )
+    assert losses == expected_losses
+    assert_identical(expected, assigned)
+    plain, _ = train_reference(batches, optim.Adagrad(0.1), "dlrm", 3)
+    assert plain.sha256() != assigned.sha256()
+
+
+def test_without_an_assignment_parts_are_contiguous():
+    batches = make_batches(8, size=7, last=3)
+    plain, losses = train_reference(batches, optim.Adam(0.1), "dlrm", 4)
+    given, given_losses = train_reference(batches, optim.Adam(0.1), "dlrm", 4, Assigner("contiguous", 4))
+    assert losses == given_losses
+    assert_identical(plain, given)
+
+
+def test_a_trainer_without_samples_changes_nothing():
+    def without_the_empty_part(batch):
+        return Assignment(uneven(batch).order, (0, len(batch) // 2, len(batch)))
+
+    batches = make_batches(5)
+    without, _ = train_reference(batches, optim.SGD(0.1), "wide_deep", 2, without_the_empty_part)
+    with_empty, _ = train_reference(batches, optim.SGD(0.1), "wide_deep", 3, uneven)
+    assert_identical(without, with_empty)
 
 
 def test_reading_rows_creates_none():
