@@ -1,0 +1,53 @@
+"""Sums over trainers: contributions are added in rank order from +0.0, then divided. Cost: one pass over them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bagpipe.kernels import kernel
+
+Floats = npt.NDArray[np.float32]
+
+_BLOCK = 2048
+
+
+def sum_parts(parts: Tensor, sums: Tensor, total: float | None = None) -> None:
+    """sums[i] = parts[0, i] + parts[1, i] + ..., each sum float32; over `total`, a float32, if there is one."""
+    if parts.device.type == "cpu":
+        if sums.numel():
+            _sum_parts(parts.numpy(), sums.numpy(), np.float32(1.0 if total is None else total), total is not None)
+        return
+    sums.zero_()
+    for part in parts:
+        sums.add_(part)
+    if total is not None:
+        # As in reference.py: on other devices a division by a number need not be the CPU's, but is the same everywhere.
+        sums.copy_(torch.div(sums, float(total)))
+
+
+def sum_parts_simple(parts: Floats, sums: Floats, total: float | None = None) -> None:
+    """The twin of `sum_parts`."""
+    sums[:] = 0.0
+    with np.errstate(all="ignore"):
+        for part in parts:
+            sums += part
+        if total is not None:
+            sums /= np.float32(total)
+
+
+@kernel
+def _sum_parts(parts: Floats, sums: Floats, total: np.float32, divided: bool) -> None:
+    for start in range(0, sums.size, _BLOCK):
+        stop = min(start + _BLOCK, sums.size)
+        for i in range(start, stop):
+            sums[i] = np.float32(0.0)
+        for rank in range(parts.shape[0]):
+            for i in range(start, stop):
+                sums[i] += parts[rank, i]
+        if divided:
+            for i in range(start, stop):
+                # Numba checks for a divisor of 0 in Python's way and raises; NumPy's division gives inf or NaN.
+                sums[i] = np.divide(sums[i], total)
