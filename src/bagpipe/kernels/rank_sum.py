@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bagpipe.kernels import kernel
+from bagpipe.kernels.lanes import LANES, load, spread, store
 
 Floats = npt.NDArray[np.float32]
-
-_BLOCK = 2048
 
 
 def sum_parts(parts: Tensor, sums: Tensor, total: float | None = None) -> None:
     """sums[i] = parts[0, i] + parts[1, i] + ..., each sum float32; over `total`, a float32, if there is one."""
     if parts.device.type == "cpu":
         if sums.numel():
-            _sum_parts(parts.numpy(), sums.numpy(), np.float32(1.0 if total is None else total), total is not None)
+            _sum_parts(
+                parts.numpy(), sums.numpy()[None], np.float32(1.0 if total is None else total), total is not None
+            )
         return
     sums.zero_()
     for part in parts:
@@ -39,15 +42,17 @@ def sum_parts_simple(parts: Floats, sums: Floats, total: float | None = None) ->
 
 
 @kernel
-def _sum_parts(parts: Floats, sums: Floats, total: np.float32, divided: bool) -> None:
-    for start in range(0, sums.size, _BLOCK):
-        stop = min(start + _BLOCK, sums.size)
-        for i in range(start, stop):
-            sums[i] = np.float32(0.0)
+def _sum_parts(parts: Floats, sums: Floats, total: Any, divided: bool) -> None:
+    length = parts.shape[1]
+    whole, total_lanes = length - length % LANES, spread(total)
+    for i in range(0, whole, LANES):
+        lanes = spread(np.float32(0.0))
         for rank in range(parts.shape[0]):
-            for i in range(start, stop):
-                sums[i] += parts[rank, i]
-        if divided:
-            for i in range(start, stop):
-                # Numba checks for a divisor of 0 in Python's way and raises; NumPy's division gives inf or NaN.
-                sums[i] = np.divide(sums[i], total)
+            lanes = lanes + load(parts, np.intp(rank), i)
+        store(sums, np.intp(0), i, lanes / total_lanes if divided else lanes)
+    for i in range(whole, length):
+        one = np.float32(0.0)
+        for rank in range(parts.shape[0]):
+            one += parts[rank, i]
+        # Not `/`, which raises where the divisor is 0; this gives inf or NaN, as the lanes do.
+        sums[0, i] = np.divide(one, total) if divided else one

@@ -141,7 +141,7 @@ def test_a_rank_that_skips_an_exchange_ends_in_a_deadline_that_names_it():
     groups = memory_groups(3, deadline_s=0.05)
     empty = [torch.empty(0)] * 3
     groups[1].exchange(empty, empty, "the rows of iteration 7")
-    with pytest.raises(DeadlineError, match="waited 0.05 s for the rows of iteration 7 from trainer 2: is it"):
+    with pytest.raises(DeadlineError, match=r"waited 0.05 s for the rows of iteration 7 from trainer 2: is it"):
         groups[0].exchange(empty, empty, "the rows of iteration 7").wait()
 
 
@@ -152,7 +152,7 @@ def test_the_waits_of_others_end_at_once_with_the_cause_when_a_rank_aborts():
     caught = []
 
     def waits(group):
-        with pytest.raises(PipelineError, match="gradients can.t .* trainer 2 failed: StoreError: disk full") as e:
+        with pytest.raises(PipelineError, match=r"gradients can.t .* trainer 2 failed: StoreError: disk full") as e:
             group.exchange(empty, empty, "gradients").wait()
         caught.append(e.value)
 
