@@ -152,6 +152,7 @@ def _over_shared_memory(address: str) -> Iterator[Fetch]:
             (answer,) = _answers(network, {channel: 1})
             if not (isinstance(answer.body, Opened) and answer.body.shared):
                 raise PipelineError(f"the other process can't use our memory: {answer.body}")
+            channel.take_side_door()
 
         def fetch(ids: list[Int64s]) -> list[Floats]:
             found = []

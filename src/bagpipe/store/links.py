@@ -103,6 +103,8 @@ class Link:
                 'wire.shared_memory at "auto"'
             )
         self.opened = opened
+        if opened.shared:  # only short messages travel
+            self.channel.take_side_door()
 
     def send(self, body: Body, buffers: Buffers = ()) -> int:
         """The number of the request."""

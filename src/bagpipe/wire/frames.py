@@ -23,6 +23,8 @@ RUN_BYTES = 16
 
 _HEADER = struct.Struct("<4sBBHIIQ16s")
 """Magic, version, type, number of buffers, generation, bytes of the body, request, run; a length a buffer follows."""
+HEADER_BYTES = _HEADER.size
+"""Of a message without buffers."""
 _LENGTH = struct.Struct("<Q")
 _TYPES: tuple[type[Any], ...] = get_args(Body)  # a type's number is its place: new ones go to the end
 _NUMBERS = {record: number for number, record in enumerate(_TYPES)}
