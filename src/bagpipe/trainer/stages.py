@@ -73,6 +73,14 @@ class Threads:
         with self._changed:
             self._changed.notify_all()
 
+    def abort(self, error: BaseException) -> None:
+        """End the stages and let the training loop's waits raise: another trainer has failed with this error."""
+        ended = PipelineError(f"another trainer failed: {type(error).__name__}: {error}")
+        ended.__cause__ = error
+        with self._changed:
+            self._failure = self._failure or ("other", ended)
+            self._changed.notify_all()
+
     def join(self) -> None:
         """Wait until every stage has ended; the first one may be held up by a loader, which gets less time."""
         begin = time.monotonic()

@@ -1,0 +1,324 @@
+"""Several training loops in one process: one step at a time in an order drawn from a seed, or in plain threads.
+
+Under `Together` exactly one loop or stage runs at any moment, and every wait, notification and stage's step is a point
+where any other that is ready may be next. So a test explores how N trainers interleave, in the code that trains, and a
+seed gives the same order again. No thread stays, whatever fails; a wait that can't end says who waits for what (I7).
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
+from bagpipe.trainer.stages import DEADLINE_S, Driver, Stage, Wait
+
+T = TypeVar("T")
+
+LOOP = "loop"
+"""The name of a training loop among the steps, beside those of its stages."""
+
+Step = tuple[int, str]
+"""Whose turn it was: the rank, and the name of its stage or `LOOP`."""
+
+_NOTHING = Wait("its turn", lambda: True)
+_ENDING_S = 30.0
+
+
+class Together:
+    """Runs N training loops and their stages one step at a time.
+
+    `eagerness` is how many steps of stages run, on average, for one step of a loop where both could: 0 is the laziest
+    schedule, a large number the most eager. `last` names stages, of all ranks or as (rank, stage) of one, that run only
+    when nothing else can; (rank, LOOP) is a trainer that is as slow as can be. Loops run in threads of their own with
+    as many threads for PyTorch as the caller has; stages run in the thread that called `run`.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        eagerness: float = 2.0,
+        last: frozenset[str | Step] = frozenset(),
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """`deadline_s` is how long a loop may run from one wait to the next, in case it hangs on something else."""
+        self.steps: list[Step] = []
+        self._random = random.Random(seed)
+        self._eager, self._last = eagerness / (1 + eagerness), last
+        self._deadline_s = deadline_s
+        self._drivers: dict[int, _Driver] = {}
+        self._loops: list[_Loop[Any]] = []
+        self._turn = threading.Lock()
+        """The scheduler sleeps on it while a loop runs."""
+        self._next: Step | None = None
+        self._ending: BaseException | None = None
+
+    def driver(self, rank: int) -> Driver:
+        """The driver of this rank's loop; the same at each call."""
+        return self._drivers.setdefault(rank, _Driver(self, rank))
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Run each function as a training loop; their results, by rank.
+
+        What one raises is raised here, and the other loops are ended: their waits raise.
+        """
+        self._loops = loops = [_Loop(rank, function) for rank, function in enumerate(functions)]
+        self._turn, self._ending, self._next = threading.Lock(), None, None
+        self._turn.acquire()
+        try:
+            for loop in loops:
+                self.driver(loop.rank)
+                loop.start(self._begin, self._finished)
+            while any(not loop.ended for loop in loops):
+                self._step()
+            for driver in self._drivers.values():
+                driver.raise_failure(unseen_only=True)
+        except BaseException as error:
+            self._end(error)
+            raise
+        finally:
+            self._loops = []
+        return [loop.result for loop in loops]
+
+    @property
+    def ending(self) -> BaseException | None:
+        """Why all loops are to end, if they are."""
+        return self._ending
+
+    def pause(self, wait: Wait) -> bool:
+        """Called by a loop's driver: return when it is ready and its turn has come; False if all loops are to end."""
+        current = threading.current_thread()
+        loop = next((loop for loop in self._loops if loop.thread is current), None)
+        if loop is None:  # in a stage's step or outside of `run`, where nothing else can run meanwhile
+            if not wait.ready():
+                raise DeadlineError(f"nothing can run: who waits for {wait.what} is not a loop that `run` has started")
+            return True
+        if self._is_ending():
+            return False
+        loop.wait = wait
+        pick = self._pick() if wait.ready() else None
+        if pick == (loop.rank, LOOP):
+            self.steps.append(pick)
+            return True
+        self._next = pick
+        self._turn.release()
+        loop.baton.acquire()
+        if self._is_ending():
+            return False
+        wait.ready()  # where it raises, it does so in the loop that waits
+        return True
+
+    def _begin(self, loop: _Loop[Any]) -> bool:
+        """In the loop's thread: whether it is to run, once it has the baton for the first time."""
+        loop.baton.acquire()
+        return not self._is_ending()
+
+    def _finished(self, _: _Loop[Any]) -> None:
+        if not self._is_ending():
+            self._turn.release()
+
+    def _is_ending(self) -> bool:
+        return self._ending is not None
+
+    def _step(self) -> None:
+        """One step of a stage, or of a loop until it hands the baton back."""
+        pick, self._next = self._next or self._pick(), None
+        self.steps.append(pick)
+        rank, name = pick
+        if name != LOOP:
+            self._drivers[rank].step(name)
+            return
+        loop = self._loops[rank]
+        loop.baton.release()
+        if not self._turn.acquire(timeout=self._deadline_s):
+            raise DeadlineError(
+                f"trainer {rank} has run for {self._deadline_s:g} s without a wait that others could use: "
+                "does it block on something that only another trainer can give?"
+            )
+        if loop.error is not None:
+            raise loop.error
+
+    def _pick(self) -> Step:
+        """Who is next, of those that are ready."""
+        ready = [(loop.rank, LOOP) for loop in self._loops if not loop.ended and _ready(loop.wait)]
+        for rank, driver in self._drivers.items():
+            ready += [(rank, name) for name, (_, wait) in driver.stages.items() if _ready(wait)]
+        if not ready:
+            raise DeadlineError(f"nothing can run: {'; '.join(self._waiting())}")
+        if self._last:
+            ready = [step for step in ready if not (step in self._last or step[1] in self._last)] or ready
+        loops = [step for step in ready if step[1] == LOOP]
+        stages = ready[len(loops) :]
+        if not stages or (loops and self._random.random() >= self._eager):
+            return loops[0] if len(loops) == 1 else self._random.choice(loops)
+        return self._random.choice(stages)
+
+    def _waiting(self) -> Iterable[str]:
+        for rank, driver in self._drivers.items():
+            loop = self._loops[rank] if rank < len(self._loops) else None
+            does = f"waits for {loop.wait.what}" if loop is not None and not loop.ended else "has ended"
+            stages = ", ".join(f"{name}: {wait.what}" for name, (_, wait) in driver.stages.items())
+            yield f"trainer {rank} {does}" + (f" (its stages wait for: {stages})" if stages else "")
+
+    def _end(self, error: BaseException) -> None:
+        """End all loops, one after the other; first the one that runs, if the scheduler was interrupted."""
+        self._ending = error
+        running = self.steps[-1] if self.steps else None
+        for loop in sorted(self._loops, key=lambda loop: (loop.rank, LOOP) != running):
+            if loop.started and not loop.ended:
+                if loop.baton.locked():
+                    loop.baton.release()
+                loop.thread.join(min(self._deadline_s, _ENDING_S))
+        for driver in self._drivers.values():
+            driver.end_stages()
+
+
+class _Driver:
+    """What one rank's loop sees of the scheduler."""
+
+    def __init__(self, together: Together, rank: int) -> None:
+        self._together, self._rank = together, rank
+        self.stages: dict[str, tuple[Stage, Wait]] = {}
+        self._failure: tuple[str, Exception] | None = None
+        self._seen = False
+
+    def start(self, stages: Mapping[str, Stage]) -> None:
+        """Begin to run the stages."""
+        self._failure = None
+        for name, stage in stages.items():
+            self.stages[name] = (stage, Wait("its start", lambda: True))
+        self._pause(_NOTHING)
+
+    def wait(self, wait: Wait) -> None:
+        """Let others run until `wait` is ready."""
+        self._pause(Wait(wait.what, lambda: self._failure is not None or wait.ready()))
+        self.raise_failure()
+
+    def notify(self) -> None:
+        """An opportunity for others to run."""
+        self._together.pause(_NOTHING)
+
+    def join(self) -> None:
+        """Let others run until every stage has ended."""
+        self.wait(Wait("its stages to end", lambda: not self.stages))
+
+    def step(self, name: str) -> None:
+        """Run a stage until its next wait; if it fails, the others of this rank are ended, and its loop is told."""
+        stage, wait = self.stages[name]
+        try:
+            wait.ready()  # where it raises, the stage has failed
+            self.stages[name] = (stage, next(stage))
+        except StopIteration:
+            del self.stages[name]
+        except Exception as error:
+            self._failure, self._seen = (name, error), False
+            self.end_stages()
+
+    def end_stages(self) -> None:
+        """Close all stages as they are."""
+        while self.stages:
+            _, (stage, _) = self.stages.popitem()
+            stage.close()
+
+    def raise_failure(self, unseen_only: bool = False) -> None:
+        """Raise what a stage has raised."""
+        if self._failure is None or (unseen_only and self._seen):
+            return
+        self._seen = True
+        name, error = self._failure
+        if isinstance(error, BagpipeError):
+            raise error
+        raise PipelineError(f"trainer {self._rank}: {name} failed: {type(error).__name__}: {error}") from error
+
+    def _pause(self, wait: Wait) -> None:
+        if not self._together.pause(wait):
+            error = self._together.ending
+            raise PipelineError(f"trainer {self._rank} is ended: {type(error).__name__}: {error}") from error
+
+
+class _Loop(Generic[T]):
+    """A training loop in a thread of its own."""
+
+    def __init__(self, rank: int, function: Callable[[], T]) -> None:
+        self.rank = rank
+        self.wait = Wait("its start", lambda: True)
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.started = self.ended = False
+        self.error: BaseException | None = None
+        self.result: T
+        self.thread = threading.Thread(target=self._run, name=f"bagpipe-trainer-{rank}", daemon=True)
+        self._function = function
+
+    def start(self, begin: Callable[[_Loop[T]], bool], finished: Callable[[_Loop[T]], None]) -> None:
+        """Start the thread, which calls `begin` first, goes on if that is True, and calls `finished` last."""
+        self._begin, self._finished = begin, finished
+        # A new thread takes the number that any thread was given last, not that of the thread that starts it.
+        self._torch_threads = torch.get_num_threads()
+        self.thread.start()
+        self.started = True
+
+    def _run(self) -> None:
+        try:
+            if self._begin(self):
+                torch.set_num_threads(self._torch_threads)
+                self.result = self._function()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended = True
+            self._finished(self)
+
+
+def run_threads(
+    functions: Sequence[Callable[[], T]],
+    deadline_s: float = DEADLINE_S,
+    abort: Callable[[BaseException], None] = lambda _: None,
+) -> list[T]:
+    """Run each function in a thread, with as many threads for PyTorch as the caller has; their results, by rank.
+
+    What one raises first is raised here, after `abort` was called with it, which is to make the waits of the others
+    raise (`Threads.abort`, a closed collective), and after all have ended, for which they have `deadline_s`.
+    """
+    ended: queue.SimpleQueue[_Loop[T]] = queue.SimpleQueue()
+    loops = [_Loop(rank, function) for rank, function in enumerate(functions)]
+    try:
+        for loop in loops:
+            loop.start(lambda _: True, ended.put)
+        for _ in loops:
+            loop = ended.get()
+            if loop.error is not None:
+                raise loop.error
+    except BaseException as error:
+        try:
+            abort(error)
+        finally:
+            _join(loops, deadline_s, error)
+        raise
+    _join(loops, deadline_s, None)
+    return [loop.result for loop in loops]
+
+
+def _join(loops: Sequence[_Loop[Any]], deadline_s: float, cause: BaseException | None) -> None:
+    until = time.monotonic() + deadline_s
+    for loop in loops:
+        if loop.started:
+            loop.thread.join(max(0.0, until - time.monotonic()))
+    if stuck := [str(loop.rank) for loop in loops if loop.thread.is_alive()]:
+        raise DeadlineError(
+            f"trainers {', '.join(stuck)} did not end within {deadline_s:g} s after {type(cause).__name__}: {cause}"
+        ) from cause
+
+
+def _ready(wait: Wait) -> bool:
+    """Whether the one that waits can go on, if only to raise what went wrong."""
+    try:
+        return wait.ready()
+    except Exception:
+        return True
