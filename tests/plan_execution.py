@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bagpipe.oracle.plan import Plan, RowList
+from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.row_list import RowList
 
 Row = tuple[int, int]
 Event = tuple[str, int, int]

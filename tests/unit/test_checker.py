@@ -15,7 +15,7 @@ import torch
 import bagpipe
 from bagpipe.cache import RowCache, TableRows
 from bagpipe.errors import ConsistencyError
-from bagpipe.oracle.plan import RowList
+from bagpipe.oracle.row_list import RowList
 from bagpipe.trainer.pipeline import Pipeline, Wait
 from bagpipe.trainer.source import LocalPlans
 from bagpipe.trainer.stages import Seeded, Threads

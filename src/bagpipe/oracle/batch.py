@@ -17,6 +17,16 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CutIds:
+    """The ids of a batch whose samples are those of trainer 0, then those of trainer 1, and so on."""
+
+    ids: Sequence[NDArray[np.integer]]
+    """One array a feature, in order of tables."""
+    cuts: Int64s
+    """[f, r]: where the ids of feature f begin that are trainer r's; one more for the end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CheckedIds:
     """The ids of a batch: for each feature a flat array of 64-bit numbers, all within their tables."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels.plan import KEEP
-from bagpipe.oracle.plan import RowList
+from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.oracle.uses import Uses

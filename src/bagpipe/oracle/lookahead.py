@@ -12,28 +12,32 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels.plan import KEEP, count_gaps, find_uniques, link, look_up, settle
-from bagpipe.oracle.batch import CheckedIds, check_ids
+from bagpipe.kernels.sharing import choose_owners, link_users, mark_users
+from bagpipe.oracle.batch import CheckedIds, CutIds, check_ids
 from bagpipe.oracle.lingering import Lingering
 from bagpipe.oracle.parts import Part, Workers, make_parts
-from bagpipe.oracle.plan import Fetch, Plan, RowList, Victims
+from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
+from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tables import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MappedRows, OracleTable, described
 from bagpipe.oracle.tenants import Tenants
-from bagpipe.oracle.window import Window
+from bagpipe.oracle.window import MaskType, Window
 from bagpipe.policies import make_policy
 from bagpipe.policies.base import Demand, Lookahead
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
-Ids = Sequence[NDArray[np.integer]]
+Ids = Sequence[NDArray[np.integer]] | CutIds
+Masks = NDArray[Any]
 Payload = TypeVar("Payload")
+TRAINERS_MAX = 64
 
 
 class Oracle:
@@ -49,15 +53,17 @@ class Oracle:
         threads: int = 1,
         ahead: int = 2,
         start: int = 0,
+        trainers: int = 1,
         rows_direct_max: int = ROWS_DIRECT_MAX,
         bytes_direct_max: int = BYTES_DIRECT_MAX,
     ) -> None:
         """Take the slots of each group, and how many plans may be prefetched ahead of the one that trains.
 
         `start` is the first iteration; those before it count as acknowledged. Tables beyond the direct limits cost
-        memory only for rows in use, and some speed.
+        memory only for rows in use, and some speed. With several trainers, batches are `CutIds`.
         """
         _check_settings(tables, capacity, threads, ahead, start)
+        self.trainers = trainers
         self.tables = tuple(tables)
         members = [[t for t, table in enumerate(tables) if table.group == g] for g in range(len(capacity))]
         self.groups = tuple(
@@ -66,12 +72,15 @@ class Oracle:
         )
         self.policy = make_policy(policy)
         self.policy.bind(self.groups, lookahead, ahead)
-        self._window = Window(len(tables), self.policy.target_max, start)
+        masks = mask_type(trainers) if trainers > 1 else None
+        self._bits = None if masks is None else masks(1) << np.arange(trainers, dtype=masks)
+        self._window = Window(len(tables), self.policy.target_max, start, masks)
         self._parts = make_parts(tables, threads, rows_direct_max, bytes_direct_max)
         self._tenants = Tenants(tables, capacity, self._parts)
         self._lingering = Lingering(self.groups, self._tenants) if self.policy.lingers else None
         self._workers = Workers(threads)
-        self._scratch = _Scratch(len(tables), self.policy.target_max)
+        self._scratch = _Scratch(len(tables), self.policy.target_max, masks)
+        self._cuts: deque[Int64s] = deque()
         self._half_read = False
         self._nothing = _unfilled_list(np.zeros(len(tables), np.int64))
         features = iter(range(sum(len(table.features) for table in tables)))
@@ -115,7 +124,9 @@ class Oracle:
         assert not self._half_read, "a batch failed half-way: only plans of the batches before it can follow"
         window, scratch = self._window, self._scratch
         iteration, length = window.first + len(window), len(window)
-        batch = check_ids(self.tables, ids, iteration)
+        assert isinstance(ids, CutIds) == (self._bits is not None), "several trainers need batches that are cut"
+        cuts = ids.cuts if isinstance(ids, CutIds) else None
+        batch = check_ids(self.tables, ids.ids if isinstance(ids, CutIds) else ids, iteration)
         scratch.fit(batch.num_ids)
         self._half_read = True
         counts = np.zeros(len(self.tables), np.int64)
@@ -124,18 +135,27 @@ class Oracle:
         def find(part: Part) -> None:
             for t in part.tables.tolist():
                 counts[t] = self._find_uniques(part, t, batch, iteration, inverse)
+                if cuts is not None:
+                    self._mark_users(t, batch, cuts, inverse)
             count_gaps(part.tables, batch.starts, counts, scratch.previous, iteration, length, scratch.gaps)
 
         self._workers.run(find, self._parts)
         self._check_capacity(iteration, counts)
         limited = not self.policy.admit(iteration, length, counts, scratch.gaps)
         window.push(counts, batch.split(inverse))
+        if cuts is not None:
+            self._cuts.append(cuts)
 
         def note_stays(part: Part) -> None:
             link(
                 part.tables, batch.starts, counts, scratch.entries, scratch.previous, iteration, length, scratch.gaps,
                 limited, KEEP if self.policy.keeps else 0, window.begins, window.entries, window.stays,
             )  # fmt: skip
+            if cuts is not None:
+                link_users(
+                    part.tables, batch.starts, counts, scratch.previous, iteration, length, window.begins,
+                    window.stays, scratch.users, window.users, window.nexts,
+                )  # fmt: skip
 
         self._workers.run(note_stays, self._parts)
         self._half_read = False
@@ -160,6 +180,7 @@ class Oracle:
         self._workers.run(find_places, self._parts)
         fetch = _unfilled_fetch(misses)
         victims = self._assign_slots(iteration, rows, entries, fetch)
+        sharing = self._sharing(iteration, rows, fetch)
         evict = _unfilled_list(leaves)
 
         def settle_rows(part: Part) -> None:
@@ -186,7 +207,8 @@ class Oracle:
         self.policy.advance()
         kept = self._tenants.residents() if flush else self._nothing
         hits = len(rows) - len(fetch)
-        return Plan(iteration, rows, self._window.pop(), fetch, evict, victims, kept, lookahead, hits)
+        inverse = self._window.pop()
+        return Plan(iteration, rows, inverse, fetch, evict, victims, kept, lookahead, hits, sharing)
 
     def stats(self) -> OracleStats:
         """What the oracle holds right now."""
@@ -219,6 +241,33 @@ class Oracle:
                 inverse, batch.positions[feature],
             )  # fmt: skip
         return count
+
+    def _mark_users(self, table: int, batch: CheckedIds, cuts: Int64s, inverse: Int32s) -> None:
+        """Note which trainers use the rows of a table."""
+        assert self._bits is not None
+        users = self._scratch.users[batch.starts[table] : batch.starts[table + 1]]
+        users[:] = 0
+        for feature in self._features[table]:
+            mine = inverse[batch.positions[feature] : batch.positions[feature + 1]]
+            assert cuts[feature, -1] == len(mine), f"the cuts of feature {feature} do not fit its ids"
+            mark_users(mine, cuts[feature], self._bits, users)
+
+    def _sharing(self, iteration: int, rows: RowList, fetch: Fetch) -> Sharing | None:
+        """What trainers have to do with the rows of the oldest batch; `rows` hold places."""
+        if self._bits is None:
+            return None
+        window, homes = self._window, np.empty(len(fetch), np.int8)
+        begin = window.begins[0, iteration & window.mask]
+        users = window.users[begin : begin + len(rows)].copy()
+
+        def choose(part: Part) -> None:
+            choose_owners(
+                part.tables, rows.bounds, rows.slots, iteration, window.begins, window.stays, window.users,
+                window.nexts, self.trainers, fetch.bounds, fetch.slots, homes,
+            )  # fmt: skip
+
+        self._workers.run(choose, self._parts)
+        return Sharing(users, homes, self._cuts.popleft())
 
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:
         for group in self.groups:
@@ -272,18 +321,29 @@ class OracleStats:
 class _Scratch:
     """Arrays that each `read` fills anew."""
 
-    def __init__(self, num_tables: int, window_max: int) -> None:
+    def __init__(self, num_tables: int, window_max: int, masks: MaskType | None) -> None:
+        self._masks = masks
+        self.users: Masks = np.empty(0, masks or np.uint8)
         self.entries: Int32s = np.empty(0, np.int32)
         self.previous: Int64s = np.empty(0, np.int64)
         self.gaps: Int64s = np.zeros((num_tables, window_max + 1), np.int64)
 
     @property
     def nbytes(self) -> int:
-        return self.entries.nbytes + self.previous.nbytes + self.gaps.nbytes
+        return self.entries.nbytes + self.previous.nbytes + self.gaps.nbytes + self.users.nbytes
 
     def fit(self, num_ids: int) -> None:
         if num_ids > len(self.entries):
             self.entries, self.previous = np.empty(num_ids, np.int32), np.empty(num_ids, np.int64)
+            if self._masks is not None:
+                self.users = np.empty(num_ids, self._masks)
+
+
+def mask_type(trainers: int) -> MaskType:
+    """The smallest number that has a bit for each trainer."""
+    if not 1 <= trainers <= TRAINERS_MAX:
+        raise ConfigError(f"trainers is {trainers}: give 1 to {TRAINERS_MAX}")
+    return next(kind for kind in (np.uint8, np.uint16, np.uint32, np.uint64) if trainers <= 8 * kind(0).nbytes)
 
 
 def _unfilled_list(counts: Int64s) -> RowList:

@@ -8,40 +8,16 @@ must see are acknowledged. Who keeps these waits, in whatever order and on howev
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.oracle.row_list import RowList
+from bagpipe.oracle.sync_plan import Sync
+
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowList:
-    """Rows of all tables, table by table, with the cache slot of each."""
-
-    ids: Int64s
-    slots: Int32s
-    """Slots of tables of one group (equal row width) come from one slot space."""
-    bounds: Int64s
-    """Table t has positions bounds[t] to bounds[t + 1]."""
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def of_table(self, table: int) -> tuple[Int64s, Int32s]:
-        """Ids and slots of one table."""
-        start, stop = self.bounds[table], self.bounds[table + 1]
-        return self.ids[start:stop], self.slots[start:stop]
-
-    def joined(self, other: RowList) -> RowList:
-        """The rows of both, in each table those of the other behind."""
-        if not len(self) or not len(other):
-            return self if len(self) else other
-        tables = range(len(self.bounds) - 1)
-        parts = [part for table in tables for part in (self.of_table(table), other.of_table(table))]
-        ids, slots = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return RowList(ids, slots, self.bounds + other.bounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +41,18 @@ class Victims(RowList):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """What several trainers have to do with the rows of a plan."""
+
+    users: NDArray[Any]
+    """For each row of the batch a bit mask of the trainers that use it."""
+    homes: NDArray[np.int8]
+    """For each row to fetch the trainer that uses it most while it will be in the cache."""
+    cuts: Int64s
+    """[f, r]: where trainer r's ids of feature f begin; one more for the end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What iteration `iteration` needs and does; a pure function of the data order and the oracle's settings."""
 
@@ -85,6 +73,10 @@ class Plan:
     """Rows used again in fewer than this many iterations stay in the cache; 1: nothing had to."""
     hits: int
     """Rows of the batch that were in the cache already when it was planned."""
+    sharing: Sharing | None = None
+    """Of a plan for several trainers that is not divided among them yet."""
+    sync: Sync | None = None
+    """Of one trainer's part of a plan."""
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from bagpipe.cache import group_by_width
 from bagpipe.data.batch_wire import pack_batch, unpack_batch
 from bagpipe.errors import WireError
-from bagpipe.oracle.plan import Fetch, Plan, RowList, Victims
+from bagpipe.oracle.plan import Fetch, Plan, Victims
+from bagpipe.oracle.row_list import RowList
 from bagpipe.types import Batch, Table
 from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.plan_messages import BatchHead, Planned, PlansDescribed

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bagpipe.oracle.plan import Fetch, Plan, RowList, Victims
+from bagpipe.oracle.plan import Fetch, Plan, Victims
+from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
 from bagpipe.policies.lookahead import AUTO_MAX, RAMP

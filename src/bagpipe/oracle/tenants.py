@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bagpipe.kernels.plan import HALF, LOWER
 from bagpipe.oracle.parts import Part
-from bagpipe.oracle.plan import RowList
+from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.tables import OracleTable, Rows
 
 Int32s = NDArray[np.int32]

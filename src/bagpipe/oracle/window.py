@@ -6,6 +6,7 @@ Owns the memory of the lookahead; it grows to the largest window met and is boun
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,18 +14,25 @@ from numpy.typing import NDArray
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Stays = NDArray[np.uint16]
+Masks = NDArray[Any]
+MaskType = type[np.unsignedinteger[Any]]
 
 
 class Window:
     """A queue of batches, known by their iterations; a batch's column in `begins` is iteration & mask."""
 
-    def __init__(self, num_tables: int, length_max: int, first: int) -> None:
+    def __init__(self, num_tables: int, length_max: int, first: int, masks: MaskType | None = None) -> None:
         columns = 1 << int(length_max + 1).bit_length()
         self.mask = columns - 1
         self.begins: Int64s = np.zeros((num_tables + 1, columns), np.int64)
         """Where table t of a batch begins in `entries` and `stays`: [t, column]."""
         self.entries: Int32s = np.empty(0, np.int32)
         self.stays: Stays = np.empty(0, np.uint16)
+        self._masks = masks
+        self.users: Masks = np.empty(0, masks or np.uint8)
+        """The trainers that use each row, if there are several."""
+        self.nexts: Int32s = np.empty(0, np.int32)
+        """Index of each row in the batch of its next use, if there are several trainers."""
         self.inverses: deque[tuple[Int32s, ...]] = deque()
         self.first = first
         """Iteration of the oldest batch."""
@@ -44,7 +52,8 @@ class Window:
     def nbytes(self) -> int:
         """Memory in use."""
         inverses = sum(array.nbytes for inverse in self.inverses for array in inverse)
-        return self.begins.nbytes + self.entries.nbytes + self.stays.nbytes + inverses
+        rings = (self.begins, self.entries, self.stays, self.users, self.nexts)
+        return sum(ring.nbytes for ring in rings) + inverses
 
     def push(self, counts: Int64s, inverse: tuple[Int32s, ...]) -> None:
         """Enter a batch with that many unique rows of each table; they are to be written at its `begins`."""
@@ -84,14 +93,17 @@ class Window:
         """Move all batches to the beginning of larger rings; the end of them."""
         used = self.num_rows
         size = 64 + (used + count) * 3 // 2
-        entries, stays = np.empty(size, np.int32), np.empty(size, np.uint16)
+        olds: list[Any] = [self.entries, self.stays] + ([] if self._masks is None else [self.users, self.nexts])
+        news: list[Any] = [np.empty(size, old.dtype) for old in olds]
         end = 0
         for iteration in range(self.first, self.first + len(self)):
             begins = self.begins[:, iteration & self.mask]
             length = int(begins[-1] - begins[0])
-            entries[end : end + length] = self.entries[begins[0] : begins[-1]]
-            stays[end : end + length] = self.stays[begins[0] : begins[-1]]
+            for old, new in zip(olds, news, strict=True):
+                new[end : end + length] = old[begins[0] : begins[-1]]
             begins += end - begins[0]
             end += length
-        self.entries, self.stays = entries, stays
+        self.entries, self.stays = news[:2]
+        if self._masks is not None:
+            self.users, self.nexts = news[2:]
         return end

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bagpipe.cache import RowCache, TableRows
-from bagpipe.oracle.plan import Plan, RowList
+from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.row_list import RowList
 from bagpipe.store.base import NO_ITERATION, Store
 from bagpipe.trainer.stages import Driver, Stage, Wait
 

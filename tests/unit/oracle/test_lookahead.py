@@ -12,7 +12,8 @@ import pytest
 import bagpipe
 from bagpipe.errors import BatchError, CapacityError, ConfigError, ValueRangeError
 from bagpipe.oracle.lookahead import Oracle
-from bagpipe.oracle.plan import Plan, RowList
+from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.tables import OracleTable, is_direct
 from bagpipe.policies.lookahead import AUTO_MAX, RAMP
 

@@ -14,8 +14,9 @@ from bagpipe.cache import group_by_width
 from bagpipe.data.batch_wire import pack_batch, unpack_batch
 from bagpipe.errors import BagpipeError, BatchError, WireError
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.plan import Plan, RowList
+from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_wire import PlanShape, pack_plan, unpack_plan
+from bagpipe.oracle.row_list import RowList
 from bagpipe.trainer.source import Source
 from bagpipe.types import Batch, Ids
 from bagpipe.wire.arrays import Packing, Unpacking

@@ -1,0 +1,39 @@
+"""Rows of all tables with their cache slots: what every list of a plan is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowList:
+    """Rows of all tables, table by table, with the cache slot of each."""
+
+    ids: Int64s
+    slots: Int32s
+    """Slots of tables of one group (equal row width) come from one slot space."""
+    bounds: Int64s
+    """Table t has positions bounds[t] to bounds[t + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def of_table(self, table: int) -> tuple[Int64s, Int32s]:
+        """Ids and slots of one table."""
+        start, stop = self.bounds[table], self.bounds[table + 1]
+        return self.ids[start:stop], self.slots[start:stop]
+
+    def joined(self, other: RowList) -> RowList:
+        """The rows of both, in each table those of the other behind."""
+        if not len(self) or not len(other):
+            return self if len(self) else other
+        tables = range(len(self.bounds) - 1)
+        parts = [part for table in tables for part in (self.of_table(table), other.of_table(table))]
+        ids, slots = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return RowList(ids, slots, self.bounds + other.bounds)

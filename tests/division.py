@@ -1,0 +1,179 @@
+"""Trainers that execute their parts of plans with versions in place of values: whatever is stale or lost shows (I3, I4)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from bagpipe.oracle.batch import CutIds
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.row_list import RowList
+
+
+def cut(parts, num_features):
+    """A batch from what each trainer has: for each of its samples one id a feature."""
+    ids = [np.array([sample[f] for part in parts for sample in part], np.int64) for f in range(num_features)]
+    bounds = np.cumsum([0, *map(len, parts)])
+    return CutIds(ids, np.tile(bounds, (num_features, 1)))
+
+
+def divided(tables, capacity, batches, trainers, *, design="owned", delayed=True, **options):
+    """For each batch (a list of samples for each trainer) the whole plan, and the part of each trainer."""
+    oracle = Oracle(tables, capacity, trainers=trainers, **options)
+    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed)
+    num_features = sum(len(table.features) for table in tables)
+    source = ((cut(parts, num_features), tuple(map(len, parts))) for parts in batches)
+    found = []
+    for division, samples in partition.plans(oracle.plans(source)):
+        found.append((division.plan, [division.part(rank, samples) for rank in range(trainers)]))
+    oracle.close()
+    return found
+
+
+def listed(rows: RowList, tables):
+    """(table, id), (group, slot) of each row."""
+    result = []
+    for t, table in enumerate(tables):
+        ids, slots = rows.of_table(t)
+        result += [((t, i), (table.group, s)) for i, s in zip(ids.tolist(), slots.tolist(), strict=True)]
+    return result
+
+
+class Trainers:
+    """Each has slots; all have one store."""
+
+    def __init__(self, tables, trainers):
+        self.tables, self.trainers = tables, trainers
+        self.slots = [{} for _ in range(trainers)]
+        """(group, slot) -> [row, version]"""
+        self.store = defaultdict(int)
+        self.version = defaultdict(int)
+        """What synchronous training would have."""
+        self.sent = 0
+
+    def run(self, found, batches):
+        """Execute everything; the last background part after the last iteration."""
+        for (plan, parts), batch in zip(found, batches, strict=True):
+            self.fetch(plan, parts)
+            self.train(parts, batch)
+            users = self.users(parts)
+            now = self.update(parts, "gradients", users)
+            self.send(parts, "values")
+            later = self.update(parts, "later_gradients", users)
+            assert not now & later
+            assert now | later == set(users), "each row of the batch is updated, in one of the two phases"
+            self.send(parts, "later_values")
+            self.evict(plan, parts)
+        assert self.store == self.version
+
+    def fetch(self, plan, parts):
+        for rank, part in enumerate(parts):
+            for row, place in listed(part.victims, self.tables):
+                self.write(rank, row, place)
+            assert part.victims.evict_after == plan.victims.evict_after
+        assert sum(len(part.victims) for part in parts) == len(plan.victims), "one trainer writes a victim"
+        for rank, part in enumerate(parts):
+            for row, place in listed(part.fetch, self.tables):
+                assert self.store[row] == self.version[row], "a stale read from the store"
+                self.slots[rank][place] = [row, self.store[row]]
+        self.send(parts, "fetched")
+
+    def train(self, parts, batch):
+        for rank, (part, samples) in enumerate(zip(parts, batch, strict=True)):
+            assert part.sync.samples[rank] == len(samples)
+            used, f = set(), 0
+            for t, table in enumerate(self.tables):
+                ids, slots = part.rows.of_table(t)
+                for _ in table.features:
+                    assert ids[part.inverse[f]].tolist() == [sample[f] for sample in samples]
+                    used |= set(part.inverse[f].tolist())
+                    f += 1
+                assert len(set(ids.tolist())) == len(ids)
+                assert used == set(range(len(ids))), "no row of a trainer is unused"
+                used = set()
+                for row, slot in zip(ids.tolist(), slots.tolist(), strict=True):
+                    held = self.slots[rank].get((table.group, slot))
+                    assert held == [(t, row), self.version[t, row]], f"trainer {rank} is stale"
+
+    def users(self, parts):
+        users = defaultdict(set)
+        for rank, part in enumerate(parts):
+            for row, _ in listed(part.rows, self.tables):
+                users[row].add(rank)
+        return users
+
+    def update(self, parts, phase, users):
+        """Every user's gradient reaches every updater once, in order of rank; updaters agree."""
+        arrived = defaultdict(list)
+        all_shared = [listed(getattr(part.sync, phase).shared, self.tables) for part in parts]
+        assert all(shared == all_shared[0] for shared in all_shared), "trainers differ in what they share"
+        for rank, part in enumerate(parts):
+            gradients = getattr(part.sync, phase)
+            own = listed(gradients.rows, self.tables)
+            starts = gradients.rows.bounds
+            for sender in range(self.trainers):
+                names = self.named(parts[sender].rows, getattr(parts[sender].sync, phase).send, rank)
+                targets = [own[starts[t] + k][0] for t, items in gradients.add.of(sender) for k in items.tolist()]
+                assert names == targets, "what is sent is not what is added"
+                for row in names:
+                    arrived[row, rank].append(sender)
+                self.sent += len(names) * (sender != rank)
+            names = self.named(part.rows, gradients.own, 0)
+            shared = all_shared[rank]
+            tables = [t for t, items in gradients.own.of(0) for _ in items]
+            assert names == [
+                shared[gradients.shared.bounds[t] + k][0] for t, k in zip(tables, gradients.own_at.tolist(), strict=True)
+            ]
+            for row in names:
+                for updater in range(self.trainers):
+                    arrived[row, updater].append(rank)
+        updated = set()
+        for rank, part in enumerate(parts):
+            gradients = getattr(part.sync, phase)
+            for row, place in listed(gradients.rows, self.tables) + all_shared[rank]:
+                assert sorted(arrived.pop((row, rank))) == sorted(users[row])
+                assert self.slots[rank][place] == [row, self.version[row]], "an update of a stale row"
+                updated.add(row)
+        assert not arrived, "a gradient was sent to somebody who does not use it"
+        for rank, part in enumerate(parts):
+            gradients = getattr(part.sync, phase)
+            for row, place in listed(gradients.rows, self.tables) + all_shared[rank]:
+                self.slots[rank][place] = [row, self.version[row] + 1]
+        for row in updated:
+            self.version[row] += 1
+        return updated
+
+    def named(self, rows, lists, rank):
+        """The rows whose indices are in a list."""
+        return [(t, int(rows.of_table(t)[0][k])) for t, items in lists.of(rank) for k in items.tolist()]
+
+    def send(self, parts, what):
+        arriving = []
+        for sender, part in enumerate(parts):
+            values = getattr(part.sync, what)
+            for receiver in range(self.trainers):
+                sent = [(t, s) for t, items in values.send.of(receiver) for s in items.tolist()]
+                lists = getattr(parts[receiver].sync, what).receive
+                assert sent == [(t, s) for t, items in lists.of(sender) for s in items.tolist()]
+                self.sent += len(sent)
+                for t, slot in sent:
+                    place = (self.tables[t].group, slot)
+                    row, version = self.slots[sender][place]
+                    assert version == self.version[row], "a stale value is sent"
+                    assert row[0] == t
+                    arriving.append((receiver, place, [row, version]))
+        for receiver, place, held in arriving:
+            assert self.slots[receiver].get(place) != held, "a value is sent to somebody who has it"
+            self.slots[receiver][place] = held
+
+    def evict(self, plan, parts):
+        assert sum(len(part.evict) for part in parts) == len(plan.evict), "one trainer writes a row"
+        for rank, part in enumerate(parts):
+            for row, place in listed(part.evict, self.tables):
+                self.write(rank, row, place)
+
+    def write(self, rank, row, place):
+        assert self.slots[rank][place] == [row, self.version[row]], "a stale row is written"
+        self.store[row] = self.version[row]

@@ -1,0 +1,85 @@
+"""Plans divided among trainers: no stale value anywhere, each update once on each holder, nothing sent for nobody."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bagpipe.oracle.partition import DESIGNS
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies import POLICIES
+from division import Trainers, divided
+
+TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
+CAPACITY = [14, 17]
+NUM_FEATURES = 4
+SAMPLE = st.tuples(st.integers(0, 23), st.integers(0, 30), st.integers(0, 30), st.integers(0, 4))
+
+
+@st.composite
+def traces(draw):
+    """A number of trainers, and for each batch the samples of each; a trainer may have none, a batch may not."""
+    trainers = draw(st.integers(2, 4))
+    part = st.lists(SAMPLE, max_size=2)
+    batch = st.lists(part, min_size=trainers, max_size=trainers).filter(any)
+    return trainers, draw(st.lists(batch, min_size=1, max_size=12))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("delayed", [True, False])
+@given(trace=traces(), policy=st.sampled_from(sorted(POLICIES)), lookahead=st.sampled_from([1, 2, 3, 7, "auto"]))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_trainer_always_has_the_newest_value(design, delayed, trace, policy, lookahead):
+    trainers, batches = trace
+    capacity = [40, 60] if policy == "ideal" else CAPACITY
+    found = divided(
+        TABLES, capacity, batches, trainers, design=design, delayed=delayed, policy=policy, lookahead=lookahead
+    )
+    assert [plan.iteration for plan, _ in found] == list(range(len(batches)))
+    Trainers(TABLES, trainers).run(found, batches)
+    if not delayed:
+        for _, parts in found:
+            assert all(not len(part.sync.later_gradients.rows) and part.sync.later_values.empty for part in parts)
+
+
+@given(trace=traces(), lookahead=st.sampled_from([2, 5, "auto"]))
+@settings(max_examples=60, deadline=None)
+def test_owners_send_less_than_those_of_a_partition(trace, lookahead):
+    trainers, batches = trace
+    sent = {}
+    for design in ("owned", "partitioned"):
+        system = Trainers(TABLES, trainers)
+        system.run(divided(TABLES, CAPACITY, batches, trainers, design=design, lookahead=lookahead), batches)
+        sent[design] = system.sent
+    assert sent["owned"] <= sent["partitioned"]
+
+
+def exclusive(design, uses, **options):
+    """The parts of a table with one row that certain trainers use in each batch."""
+    batches = [[[(0,)] if rank in users else [(1,)] for rank in range(3)] for users in uses]
+    return divided([OracleTable("only", 8)], [4], batches, 3, design=design, **options), batches
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_row_goes_from_one_user_to_several_and_back(design):
+    found, batches = exclusive(design, [{0}, {0, 1, 2}, {2}, {1}, {0, 1}, {1}], lookahead=3)
+    system = Trainers([OracleTable("only", 8)], 3)
+    system.run(found, batches)
+    assert system.version[0, 0] == 6
+
+
+def test_a_row_that_one_trainer_uses_and_that_leaves_is_its_own_in_lrpp():
+    batches = [[[(0,)], [(1,)]], [[(0,)], [(0,)]]]
+    found = divided([OracleTable("only", 8)], [4], batches, 2, design="lrpp", lookahead=2)
+    first = [part.fetch.ids.tolist() for part in found[0][1]]
+    assert first == [[0], [0, 1]], "row 0 stays and is everybody's; row 1 is used once"
+    assert [part.evict.ids.tolist() for part in found[0][1]] == [[], [1]]
+    assert [part.sync.gradients.shared.ids.tolist() for part in found[0][1]] == [[0], [0]]
+
+
+def test_the_trainer_that_uses_a_row_most_owns_it():
+    found, _ = exclusive("owned", [{0, 1}, {2}, {1, 2}, {2}], lookahead=4)
+    takers = [rank for rank, part in enumerate(found[0][1]) if 0 in part.sync.gradients.rows.ids]
+    assert takers == [2], "used three times by trainer 2, though not in the first batch"
+    assert [part.fetch.ids.tolist() for part in found[0][1]][2] == [0, 1]
