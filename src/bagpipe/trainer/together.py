@@ -73,7 +73,7 @@ class Together:
         self._turn.acquire()
         try:
             for loop in loops:
-                self.driver(loop.rank)
+                self._drivers.setdefault(loop.rank, _Driver(self, loop.rank)).failure = None
                 loop.start(self._begin, self._finished)
             while any(not loop.ended for loop in loops):
                 self._step()
@@ -84,6 +84,9 @@ class Together:
             raise
         finally:
             self._loops = []
+            for loop in loops:
+                if loop.ended:
+                    loop.thread.join()
         return [loop.result for loop in loops]
 
     @property
@@ -185,19 +188,18 @@ class _Driver:
     def __init__(self, together: Together, rank: int) -> None:
         self._together, self._rank = together, rank
         self.stages: dict[str, tuple[Stage, Wait]] = {}
-        self._failure: tuple[str, Exception] | None = None
+        self.failure: tuple[str, Exception] | None = None
         self._seen = False
 
     def start(self, stages: Mapping[str, Stage]) -> None:
         """Begin to run the stages."""
-        self._failure = None
         for name, stage in stages.items():
             self.stages[name] = (stage, Wait("its start", lambda: True))
         self._pause(_NOTHING)
 
     def wait(self, wait: Wait) -> None:
         """Let others run until `wait` is ready."""
-        self._pause(Wait(wait.what, lambda: self._failure is not None or wait.ready()))
+        self._pause(Wait(wait.what, lambda: self.failure is not None or wait.ready()))
         self.raise_failure()
 
     def notify(self) -> None:
@@ -217,7 +219,7 @@ class _Driver:
         except StopIteration:
             del self.stages[name]
         except Exception as error:
-            self._failure, self._seen = (name, error), False
+            self.failure, self._seen = (name, error), False
             self.end_stages()
 
     def end_stages(self) -> None:
@@ -228,10 +230,10 @@ class _Driver:
 
     def raise_failure(self, unseen_only: bool = False) -> None:
         """Raise what a stage has raised."""
-        if self._failure is None or (unseen_only and self._seen):
+        if self.failure is None or (unseen_only and self._seen):
             return
         self._seen = True
-        name, error = self._failure
+        name, error = self.failure
         if isinstance(error, BagpipeError):
             raise error
         raise PipelineError(f"trainer {self._rank}: {name} failed: {type(error).__name__}: {error}") from error

@@ -326,10 +326,37 @@ def test_stages_go_on_in_a_second_run():
 
 
 def test_a_run_after_one_that_failed_begins_afresh():
-    together = Together(0)
+    together = Together(0, eagerness=1e9)
+
+    def loop():
+        together.driver(0).start({"bad": failing(StoreError("unseen"))})
+        return 1 // 0
+
     with pytest.raises(ZeroDivisionError):
-        together.run([lambda: 1 // 0])
+        together.run([loop])
+    assert together.run([lambda: "a", lambda: "b"]) == ["a", "b"]
     assert Meeting(together, 2, 3).run() == [0, 10]
+
+
+def test_an_interrupted_run_ends_its_loops():
+    together, ended = Together(0), []
+
+    def loop(rank):
+        try:
+            while True:
+                together.driver(rank).wait(Wait("its turn", lambda: True))
+        finally:
+            ended.append(rank)
+
+    def stage():
+        for _ in range(20):
+            yield Wait("its turn", lambda: True)
+        raise KeyboardInterrupt
+
+    together.driver(0).start({"interrupts": stage()})
+    with pytest.raises(KeyboardInterrupt):
+        together.run([lambda: loop(0), lambda: loop(1)])
+    assert ended == [0, 1]
 
 
 # Plain threads
