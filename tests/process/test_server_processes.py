@@ -18,7 +18,7 @@ import pytest
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError, StoreError
 from bagpipe.server.local import LocalServers, open_store, start_servers
-from bagpipe.server.process import ServerOptions, stopped_by_signals
+from bagpipe.server.process import ServerOptions, serve, stopped_by_signals
 from bagpipe.store.links import Patience
 from bagpipe.store.mapped import MappedStore
 from bagpipe.store.remote import RemoteStore
@@ -251,6 +251,10 @@ def test_one_by_hand_says_where_it_is_serves_and_ends_in_order(tmp_path: Path) -
         (["--memory-max", "lots"], "--memory-max is 'lots'"),
         (["--shard", "3", "--of", "2"], "server 3 of 2"),
         (["--keys", "/nowhere"], "/nowhere can't be opened"),
+        (["--address", "nonsense"], "the address 'nonsense' is none"),
+        (["--store", "mapped", "--dir", __file__], f"{__file__} is a file"),
+        (["--store", "mapped", "--dir", f"{__file__}/rows"], "/rows can't be used (Not a directory)"),
+        (["--store", "mapped", "--dir", str(Path(__file__).parent)], "is not empty"),
     ],
 )
 def test_by_hand_wrong_options_are_refused_by_name(arguments: list[str], named: str, capsys, monkeypatch) -> None:
@@ -259,6 +263,15 @@ def test_by_hand_wrong_options_are_refused_by_name(arguments: list[str], named: 
     from bagpipe.cli import app
 
     monkeypatch.delenv("BAGPIPE_KEYS", raising=False)
+    monkeypatch.setattr("bagpipe.server.process.warm_up", lambda _: pytest.fail("compiled what is refused anyway"))
     result = CliRunner().invoke(app, ["server", *arguments])
     assert result.exit_code == 1
     assert named in str(result.exception)
+
+
+def test_a_server_that_is_to_end_while_it_compiles_never_announces_itself(tmp_path: Path, monkeypatch) -> None:
+    stop = threading.Event()
+    monkeypatch.setattr("bagpipe.server.process.warm_up", lambda _: stop.set())
+    options = ServerOptions(store="mapped", directory=str(tmp_path / "rows"))
+    serve(options, None, lambda _: pytest.fail("announced"), stop)
+    assert list((tmp_path / "rows").iterdir()) == []

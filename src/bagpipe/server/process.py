@@ -26,6 +26,7 @@ from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.storage import Storage, in_files, in_memory
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
+from bagpipe.wire.endpoint import check_security, parse_address
 from bagpipe.wire.keys import Security
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import Failed, Message, Open, Part, Read, Write
@@ -62,8 +63,22 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"a server with {self.threads} threads: give at least 1")
         if self.directory is not None and self.store != "mapped":
             raise ConfigError(f"a directory ({self.directory}) goes with rows on disk: choose store = mapped")
-        if self.directory is not None and Path(self.directory).exists() and any(Path(self.directory).iterdir()):
-            raise ConfigError(f"the directory {self.directory} is not empty: give another")
+        parse_address(self.address)
+
+    def make_directory(self) -> None:
+        """Claim the place of the files now, rather than when the first client comes."""
+        if self.directory is None:
+            return
+        try:
+            Path(self.directory).mkdir(parents=True, exist_ok=True)
+            if any(Path(self.directory).iterdir()):
+                raise ConfigError(f"the directory {self.directory} is not empty: give another")
+        except FileExistsError as error:
+            raise ConfigError(f"{self.directory} is a file: give a directory, new or empty") from error
+        except OSError as error:
+            raise ConfigError(
+                f"the directory {self.directory} can't be used ({error.strerror}): give another, new or empty"
+            ) from error
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -87,8 +102,12 @@ def serve(
     `watch` is given the server itself, whose statistics may be asked for meanwhile.
     """
     options.check()
+    check_security(parse_address(options.address), "server", security)
+    options.make_directory()
     keep_freed_memory()
     warm_up(options.store)
+    if stop.is_set():  # asked to end while kernels were compiled
+        return
     with _storage(options) as storage:
         server = EmbeddingServer(storage, server=options.server, servers=options.servers, run=options.run)
         threads = options.threads or max(2, min(8, os.cpu_count() or 1))
