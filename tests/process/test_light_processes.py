@@ -46,6 +46,13 @@ def test_help_comes_without_pytorch_and_without_a_compiler(command):
     assert not loaded & {"torch", "numba", "pyarrow", "ray"}
 
 
+@pytest.mark.parametrize("command", ["train", "verify", "compare", "launch"])
+def test_a_wrong_setting_is_refused_without_pytorch(command):
+    loaded = loaded_by("from bagpipe.cli import main; main()", command, "--set", "iterations=many")
+    assert "pydantic" in loaded
+    assert "torch" not in loaded
+
+
 def test_keys_are_made_without_pytorch(tmp_path):
     loaded = loaded_by("from bagpipe.cli import main; main()", "keys", "new", str(tmp_path / "run"))
     assert (tmp_path / "run.server").exists()

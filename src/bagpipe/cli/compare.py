@@ -27,13 +27,15 @@ def compare(
     config: ConfigPath = None, policies: Policies = None, settings: Settings = None, as_json: AsJson = False
 ) -> None:
     """Train with every policy on the same data and model, and hold each to the reference, bit for bit."""
-    from bagpipe.compare import chosen, compare
     from bagpipe.config import load_config
+
+    configured = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
+    from bagpipe.compare import chosen, compare
     from bagpipe.training import prepare
 
     names = chosen(None if policies is None else [name.strip() for name in policies.split(",")])
     with tempfile.TemporaryDirectory(prefix="bagpipe-compare-") as directory:
-        job = prepare(load_config(config, settings or ()), Path(directory) / "run")
+        job = prepare(configured, Path(directory) / "run")
         with progress((1 + len(names)) * job.iterations, "training") as report:
             rows = compare(job, names, report)
     if as_json:

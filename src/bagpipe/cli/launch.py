@@ -22,9 +22,11 @@ Interface = Annotated[
     str | None, typer.Option(help="Where roles on several machines listen: eth0, 10.0.0.7 or 10.0.0.0/24.")
 ]
 ServerMemory = Annotated[str | None, typer.Option(help="What each server reserves and may take, such as 8GB.")]
-ServerCores = Annotated[float, typer.Option(help="What each server reserves.")]
-TrainerCores = Annotated[int | None, typer.Option(help="What the trainer reserves and uses; all of this machine's.")]
-TrainerGpus = Annotated[float, typer.Option(help="What the trainer reserves.")]
+ServerCores = Annotated[float, typer.Option(min=0.0, help="What each server reserves.")]
+TrainerCores = Annotated[
+    int | None, typer.Option(min=1, help="What the trainer reserves and uses; all of this machine's.")
+]
+TrainerGpus = Annotated[float, typer.Option(min=0.0, help="What the trainer reserves.")]
 Script = Annotated[
     list[str] | None,
     typer.Argument(
@@ -52,12 +54,14 @@ def launch(
     """Train with servers, data processors, oracle and trainer as processes of their own, here or on a Ray cluster."""
     from bagpipe.cluster.display import StatusLines
     from bagpipe.cluster.extra import require_ray
-    from bagpipe.cluster.launch import Request, launch
     from bagpipe.config import load_config, memory_bytes
 
     require_ray()
     given = [*(settings or ()), *([] if trainers is None else [f"trainers={trainers}"])]
-    chosen = load_config(config, given)
+    chosen = load_config(config, given)  # before PyTorch is loaded: a wrong one is refused at once
+    memory = None if server_memory is None else memory_bytes("--server-memory", server_memory)
+    from bagpipe.cluster.launch import Request, launch
+
     request = Request(
         chosen,
         servers=(chosen.servers or 1) if servers is None else servers,
@@ -67,7 +71,7 @@ def launch(
         run_dir=run_dir,
         script=Path(script[0]) if script else None,
         arguments=tuple(script[1:]) if script else (),
-        server_memory=None if server_memory is None else memory_bytes("--server-memory", server_memory),
+        server_memory=memory,
         server_cores=server_cores,
         trainer_cores=trainer_cores,
         trainer_gpus=trainer_gpus,

@@ -21,10 +21,12 @@ def train(
     """Train a model. With no configuration: DLRM on generated Criteo-like data, about a minute."""
     from bagpipe.allocator import keep_freed_memory
     from bagpipe.config import load_config
+
+    chosen = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
     from bagpipe.training import prepare, train
 
     keep_freed_memory()
-    job = prepare(load_config(config, settings or ()), run_dir)
+    job = prepare(chosen, run_dir)
     with progress(job.iterations, f"training {job.config.model.name}") as report:
         summary = train(job, report)
     if as_json:

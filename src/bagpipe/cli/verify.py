@@ -14,10 +14,12 @@ from bagpipe.cli.train import ConfigPath
 def verify(config: ConfigPath = None, settings: Settings = None, as_json: AsJson = False) -> None:
     """Train twice, with the reference and with the configured system, and compare every bit."""
     from bagpipe.config import load_config
+
+    chosen = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
     from bagpipe.training import prepare, verify
 
     with tempfile.TemporaryDirectory(prefix="bagpipe-verify-") as directory:
-        job = prepare(load_config(config, settings or ()), Path(directory) / "run")
+        job = prepare(chosen, Path(directory) / "run")
         with progress(2 * job.iterations, "training twice") as report:
             result = verify(job, report)
     if as_json:
