@@ -82,7 +82,7 @@ class Trainers:
 
     def train(self, parts, batch):
         for rank, (part, samples) in enumerate(zip(parts, batch, strict=True)):
-            assert part.sync.samples[rank] == len(samples)
+            assert part.sync.totals[rank] == len(samples)
             used, f = set(), 0
             for t, table in enumerate(self.tables):
                 ids, slots = part.rows.of_table(t)

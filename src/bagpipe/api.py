@@ -237,6 +237,16 @@ def _refuse_unknown_optimizers(rows: RowOptimizer | PerTable, binding: Binding) 
             raise ConfigError(f"PerTable names {name!r}; the model has {', '.join(map(repr, dict.fromkeys(known)))}")
 
 
+def open_rows(store: str | Path | OpenStore, layouts: Sequence[RowLayout], store_memory: str | None = None) -> Store:
+    """Where rows of these layouts live: what `accelerate` does with its arguments of these names."""
+    resident_bytes_max = RESIDENT_BYTES_MAX
+    if store_memory is not None:
+        if callable(store):
+            raise ConfigError(f"store_memory ({store_memory!r}) is for the function that opens the store: leave it out")
+        resident_bytes_max = store_memory_bytes(store_memory, store)
+    return _open_store(store, layouts, resident_bytes_max)
+
+
 def _open_store(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
     if callable(store):
         return store(layouts)

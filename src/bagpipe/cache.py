@@ -131,6 +131,11 @@ class RowCache:
         self.dirty[group][slots] = False
         return TableRows(table, ids[changed], self.read(group, slots[changed]))
 
+    def drop(self, table: int, slots: Slots) -> None:
+        """Rows leave their slots, and another trainer writes them back."""
+        self.dirty[self.group[table]][slots] = False
+        self.tenant_table[self.group[table]][slots] = VACANT
+
     def take_dirty(self) -> Iterator[TableRows]:
         """Updated rows of all tables, which stay in their slots and count as written from now on."""
         for group, dirty in enumerate(self.dirty):

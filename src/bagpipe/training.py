@@ -10,9 +10,10 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bagpipe.api import OpenStore, accelerate
+from bagpipe.api import OpenStore, accelerate, open_rows
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
 from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
 from bagpipe.data.service import DataOrder
@@ -30,11 +31,14 @@ from bagpipe.layers import Binding, bind
 from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
 from bagpipe.models import build_model
+from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.reference import Reference
-from bagpipe.server.local import open_store
+from bagpipe.server.local import open_store, open_stores
 from bagpipe.state import State, of_reference, of_store
 from bagpipe.store import Store
+from bagpipe.store.views import shared_views
+from bagpipe.together import Trainers
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.types import Batch
@@ -103,8 +107,6 @@ def prepare(config: Config, run_dir: Path | None = None) -> Job:
 
 def open_job(config: Config, run_dir: Path) -> Job:
     """Open the data; the run directory is another's, and is not looked at."""
-    if config.trainers > 1:
-        raise ConfigError(f"trainers is {config.trainers}: several trainers are not there yet, leave it at 1")
     source, data = _open(config)
     train, held_out = _divide(source, data, config.data.held_out)
     an_epoch = -(-train.num_samples // config.batch_size)
@@ -117,7 +119,9 @@ def open_job(config: Config, run_dir: Path) -> Job:
 def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
     """Train with the reference, on the trainers that the job asks for."""
     model, binding, layouts = job.model()
-    reference = Reference(model, binding, layouts, dense_optimizer(job.config.dense_optimizer), job.config.trainers)
+    config = job.config
+    dense, assign = dense_optimizer(config.dense_optimizer), Assigner(config.assign, config.trainers)
+    reference = Reference(model, binding, layouts, dense, config.trainers, assign)
     untrained = evaluate(job, reference.predict)
     clock = Clock()
     for batch in job.batches():
@@ -130,6 +134,8 @@ def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
 
 def train_accelerated(job: Job, report: Report) -> tuple[State, Summary]:
     """Train with the configured system."""
+    if job.config.trainers > 1:
+        return train_together(job, report)
     with closing(job.batches()) as reading:  # also when training never begins: its threads must not stay
         return _train_accelerated(job, reading, report)
 
@@ -152,7 +158,44 @@ def _train_accelerated(job: Job, reading: Generator[Batch, None, None], report: 
         initial=lambda table: initials[table.name],
         check=config.check,
     )
-    return train_over(job, model, layouts, batches, report)
+    with closing(batches.store):
+        state, summary = train_over(job, model, layouts, batches, report)
+    assert state is not None
+    del summary["last_samples"]
+    return state, summary
+
+
+def train_together(job: Job, report: Report) -> tuple[State, Summary]:
+    """The same with several trainers, which are threads of this process."""
+    config = job.config
+    made = [job.model() for _ in range(config.trainers)]
+    with closing(job.batches()) as reading:
+        trainers = Trainers(config, made, reading, partial(open_views, job))
+        ended = trainers.run(lambda rank, batches: train_over(job, *made[rank][::2], batches, report, rank))
+    state = ended[0][0]
+    assert state is not None
+    return state, joined_summary([summary for _, summary in ended])
+
+
+def open_views(job: Job, layouts: Sequence[RowLayout], notify: Sequence[Callable[[], None]]) -> list[Store]:
+    """The rows of a job, as each of its trainers sees them."""
+    config = job.config
+    if config.servers:
+        return [*open_stores(config, layouts, job.run_dir, config.trainers)]
+    return [*shared_views(open_rows(_store(job), layouts, config.store_memory), config.trainers, notify)]
+
+
+def joined_summary(summaries: Sequence[Summary]) -> Summary:
+    """What trainers have shown, as one: they share batches, so counts are summed and the rest is the first one's."""
+    joined = dict(summaries[0])
+    for key in ("samples", "fetched_rows", "written_rows"):
+        joined[key] = sum(summary[key] for summary in summaries)
+    joined["samples_per_second"] = joined["samples"] / joined["seconds"]
+    last = [summary.pop("last_samples") for summary in summaries]
+    losses = [summary["loss"] for summary in summaries]
+    joined["loss"] = sum(loss * n for loss, n in zip(losses, last, strict=True) if n) / sum(last)
+    del joined["last_samples"]
+    return joined
 
 
 def _store(job: Job) -> str | Path | OpenStore:
@@ -163,14 +206,19 @@ def _store(job: Job) -> str | Path | OpenStore:
 
 
 def train_over(
-    job: Job, model: nn.Module, layouts: list[RowLayout], batches: Batches, report: Report
-) -> tuple[State, Summary]:
-    """Train a model whose embedding layers are swapped, over the batches of the job; their store is closed."""
+    job: Job, model: nn.Module, layouts: list[RowLayout], batches: Batches, report: Report, rank: int = 0
+) -> tuple[State | None, Summary]:
+    """Train a model whose embedding layers are swapped, over the batches of the job.
+
+    Of several trainers all call it, and the first one evaluates, reports and has a state in the end.
+    """
     optimizer = layouts[0].optimizer
     dense = dense_optimizer(job.config.dense_optimizer)(list(model.parameters()))
     loss_fn = nn.BCEWithLogitsLoss()
+    untrained = trained = Metrics()
     with batches:
-        untrained = evaluate_accelerated(job, batches)
+        if rank == 0:
+            untrained = evaluate_accelerated(job, batches)
         clock = Clock()
         for batch in batches:
             loss = loss_fn(model(batch.dense, batch.sparse), batch.labels)
@@ -179,16 +227,18 @@ def train_over(
             dense.step()
             optimizer.step()
             clock.loss = loss.item()
-            clock.tick(batch, report)
+            clock.tick(batch, report if rank == 0 else None)
         clock.stop()
-        trained = evaluate_accelerated(job, batches)
+        batches.barrier()
+        if rank == 0:
+            trained = evaluate_accelerated(job, batches)
     stats = batches.stats()
-    summary = clock.summary() | metrics_summary(trained, untrained)
+    summary = clock.summary() | (metrics_summary(trained, untrained) if rank == 0 else {})
     summary |= {key: stats[key] for key in ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows")}
     summary["stall_fraction"] = stats["stall_seconds"] / clock.seconds
-    state = of_store(model, [layout.table.name for layout in layouts], batches.store)
-    batches.store.close()
-    return state, summary
+    if rank:
+        return None, summary
+    return of_store(model, [layout.table.name for layout in layouts], batches.store), summary
 
 
 def train_remote(job: Job, plans: RemotePlans, store: Store, report: Report) -> tuple[State, Summary]:
@@ -197,6 +247,8 @@ def train_remote(job: Job, plans: RemotePlans, store: Store, report: Report) -> 
         model, binding, layouts = job.model()
         batches = remote_batches(model, binding, layouts, layouts[0].optimizer, plans, store, check=job.config.check)
         state, summary = train_over(job, model, layouts, batches, report)
+        assert state is not None
+        del summary["last_samples"]
         return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}
 
 
@@ -234,13 +286,16 @@ class Clock:
 
     def __init__(self) -> None:
         self.iterations, self.samples, self.loss, self.seconds = 0, 0, math.nan, math.nan
+        self.last_samples = 0
         self._start = time.perf_counter()
 
-    def tick(self, batch: Batch, report: Report) -> None:
+    def tick(self, batch: Batch, report: Report | None) -> None:
         """One more iteration."""
         self.iterations += 1
-        self.samples += len(batch)
-        report(self.iterations, f"loss {self.loss:.4f}")
+        self.last_samples = len(batch)
+        self.samples += self.last_samples
+        if report is not None:
+            report(self.iterations, f"loss {self.loss:.4f}")
 
     def stop(self) -> None:
         """Training is over."""
@@ -254,6 +309,7 @@ class Clock:
             "seconds": self.seconds,
             "samples_per_second": self.samples / self.seconds,
             "loss": self.loss,
+            "last_samples": self.last_samples,
         }
 
 

@@ -24,6 +24,7 @@ def make_oracle(
     *,
     lookahead: Lookahead,
     policy: str,
+    trainers: int = 1,
 ) -> Oracle:
     """The oracle for a cache of this size, rows of these widths, and batches of which `first` has the ids by feature.
 
@@ -41,4 +42,5 @@ def make_oracle(
         capacity,
         lookahead=lookahead,
         policy=policy,
+        trainers=trainers,
     )

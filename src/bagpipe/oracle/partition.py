@@ -153,6 +153,7 @@ class Partition:
             plan, self.trainers, self._features, self._shares(noted, phases), fetched, values, later, noted.takers,
             noted.kinds, self._writers(plan.evict, noted.evict_owners),
             self._writers(plan.victims, noted.victim_owners), self._writers(plan.flush, noted.flush_owners),
+            self.design in ("replicated", "lrpp"),
         )  # fmt: skip
 
     def _shares(self, noted: _Noted, phases: Ranks) -> _Shares:
@@ -295,9 +296,10 @@ class Division:
     _evict_by: Ranks
     _victims_by: Ranks
     _flush_by: Ranks
+    _replicas: bool
 
-    def part(self, rank: int, samples: tuple[int, ...]) -> Plan:
-        """What one trainer does; `samples` of each trainer are in the batch."""
+    def part(self, rank: int, *samples: tuple[int, ...]) -> Plan:
+        """What one trainer does; of each micro-batch the samples of each trainer are given."""
         plan, shares = self.plan, self._shares
         mine = shares.used.lists(shares.used.bounds[rank][None])
         rows = chosen(plan.rows, mine)
@@ -310,6 +312,8 @@ class Division:
             self._values.of(rank),
             shares.gradients(AFTERWARDS, rank, plan.rows),
             self._later_values.of(rank),
+            self._dropped(plan.evict, self._evict_by, rank),
+            self._dropped(plan.victims, self._victims_by, rank),
         )
         victims = picked(plan.victims, self._victims_by == rank)
         return replace(
@@ -324,6 +328,9 @@ class Division:
             sharing=None,
             sync=sync,
         )
+
+    def _dropped(self, leaving: RowList, writers: Ranks, rank: int) -> RowList:
+        return picked(leaving, (writers != rank) & self._replicas)
 
     def _fetch(self, rank: int) -> Fetch:
         fetch = self.plan.fetch

@@ -80,8 +80,8 @@ class Sync:
     """All that a trainer exchanges for one iteration."""
 
     rank: int
-    samples: tuple[int, ...]
-    """Of each trainer, in this iteration."""
+    samples: tuple[tuple[int, ...], ...]
+    """[m][r]: of trainer r in micro-batch m of this iteration, usually the only one."""
     fetched: Values
     """Rows that their owner has fetched, before the iteration begins."""
     gradients: Gradients
@@ -92,3 +92,12 @@ class Sync:
     """Beside the next iteration."""
     later_values: Values
     """After those; used by the iteration after the next."""
+    drop: RowList
+    """Rows that leave with this plan and that another trainer writes back, where all have copies that were updated."""
+    drop_victims: RowList
+    """The same of those that make room for this plan's fetches."""
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Samples of each trainer in the iteration."""
+        return tuple(map(sum, zip(*self.samples, strict=True)))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Semaphore
 from typing import IO, Literal
 
 import msgspec
@@ -155,6 +156,11 @@ def start_servers(
 
 def open_store(config: Config, tables: Sequence[RowSource], run_dir: Path) -> RemoteStore:
     """The store of a run with servers: starts them, and ends them when it is closed."""
+    return open_stores(config, tables, run_dir, 1)[0]
+
+
+def open_stores(config: Config, tables: Sequence[RowSource], run_dir: Path, trainers: int) -> list[RemoteStore]:
+    """The same for each of several trainers of this process; servers end when the last of them is closed."""
     servers = start_servers(
         config.servers,
         store=config.store,
@@ -162,25 +168,34 @@ def open_store(config: Config, tables: Sequence[RowSource], run_dir: Path) -> Re
         logs=run_dir,
         resident_max=None if config.store_memory is None else store_memory_bytes(config.store_memory, config.store),
     )
-    network = SocketNetwork()
+    network, stores, in_use = SocketNetwork(), list[RemoteStore](), Semaphore(trainers - 1)
 
     def end() -> None:
+        if in_use.acquire(blocking=False):
+            return  # others use them still
         try:
             network.close()
         finally:
             servers.close()
 
     try:
-        return RemoteStore(
-            tables,
-            servers.addresses,
-            network,
-            run=servers.run,
-            shared_memory=config.wire.shared_memory,
-            patience=Patience(retry_s=min(5.0, config.wire.deadline_s / 4), deadline_s=config.wire.deadline_s),
-            watch=servers.gone,
-            on_close=end,
-        )
+        for trainer in range(trainers):
+            store = RemoteStore(
+                tables,
+                servers.addresses,
+                network,
+                run=servers.run,
+                trainer=trainer,
+                trainers=trainers,
+                shared_memory=config.wire.shared_memory,
+                patience=Patience(retry_s=min(5.0, config.wire.deadline_s / 4), deadline_s=config.wire.deadline_s),
+                watch=servers.gone,
+                on_close=end,
+            )
+            stores.append(store)
     except BaseException:
+        for store in stores:
+            store.close()
         servers.close()
         raise
+    return stores

@@ -22,20 +22,23 @@ from torch import nn
 from bagpipe.cache import RowCache
 from bagpipe.checker import Checker
 from bagpipe.embedding import CachedLayer, Lookups, TableView
-from bagpipe.errors import ModelError
+from bagpipe.errors import GradientError, ModelError
 from bagpipe.handles import training_base
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, swap
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.sync_plan import Sync
 from bagpipe.store import Store
+from bagpipe.trainer.dense_sync import DenseSync
 from bagpipe.trainer.evaluation import private_batches
 from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.saved import check_rows, save_rows
 from bagpipe.trainer.source import PlanSource, Rewritten
 from bagpipe.trainer.stages import Driver
+from bagpipe.trainer.sync import Peers, RowSync
 from bagpipe.trainer.update import RowUpdate, squared_norm
 
 Ids = npt.NDArray[np.int64]
@@ -61,6 +64,7 @@ class Batches:
         depth: int,
         threads: int,
         check: bool,
+        peers: Peers | None = None,
     ) -> None:
         self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
         self.closed = False
@@ -69,6 +73,9 @@ class Batches:
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = Checker([layout.table.name for layout in layouts], cache) if check else None
         self._pipeline: Pipeline[list[Rewritten]] = Pipeline(source.plans(), cache, store, driver, depth, self._checker)
+        self._peers = peers
+        self._sync: RowSync | None = None
+        self._given_up = self._agreed = False
         self._plan: Plan | None = None
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
@@ -80,8 +87,18 @@ class Batches:
         attach(rows, self)
         for layer in binding.layers:
             swap(model, layer.name, CachedLayer(layer, self._lookups))
+        if peers is not None:
+            self._join(peers, driver)
         # A session that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the session.
-        self._abandoned = weakref.finalize(self, _abandon, self._pipeline, rows, self._helpers)
+        self._abandoned = weakref.finalize(self, _abandon, self._pipeline, self._sync, rows, self._helpers)
+
+    def _join(self, peers: Peers, driver: Driver) -> None:
+        """Train with others: rows as plans say, dense parameters in every backward pass."""
+        points = self._pipeline.points
+        self._sync = RowSync(peers, self.layouts, self.cache, driver, self._pipeline.updated, lambda: points.copied_out)
+        self._pipeline.add_stage("sync", self._sync.stage())
+        dense = self.model.named_parameters()
+        self._dense = DenseSync(dense, peers.groups.dense, driver, deterministic=peers.deterministic)
 
     def __enter__(self) -> Batches:
         return self
@@ -89,6 +106,8 @@ class Batches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._give_up(error)
         try:
             self.close()
         except Exception:
@@ -99,13 +118,17 @@ class Batches:
         while True:
             try:
                 more = self._advance()
-            except Exception:
+            except Exception as error:
+                self._give_up(error)
                 with suppress(Exception):
                     self.close()
                 raise
             if not more:
                 break
             rewritten = self._micro.pop(0)
+            if self._sync is not None:
+                samples = self._shares().samples[-1 - len(self._micro)]
+                self._dense.begin(samples[self._sync.rank], sum(samples), last=not self._micro)
             self._lookups.pooling.begin(rewritten.handles)
             yield rewritten.batch
             del rewritten
@@ -117,15 +140,21 @@ class Batches:
             return
         self.closed = True
         try:
+            self._pass_over()
             with uninterrupted():
                 self._finish_iteration()
             self._source.interrupt()
+            if self._sync is not None:
+                self._sync.close()
+                self._dense.close()
             self._pipeline.close()
             self._source.close()
             self.cache.release()
             if self._checker is not None:
                 self._checker.finished()
             self.store.sync()
+            if self._sync is not None:
+                self._sync.barrier("the end of training")
         finally:
             self._abandoned()
             self._lookups.workers = None
@@ -148,7 +177,7 @@ class Batches:
             )
         if self._stepped:
             raise ModelError(f"step() twice in iteration {plan.iteration}: call it once, after the backward pass")
-        if not self._update.any_gradient():
+        if self._sync is None and not self._update.any_gradient():
             self._trained = plan.iteration + 1
             return False
         if scaler is not None:
@@ -156,15 +185,22 @@ class Batches:
             self._trained = plan.iteration + 1
             return updated
         self._skipped = True  # unless the next line lets it pass
-        self._update.check(self._views, plan.iteration)
+        if self._sync is None:
+            self._update.check(self._views, plan.iteration)
+        elif not self._agree(self._sync, plan):
+            return False
         optimizers = {id(layout.optimizer): layout.optimizer for layout in self.layouts}
         scalars = {key: optimizer.scalars(optimizer.updates + 1) for key, optimizer in optimizers.items()}
+        of_tables = [scalars[id(layout.optimizer)] for layout in self.layouts]
+        if self._sync is not None:
+            self._sync.synchronise(plan, self._update.collect(self._views), of_tables)
         with uninterrupted():
-            self._update.apply(self._views, [scalars[id(layout.optimizer)] for layout in self.layouts])
+            if self._sync is None:
+                self._update.apply(self._views, of_tables)
+                for table in self._update.tables:
+                    self.cache.mark_updated(table, self._views[table].slots)
             for optimizer in optimizers.values():
                 optimizer.advance()
-            for table in self._update.tables:
-                self.cache.mark_updated(table, self._views[table].slots)
             self._stepped = self._unflushed = True
             self._trained = plan.iteration + 1
             if self._checker is not None:
@@ -178,22 +214,28 @@ class Batches:
 
     def grad_norm(self) -> float:
         """Euclidean norm of the row gradients of this iteration."""
-        self._in_iteration("grad_norm")
+        plan = self._in_iteration("grad_norm")
+        if self._sync is not None:
+            self._sync.reduce(plan, self._update.collect(self._views))
+            return math.sqrt(self._sync.squared_norm())
         return math.sqrt(squared_norm(list(self._update.collect(self._views).values())))
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the row gradients of this iteration by one float32, for clipping."""
-        self._in_iteration("scale_gradients")
-        for grads in self._update.open(self._views):
+        for grads in self._opened("scale_gradients"):
             grads.mul_(float(np.float32(factor)))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The row gradients as a `torch.amp.GradScaler` looks for them: `scaler.unscale_(batches)` works."""
-        self._in_iteration("param_groups")
+        gradients = self._opened("param_groups")
         self._skipped = True  # whoever asks may decide against a step
+        if self._sync is not None:
+            finite = all(bool(torch.isfinite(grads).all()) for grads in gradients)
+            if self._sync.any_other(not finite, "whether gradients are finite") and finite:
+                gradients.append(torch.full((1,), math.inf))  # all trainers must come to the same decision
         holders = []
-        for grads in self._update.open(self._views):
+        for grads in gradients:
             holder = torch.zeros(1, dtype=grads.dtype, device=grads.device).expand(grads.shape)
             holder.grad = grads
             holders.append(holder)
@@ -251,15 +293,24 @@ class Batches:
         if "data" in state:
             self._source.resume(state["data"])
         self._rows.load_state_dict(state["optimizer"])
+        if self._sync is not None and self._sync.rank:
+            self._sync.barrier("saved rows to be in the store")
+            return
         for number, layout in enumerate(self.layouts):
             part = state["tables"][layout.table.name]
             self.write_rows(number, part["ids"].numpy(), part["rows"].numpy())
+        if self._sync is not None:
+            self._sync.barrier("saved rows to be in the store")
 
     def barrier(self) -> None:
         """Return when the store has every update so far."""
         if self._unflushed and not self.closed:
+            if self._sync is not None:
+                self._sync.settle()
             self.cache.fence()
             self._pipeline.flush()
+            if self._sync is not None:
+                self._sync.barrier("a barrier: the store to take all updated rows")
             self._unflushed = False
 
     def read_rows(self, table: int, ids: Ids) -> Floats:
@@ -291,6 +342,7 @@ class Batches:
             self._warn_of_lost_gradients()
             if self._plan is not None:
                 self._trained = self._plan.iteration + 1
+            self._pass_over()
             with uninterrupted():
                 self._finish_iteration()
             if self._lookups.workers is None:
@@ -300,6 +352,9 @@ class Batches:
                 return False
             with uninterrupted():
                 self._begin_iteration(*self._pipeline.take())
+            if self._sync is not None:
+                assert self._plan is not None
+                self._sync.begin(self._plan)
         return True
 
     def _wait(self) -> bool:
@@ -312,7 +367,7 @@ class Batches:
 
     def _begin_iteration(self, plan: Plan, batches: list[Rewritten]) -> None:
         self._plan, self._micro = plan, batches
-        self._stepped = self._skipped = False
+        self._stepped = self._skipped = self._agreed = False
         if self._checker is not None:
             self._checker.training(plan)
         self._views = []
@@ -332,7 +387,49 @@ class Batches:
         self._lookups.pooling.end()
         self._lookups.view, self._lookups.recording = None, False
         self.cache.fence()
-        self._pipeline.updated(plan)
+        if self._sync is None:
+            self._pipeline.updated(plan)
+        elif not self._given_up:
+            self._sync.leave(plan)
+
+    def _pass_over(self) -> None:
+        """An iteration ends without a step: other trainers are told, and rows still go to who uses them next."""
+        if self._sync is not None and self._plan is not None and not self._stepped and not self._given_up:
+            if not self._agreed:
+                self._sync.agree(self._plan, stepped=False, has_gradient=False, problem=None)
+            self._sync.synchronise(self._plan, None, [])
+
+    def _agree(self, sync: RowSync, plan: Plan) -> bool:
+        """Whether all trainers make this step, and any has a gradient; an error if one of them is not finite."""
+        problem = None
+        has_gradient = self._shares().totals[sync.rank] > 0 and self._update.any_gradient()
+        try:
+            if has_gradient:
+                self._update.check(self._views, plan.iteration)
+        except GradientError as error:
+            problem = str(error)
+        self._trained = plan.iteration + 1
+        self._agreed = True
+        return sync.agree(plan, True, has_gradient, problem)
+
+    def _shares(self) -> Sync:
+        """What this trainer and the others have to do with the iteration in training."""
+        assert self._plan is not None
+        assert self._plan.sync is not None
+        return self._plan.sync
+
+    def _opened(self, what: str) -> list[torch.Tensor]:
+        """The row gradients of this iteration that this trainer applies, for someone who may change them."""
+        plan = self._in_iteration(what)
+        gradients = self._update.open(self._views)
+        return gradients if self._sync is None else self._sync.reduce(plan, self._update.collect(self._views))
+
+    def _give_up(self, reason: BaseException) -> None:
+        """Tell other trainers that this one can't go on."""
+        if self._peers is not None and not self.closed and not self._given_up:
+            self._given_up = True
+            self._peers.groups.abort(reason)
+            self._pipeline.abandon()
 
     def _in_iteration(self, what: str) -> Plan:
         if self._plan is None:
@@ -372,8 +469,12 @@ def attach(rows: RowOptimizer | PerTable, batches: Batches) -> None:
     _sessions[rows] = session
 
 
-def _abandon(pipeline: Pipeline[Any], rows: RowOptimizer | PerTable, helpers: Sequence[Workers]) -> None:
+def _abandon(
+    pipeline: Pipeline[Any], sync: RowSync | None, rows: RowOptimizer | PerTable, helpers: Sequence[Workers]
+) -> None:
     pipeline.abandon()
+    if sync is not None:
+        sync.close()
     rows.detach()
     for workers in helpers:
         workers.close()

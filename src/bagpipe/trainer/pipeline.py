@@ -98,9 +98,16 @@ class Pipeline(Generic[Payload]):
         self._victims: deque[list[TableRows]] = deque()
         self._exhausted = self._all_ready = self._closing = False
         self._flush_wanted = self._flush_done = 0
+        self._in_training = 0
+        """Plans that were taken and are not updated yet."""
+        self._other_stages: dict[str, Stage] = {}
         self._barrier = -1
         """The plan in training, if it flushes: the next one may not change rows before the store has them."""
         self._source_error: BaseException | None = None
+
+    def add_stage(self, name: str, stage: Stage) -> None:
+        """Run another stage beside those that move rows; before the first plan. It must end once `close` was called."""
+        self._other_stages[name] = stage
 
     def wait(self) -> bool:
         """Return when the next plan's rows are in their slots; False after the last one.
@@ -109,7 +116,8 @@ class Pipeline(Generic[Payload]):
         """
         if not self._started:
             self._started = True
-            self._driver.start({"plan": self._plan(), "prefetch": self._prefetch(), "write-back": self._write_back()})
+            stages = {"plan": self._plan(), "prefetch": self._prefetch(), "write-back": self._write_back()}
+            self._driver.start(stages | self._other_stages)
         start = time.perf_counter()
         self._driver.wait(Wait("the rows of the next batch", self._has_next))
         self.traffic.stall_s += time.perf_counter() - start
@@ -121,12 +129,14 @@ class Pipeline(Generic[Payload]):
         """The plan that `wait` has waited for."""
         plan, payload = self._ready.popleft()
         self._barrier = plan.iteration if len(plan.flush) else -1
+        self._in_training += 1
         self._driver.notify()
         return plan, payload
 
     def updated(self, plan: Plan) -> None:
         """The training loop is done with this plan: its rows are as they will be read by later iterations."""
         self._trained.append(plan)
+        self._in_training -= 1
         self.points.updated = plan.iteration
         self.traffic.iterations += 1
         self.traffic.unique_rows += len(plan.rows.ids)
@@ -145,14 +155,16 @@ class Pipeline(Generic[Payload]):
 
     def close(self) -> None:
         """Write back everything and end the stages, then let go of the plans and what they are made of."""
-        self.abandon()
+        self._closing = True
+        self._driver.notify()
         if self._started:
             self._driver.join()
         self._plans.close()
 
     def abandon(self) -> None:
-        """Let the stages end by themselves: nobody waits for them."""
+        """Let the stages end by themselves: nobody waits for them, and what is in training stays undone."""
         self._closing = True
+        self._in_training = 0
         self._driver.notify()
 
     def _plan(self) -> Stage:
@@ -175,14 +187,15 @@ class Pipeline(Generic[Payload]):
             if self._ended() or not self._planned:
                 break
             plan, payload = self._planned.popleft()
-            if len(plan.victims):
-                last = plan.victims.evict_after
+            last = plan.victims.evict_after
+            if last >= 0:  # also if they are another trainer's to write: their slots are about to be taken
                 yield self._until(f"iteration {last} to be updated", self._reached("updated", last))  # wait 1
                 yield self._until(f"the flush of iteration {barrier}", self._reached("acknowledged", barrier))
                 if self._ended():
                     break
                 with self._cache.moving:
                     self._victims.append(self._copy_out(plan.victims))
+                    self._drop(None if plan.sync is None else plan.sync.drop_victims)
             after = int(plan.fetch.after.max(initial=-1))
             yield self._until(f"iteration {after} to be in the store", self._in_store(after))  # wait 3
             if self._ended():
@@ -211,6 +224,7 @@ class Pipeline(Generic[Payload]):
             elif self._trained:
                 plan = self._trained.popleft()
                 leaving = self._copy_out(plan.evict)  # wait 1: only updated plans come here
+                self._drop(None if plan.sync is None else plan.sync.drop)
                 kept = self._observed(self._cache.copy_kept(*part) for part in tables_of(plan.flush))
                 self.points.copied_out = plan.iteration
                 if kept:
@@ -229,7 +243,7 @@ class Pipeline(Generic[Payload]):
         return (bool(self._ready) or self._all_ready) and self.points.acknowledged >= self._barrier
 
     def _has_work(self) -> bool:
-        last = self._closing and self._all_ready  # only then can prefetching add no more victims
+        last = self._closing and self._all_ready and not self._in_training  # only then nothing is added any more
         return bool(self._victims or self._trained) or self._flush_wanted > self._flush_done or last
 
     def _ended(self) -> bool:
@@ -265,6 +279,11 @@ class Pipeline(Generic[Payload]):
                 self._observer.copied_out(table, ids, slots, rows)
             copied.append(rows)
         return copied
+
+    def _drop(self, leaving: RowList | None) -> None:
+        """Forget rows that another trainer writes back."""
+        for table, _, slots in () if leaving is None else tables_of(leaving):
+            self._cache.drop(table, slots)
 
     def _write(self, leaving: list[TableRows], passed: int = NO_ITERATION) -> Stage:
         """Write rows of tables that differ, after which all up to iteration `passed` are written."""

@@ -141,16 +141,28 @@ class Source:
 
     def _read(self) -> Iterator[tuple[Any, list[Ids]]]:
         features = self.features
-        self._batches = iter(self.reading)
-        try:
-            for number, batch in self._batches:
+        for number, batch in self._numbered():
+            try:
                 ids = self.adapter.extract(batch, features, number)
                 if self._accumulate > 1:
                     self._check(ids, number)
-                without = {name: nothing(len(part)) for name, part in ids.items()}
-                yield self.adapter.replace(batch, without), list(ids.values())
+                without = self.without(batch, ids)
+            except Exception as error:
+                self._error = error
+                return
+            yield without, list(ids.values())
+
+    def _numbered(self) -> Iterator[tuple[int, Any]]:
+        """All batches; what goes wrong ends them, and is kept."""
+        self._batches = iter(self.reading)
+        try:
+            yield from self._batches
         except Exception as error:
             self._error = error
+
+    def without(self, batch: Any, ids: Mapping[str, Ids]) -> Any:
+        """A batch whose ids are dropped: only their number is left."""
+        return self.adapter.replace(batch, {name: nothing(len(part)) for name, part in ids.items()})
 
     def _check(self, ids: dict[str, Ids], number: int) -> None:
         """The oracle counts iterations; where one has several batches, it can't name the one that is wrong."""

@@ -1,0 +1,113 @@
+"""Several trainers as threads of this process, with one oracle and one store: `trainers = N` without a cluster.
+
+Everything is as between processes, but that exchanges go through memory: the same plans, the same stages, the same bits
+(I1). For the speed of several machines there is `bagpipe launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from bagpipe.cache import RowCache
+from bagpipe.config import Config, cache_size
+from bagpipe.layers import Binding
+from bagpipe.layout import RowLayout
+from bagpipe.oracle.assign import Assigner
+from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.partition import Partition
+from bagpipe.store import Store
+from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.collective import memory_groups
+from bagpipe.trainer.divided import Divided, SharedPlans
+from bagpipe.trainer.pipeline import DEPTH
+from bagpipe.trainer.stages import Driver, Threads
+from bagpipe.trainer.sync import Groups, Peers
+from bagpipe.trainer.together import run_threads
+from bagpipe.types import Batch
+
+Made = tuple[nn.Module, Binding, list[RowLayout]]
+"""A model, which features feed which of its layers, and the layout of its rows."""
+OpenStores = Callable[[Sequence[RowLayout], Sequence[Callable[[], None]]], Sequence[Store]]
+"""Opens the rows for each trainer; the functions wake the trainers when something was written."""
+Run = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+Result = TypeVar("Result")
+
+
+class Trainers:
+    """N copies of a model, each with a loop of its own over its part of the batches."""
+
+    def __init__(
+        self,
+        config: Config,
+        made: Sequence[Made],
+        loader: Iterable[Batch],
+        open_stores: OpenStores,
+        *,
+        accumulate: int = 1,
+        drivers: Sequence[Driver] | None = None,
+        run: Run | None = None,
+    ) -> None:
+        """`made` are equal models, one a trainer; `drivers` and `run` are a scheduler's, for tests."""
+        trainers = len(made)
+        self._drivers = drivers or [Threads() for _ in made]
+        self._run = run
+        groups = [memory_groups(trainers, self._notify if drivers is None else lambda: None) for _ in range(3)]
+        self._groups = [Groups(*ends) for ends in zip(*groups, strict=True)]
+        binding, layouts = made[0][1:]
+        source = Divided(loader, divide_by(Assigner(config.assign, trainers)), accumulate=accumulate)
+        source.tables = binding.tables
+        source.adapter.require(source.features)
+        widths = [layout.width for layout in layouts]
+        oracle = make_oracle(
+            binding.tables, widths, cache_size(config.cache), source.first_ids(), lookahead=config.lookahead,
+            policy=config.policy, trainers=trainers,
+        )  # fmt: skip
+        sync = config.sync
+        partition = Partition(trainers, oracle.tables, oracle.capacity, design=sync.design, delayed=sync.delayed)
+        plans = SharedPlans(source, oracle, partition)
+        stores = open_stores(layouts, [driver.notify for driver in self._drivers])
+        self.batches = [
+            Batches(
+                model, own, row_layouts[0].optimizer, row_layouts, plans.of(rank),
+                RowCache(widths, oracle.capacity, torch.device("cpu")), stores[rank], self._drivers[rank],
+                depth=DEPTH, threads=torch.get_num_threads(), check=False,
+                peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.deterministic),
+            )
+            for rank, (model, own, row_layouts) in enumerate(made)
+        ]  # fmt: skip
+
+    def run(self, train: Callable[[int, Batches], Result]) -> list[Result]:
+        """Call `train` for each trainer at the same time; their results. What one raises ends all, and is raised."""
+
+        def loop(rank: int) -> Callable[[], Result]:
+            return lambda: train(rank, self.batches[rank])
+
+        loops = [loop(rank) for rank in range(len(self.batches))]
+        try:
+            return self._run(loops) if self._run else run_threads(loops, abort=self._abort)
+        finally:
+            for groups in self._groups:
+                groups.close()
+            for batches in self.batches:
+                batches.store.close()
+
+    def _notify(self) -> None:
+        for driver in self._drivers:
+            driver.notify()
+
+    def _abort(self, error: BaseException) -> None:
+        with suppress(IndexError):
+            self._groups[0].abort(error)
+        for driver in self._drivers:
+            if isinstance(driver, Threads):
+                driver.abort(error)
+
+
+def divide_by(assigner: Assigner) -> Callable[[Batch], Sequence[tuple[Batch, int]]]:
+    """Each trainer's part of a batch."""
+    return lambda batch: [(part, len(part)) for part in assigner(batch).parts(batch)]

@@ -1,0 +1,374 @@
+"""Gradients of the dense parameters, averaged over trainers while the backward pass still runs.
+
+g = (sum over ranks of n_i * g_i) / N, in rank order, as reference.py defines it (I1): when `loss.backward()` returns,
+every `p.grad` is the mean over the global batch, so a script needs no change. With one trainer nothing is touched.
+
+Parameters lie in buckets, in reverse order of definition, which is about the order in which gradients come. A bucket is
+exchanged by a stage, beside the backward pass, when all of its gradients are there; what is missing at the end of the
+backward pass contributes nothing. Beside its gradients a bucket holds one number a parameter: how many ranks have one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bagpipe.errors import ModelError, PipelineError
+from bagpipe.trainer.collective import Collective, Pending, RankOrderSum, sum_in_rank_order
+from bagpipe.trainer.stages import Driver, Stage, Wait
+
+BUCKET_BYTES = 1 << 20
+_DIGEST_WORDS = 8
+
+
+class DenseSync:
+    """The dense parameters of one trainer among several. `begin` comes before each batch; backward does the rest.
+
+    Several backward passes of one batch are averaged one by one and add up, as they do for one trainer; all ranks must
+    make the same number of them. The first thing that is exchanged is a checksum of every parameter: ranks that begin
+    with different values are refused.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        group: Collective,
+        driver: Driver,
+        *,
+        deterministic: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._group, self._driver, self._deterministic = group, driver, deterministic
+        named = {id(parameter): (name, parameter) for name, parameter in parameters}  # a shared one counts once
+        self._named = list(named.values())
+        self._batch = _MicroBatch(0.0, 0.0, True)
+        self._begun = self._started = self._in_backward = self._closing = False
+        self._passes = self._done = 0
+        self._launched = 0
+        """Buckets of this pass that may be exchanged: they go in order, whatever the order of the gradients."""
+        self._buckets: list[_Bucket] = []
+        self._handles: list[Any] = []
+        if group.size > 1:
+            self._buckets = _make_buckets(self._named, bucket_bytes)
+            for bucket in self._buckets:
+                for entry in bucket.entries:
+                    self._watch(bucket, entry)
+
+    def begin(self, samples: int, total: int, last: bool = True) -> None:
+        """A batch begins: this rank has `samples` of its `total` samples.
+
+        With `last` false it is a micro-batch, and its gradients stay here until the backward pass of the last one,
+        weighted by its own numbers.
+        """
+        if self._group.size == 1:
+            return
+        if self._in_backward:
+            raise PipelineError(
+                f"the last backward pass of trainer {self._group.rank} was interrupted, and the other trainers wait "
+                "for its gradients: end the training on all of them"
+            )
+        self._check_frozen()
+        first_total = self._batch.first_total
+        if self._batch.last or not first_total:
+            first_total = float(total)
+        weight = float(samples) if total == first_total or not total else samples * (first_total / total)
+        self._batch = _MicroBatch(weight, first_total, last)
+        self._begun = True
+        if not self._started:
+            self._started = True
+            self._driver.start({f"dense-{self._group.rank}": self._stage()})
+
+    def skip(self) -> None:
+        """Take part without a backward pass in this batch: only what earlier micro-batches gave is contributed."""
+        if self._group.size > 1 and self._batch.last:
+            self._open_pass()
+            self._finish_pass()
+
+    def close(self, reason: BaseException | str = "training has ended") -> None:
+        """Leave the parameters alone from now on; ranks that wait for this one's gradients are told the reason."""
+        self._closing, self._begun = True, False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._passes > self._done:
+            self._group.abort(reason)
+        self._driver.notify()
+
+    def _watch(self, bucket: _Bucket, entry: _Entry) -> None:
+        with torch.enable_grad():
+            node: Any = entry.parameter.view_as(entry.parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        # The node's own hook runs only when a gradient is about to be added, not for torch.autograd.grad. A node that
+        # nobody holds goes with its graph.
+        entry.node = node
+        self._handles.append(node.register_prehook(lambda _: self._before(entry)))
+        parameter: Any = entry.parameter
+        self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _: self._after(bucket, entry)))
+
+    def _before(self, entry: _Entry) -> None:
+        """A gradient is about to be added to `grad`: put what is there aside, to see the new one alone."""
+        if self._begun:
+            entry.put_aside()
+
+    def _after(self, bucket: _Bucket, entry: _Entry) -> None:
+        """The gradient of this backward pass is in `grad`."""
+        if not self._begun:
+            return
+        grad = entry.parameter.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise ModelError(
+                f"the gradient of dense parameter {entry.name!r} is sparse: make its layer with sparse=False"
+            )
+        if grad.requires_grad:
+            raise ModelError("backward(create_graph=True) is not possible with several trainers: leave it out")
+        if not self._batch.last:
+            entry.accumulate(grad, self._batch.weight)
+            return
+        if not self._in_backward:
+            self._open_pass()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._finish_pass)
+        entry.contribute(grad, self._batch.weight)
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            while self._launched < len(self._buckets) and self._buckets[self._launched].missing == 0:
+                self._launched += 1
+            self._driver.notify()
+
+    def _open_pass(self) -> None:
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.entries)
+            for entry in bucket.entries:
+                entry.arrived = False
+        self._launched = 0
+        self._in_backward = True
+        self._passes += 1
+
+    def _finish_pass(self) -> None:
+        """The backward pass is over: what did not come is absent; wait for the others and set every `grad`."""
+        for bucket in self._buckets:
+            for entry in bucket.entries:
+                if not entry.arrived:
+                    entry.contribute_without_gradient()
+        self._launched = len(self._buckets)
+        self._driver.notify()
+        wanted = self._passes
+        self._driver.wait(Wait(f"the dense gradients of all trainers, pass {wanted}", lambda: self._done >= wanted))
+        for bucket in self._buckets:
+            counts = bucket.counts.tolist()
+            for entry, count in zip(bucket.entries, counts, strict=True):
+                entry.settle(present=count > 0)
+        self._in_backward = False
+
+    def _stage(self) -> Stage:
+        yield from self._compare()
+        try:
+            while True:
+                yield Wait("a backward pass", lambda: self._passes > self._done or self._closing)
+                if self._closing:
+                    return
+                yield from self._average()
+                if not self._closing:
+                    self._done += 1
+        except Exception as error:
+            self._group.abort(error)
+            raise
+
+    def _average(self) -> Stage:
+        """Sum up the buckets. While one is added here, the next one is on its way.
+
+        The order of exchanges is the same on all ranks: s0 s1 g0 s2 g1 ... (s sends contributions, g sends sums).
+        """
+        total = self._batch.first_total
+        halves: list[RankOrderSum] = []
+        pending: list[Pending] = []
+        for number, bucket in enumerate(self._buckets):
+            yield Wait("the gradients of this trainer", partial(self._may_exchange, number))
+            if self._closing:
+                return
+            what = f"dense gradients of pass {self._passes}, part {number + 1} of {len(self._buckets)},"
+            if self._deterministic:
+                halves.append(sum_in_rank_order(self._group, bucket.buffer, what, total))
+                if number:
+                    yield from _second_half(halves[number - 1], pending, what)
+            else:
+                pending.append(self._group.all_reduce(bucket.buffer, what))
+        if halves:
+            yield from _second_half(halves[-1], pending, what)
+        for each in pending:
+            yield Wait("the dense gradients of other trainers", each.ready)
+            each.wait()
+        if not self._deterministic:
+            for bucket in self._buckets:
+                bucket.buffer.div_(total)
+
+    def _may_exchange(self, number: int) -> bool:
+        return self._launched > number or self._closing
+
+    def _compare(self) -> Stage:
+        """Refuse ranks that have other parameters, or other values, than rank 0."""
+        shapes = repr([(name, str(parameter.dtype), tuple(parameter.shape)) for name, parameter in self._named])
+        everyone: list[Tensor] = []
+        yield from self._gather(_digest(shapes.encode(), _DIGEST_WORDS), everyone, "the list of dense parameters")
+        for rank, words in enumerate(everyone):
+            if not torch.equal(words, everyone[0]):
+                raise ModelError(
+                    f"trainer {rank} has other dense parameters than trainer 0: make the same model on all trainers"
+                )
+        checksums = [_digest(_bytes_of(parameter), 2) for _, parameter in self._named]
+        own = torch.cat([torch.empty(0, dtype=torch.int32), *checksums])
+        yield from self._gather(own, everyone, "checksums of dense parameters")
+        for number, (name, _) in enumerate(self._named):
+            for rank, words in enumerate(everyone):
+                if not torch.equal(words[2 * number : 2 * number + 2], everyone[0][2 * number : 2 * number + 2]):
+                    raise ModelError(
+                        f"dense parameter {name!r} begins with other values on trainer {rank} than on trainer 0: give "
+                        "all trainers the same weights, for example by torch.manual_seed before the model is made"
+                    )
+
+    def _gather(self, words: Tensor, everyone: list[Tensor], what: str) -> Stage:
+        device = self._buckets[0].buffer.device if self._buckets else torch.device("cpu")
+        sent = words.view(torch.float32).to(device)
+        received = [torch.empty_like(sent) for _ in range(self._group.size)]
+        pending = self._group.exchange([sent] * self._group.size, received, what)
+        yield Wait(what, pending.ready)
+        pending.wait()
+        everyone[:] = [each.cpu().view(torch.int32) for each in received]
+
+    def _check_frozen(self) -> None:
+        watched = {id(entry.parameter) for bucket in self._buckets for entry in bucket.entries}
+        for name, parameter in self._named:
+            if parameter.requires_grad and id(parameter) not in watched:
+                raise ModelError(
+                    f"dense parameter {name!r} was frozen when training began and is trained now: with several "
+                    "trainers let it require gradients from the start, and set its gradient to None while it is frozen"
+                )
+
+
+class _MicroBatch(NamedTuple):
+    """What `begin` said."""
+
+    weight: float
+    first_total: float
+    """Samples of the iteration's first micro-batch on all ranks: what sums are divided by."""
+    last: bool
+
+
+class _Entry:
+    """One parameter and its place in a bucket."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, place: Tensor, count: Tensor) -> None:
+        self.name, self.parameter, self.arrived = name, parameter, False
+        self._place, self._count = place, count
+        self.node: Any = None
+        self._base: Tensor | None = None
+        """The gradient from before this iteration, which the mean is added to, as backward does."""
+        self._local: Tensor | None = None
+        """The weighted sum of this iteration's earlier micro-batches; while there is one, it is `grad`."""
+
+    def put_aside(self) -> None:
+        """Take what is in `grad` out of it; a script that has cleared it meant all of it."""
+        grad = self.parameter.grad
+        if grad is None:
+            self._base = self._local = None
+        elif grad is not self._local:
+            self._base, self._local = grad, None
+        self.parameter.grad = None
+
+    def accumulate(self, grad: Tensor, weight: float) -> None:
+        """Add a micro-batch's gradient; one without samples counts as none."""
+        if weight:
+            grad.mul_(weight)
+            self._local = grad if self._local is None else self._local.add_(grad)
+        self.parameter.grad = self._local if self._local is not None else self._base
+
+    def contribute(self, grad: Tensor, weight: float) -> None:
+        """Put the weighted gradient into the bucket."""
+        self.arrived = True
+        if not weight:
+            self._contribute_local()
+            return
+        torch.mul(grad, weight, out=self._place)
+        if self._local is not None:
+            self._place.add_(self._local)
+        self._count.fill_(1.0)
+
+    def contribute_without_gradient(self) -> None:
+        """This backward pass had none for this parameter."""
+        self.put_aside()
+        self._contribute_local()
+
+    def settle(self, present: bool) -> None:
+        """Let `grad` be the mean over ranks, if one of them had a gradient."""
+        if not present:
+            self.parameter.grad = self._base
+        elif self._base is not None:
+            self.parameter.grad = self._base.add_(self._place)
+        elif self.parameter.grad is not None:
+            self.parameter.grad.copy_(self._place)
+        else:
+            self.parameter.grad = torch.empty_like(self.parameter).copy_(self._place)
+        self._base = self._local = None
+
+    def _contribute_local(self) -> None:
+        if self._local is None:
+            self._place.zero_()  # which adds nothing: a sum that starts at +0.0 is never -0.0
+            self._count.zero_()
+        else:
+            self._place.copy_(self._local)
+            self._count.fill_(1.0)
+
+
+class _Bucket:
+    """Gradients that are exchanged together."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        sizes = [parameter.numel() for _, parameter in named]
+        self.buffer = torch.zeros(sum(sizes) + len(named), device=named[0][1].device)
+        *places, self.counts = torch.split(self.buffer, [*sizes, len(named)])
+        self.missing = len(named)
+        self.entries = [
+            _Entry(name, parameter, place.view(parameter.shape), self.counts[number])
+            for number, ((name, parameter), place) in enumerate(zip(named, places, strict=True))
+        ]
+
+
+def _make_buckets(named: list[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[_Bucket]:
+    """Trained parameters from the last to the first, in buckets of at most so many bytes, but at least one each."""
+    groups: list[list[tuple[str, nn.Parameter]]] = []
+    used = 0
+    for name, parameter in reversed(named):
+        if not parameter.requires_grad:
+            continue
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"dense parameter {name!r} is {parameter.dtype}: several trainers add gradients in float32, convert "
+                "the model with model.float()"
+            )
+        size = parameter.numel() * parameter.element_size()
+        if not groups or used + size > bucket_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append((name, parameter))
+        used += size
+    return [_Bucket(group) for group in groups]
+
+
+def _second_half(half: RankOrderSum, pending: list[Pending], what: str) -> Stage:
+    yield Wait(f"{what} of other trainers", half.ready)
+    pending.append(half.add())
+
+
+def _bytes_of(parameter: nn.Parameter) -> Any:
+    return parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _digest(data: Any, words: int) -> Tensor:
+    digest = hashlib.blake2b(data, digest_size=4 * words).digest()
+    return torch.from_numpy(np.frombuffer(digest, np.int32).copy())

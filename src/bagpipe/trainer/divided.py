@@ -1,0 +1,143 @@
+"""From a loader's batches to what each of several trainers gets: its samples, and its part of each plan.
+
+A batch is divided before the oracle reads it, so that every trainer's ids are contiguous; with several micro-batches an
+iteration, a trainer's ids are those of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bagpipe.oracle.batch import CutIds
+from bagpipe.oracle.fan_out import fan_out
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.partition import Division, Partition
+from bagpipe.oracle.plan import Plan
+from bagpipe.trainer.source import Group, Plans, Rewritten, Source, rewrite
+
+Divide = Callable[[Any], Sequence[tuple[Any, int]]]
+"""From a batch to each trainer's part of it, and its number of samples."""
+
+
+class Divided(Source):
+    """Reads a loader whose batches several trainers share."""
+
+    def __init__(self, loader: Iterable[Any], divide: Divide, epochs: int = 1, accumulate: int = 1) -> None:
+        super().__init__(loader, epochs, accumulate)
+        self._divide = divide
+
+    def divided(self, oracle: Oracle, partition: Partition) -> Iterator[tuple[Division, list[Part]]]:
+        """For each iteration its plan, and each trainer's samples; what went wrong with the loader comes after them."""
+        yield from partition.plans(oracle.plans(self._iterations_of_parts()))
+        if self._error is not None:
+            raise self._error
+
+    def _iterations_of_parts(self) -> Iterator[tuple[CutIds, list[Part]]]:
+        """For each iteration the ids, trainer by trainer, and what else each has."""
+        micro: list[Sequence[tuple[Any, int]]] = []
+        for _, batch in self._numbered():
+            micro.append(self._divide(batch))
+            if len(micro) == self._accumulate:
+                yield self._cut(micro)
+                micro = []
+        if micro:
+            yield self._cut(micro)
+
+    def _cut(self, micro: Sequence[Sequence[tuple[Any, int]]]) -> tuple[CutIds, list[Part]]:
+        parts, ids = [], []
+        for of_trainer in zip(*micro, strict=True):
+            batches, own = [], []
+            for batch, _ in of_trainer:
+                extracted = self.adapter.extract(batch, self.features, self.reading.num_read - 1)
+                batches.append(self.without(batch, extracted))
+                own.append(list(extracted.values()))
+            lengths = [tuple(map(len, of_features)) for of_features in own]
+            parts.append(Part(Group(batches, lengths), tuple(samples for _, samples in of_trainer)))
+            ids.append([np.concatenate(pieces) for pieces in zip(*own, strict=True)])
+        joined = [np.concatenate(pieces) for pieces in zip(*ids, strict=True)]
+        lengths_of = np.array([[len(piece) for piece in own] for own in ids], np.int64)
+        cuts = np.zeros((len(joined), len(parts) + 1), np.int64)
+        np.cumsum(lengths_of.T, axis=1, out=cuts[:, 1:])
+        return CutIds(joined, cuts), parts
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The samples of one trainer in one iteration."""
+
+    group: Group
+    samples: tuple[int, ...]
+    """How many, in each micro-batch."""
+
+
+class SharedPlans:
+    """The plans of one oracle for all trainers of this process: `of(rank)` is what each reads."""
+
+    def __init__(self, source: Divided, oracle: Oracle, partition: Partition) -> None:
+        self._source, self._oracle, self._partition = source, oracle, partition
+        self._streams = fan_out(self._parts(), partition.trainers)
+        self._open = partition.trainers
+
+    def of(self, rank: int) -> OwnPlans:
+        """The plans of one trainer: a `PlanSource`."""
+        return OwnPlans(self, self._streams[rank])
+
+    @property
+    def source(self) -> Divided:
+        """Where batches come from."""
+        return self._source
+
+    def close_one(self) -> None:
+        """One trainer needs no more plans; the last one lets go of everything."""
+        self._open -= 1
+        if self._open == 0:
+            self._source.close()
+            self._oracle.close()
+
+    def _parts(self) -> Generator[list[tuple[Plan, list[Rewritten]]], None, None]:
+        source = self._source
+        for division, parts in source.divided(self._oracle, self._partition):
+            samples = list(zip(*(part.samples for part in parts), strict=True))
+            plans = [division.part(rank, *samples) for rank in range(len(parts))]
+            yield [
+                (plan, rewrite(plan, part.group, source.tables, source.adapter))
+                for plan, part in zip(plans, parts, strict=True)
+            ]
+
+
+class OwnPlans:
+    """One trainer's plans."""
+
+    def __init__(self, shared: SharedPlans, stream: Plans) -> None:
+        self._shared, self._stream = shared, stream
+        self._closed = False
+
+    def plans(self) -> Plans:
+        """All plans."""
+        return self._stream
+
+    def waited_s(self) -> float:
+        """How long the loader was waited for, by whoever asked."""
+        return self._shared.source.reading.seconds()
+
+    def position(self, iterations: int) -> dict[str, Any]:
+        """Where in the data training is."""
+        return self._shared.source.position(iterations)
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Begin where another run was; the same for all trainers."""
+        self._shared.source.resume(position)
+
+    def interrupt(self) -> None:
+        """A loader can't be interrupted: it is waited for."""
+
+    def close(self) -> None:
+        """Let go; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._stream.close()
+            self._shared.close_one()

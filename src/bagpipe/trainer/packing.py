@@ -1,0 +1,148 @@
+"""Rows of lists to buffers and back: what goes to one trainer is one buffer, table by table, without any index.
+
+On the CPU by kernels; elsewhere by torch operations, equal to float tolerance only and untested on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bagpipe.cache import RowCache
+from bagpipe.embedding_device import is_host
+from bagpipe.kernels import exchange
+from bagpipe.layout import RowLayout
+from bagpipe.optim import Frozen
+from bagpipe.oracle.row_list import RowList
+from bagpipe.oracle.sync_plan import Lists
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+class Packing:
+    """Knows how long the vectors and the gradients of each table are, and where its rows are cached."""
+
+    def __init__(self, layouts: Sequence[RowLayout], cache: RowCache) -> None:
+        self._cache, self._host = cache, is_host(cache.device)
+        self._vectors: Int64s = np.array([layout.dim for layout in layouts], np.int64)
+        frozen = np.array([isinstance(layout.optimizer, Frozen) for layout in layouts])
+        self._gradients: Int64s = np.where(frozen, 0, self._vectors)
+        """Rows that are not updated have none."""
+
+    def room_for_gradients(self, lists: Lists) -> list[Tensor]:
+        """An unfilled buffer for each trainer's list."""
+        return self._room(lists.counts(), self._gradients)
+
+    def room_for_vectors(self, lists: Lists) -> list[Tensor]:
+        """An unfilled buffer for each trainer's list."""
+        return self._room(lists.counts(), self._vectors)
+
+    def gradients(self, lists: Lists, gradients: Mapping[int, Tensor], samples: int) -> list[Tensor]:
+        """For each trainer the gradients that its list names, times the number of samples."""
+        buffers = self.room_for_gradients(lists)
+        for rank, buffer in enumerate(buffers):
+            for table, index, part in self._parts(lists, rank, buffer, self._gradients):
+                self._scale(gradients[table], index, samples, part, _places(len(index)))
+        return buffers
+
+    def shared(
+        self, rows: RowList, own: Lists, own_at: Int32s, gradients: Mapping[int, Tensor], samples: int
+    ) -> Tensor:
+        """The gradients of shared rows, times the number of samples; zeros for those that this trainer does not use."""
+        buffer = torch.zeros(int(np.diff(rows.bounds) @ self._gradients), device=self._cache.device)
+        parts = dict(self.tables(rows, buffer))
+        bounds = own.bounds[0]
+        for table, index in own.of(0):
+            if table in parts:
+                at = own_at[bounds[table] : bounds[table + 1]]
+                self._scale(gradients[table], index, samples, parts[table], at)
+        return buffer
+
+    def sums(self, rows: RowList, lists: Lists, received: Sequence[Tensor | None], total: int) -> Tensor:
+        """What trainers have sent for rows, added up in order of rank from +0.0, over the number of samples in all."""
+        sums = torch.zeros(int(np.diff(rows.bounds) @ self._gradients), device=self._cache.device)
+        tables = dict(self.tables(rows, sums))
+        for rank, buffer in enumerate(received):
+            if buffer is None:
+                continue
+            for table, index, part in self._parts(lists, rank, buffer, self._gradients):
+                if self._host:
+                    exchange.add_part(tables[table].numpy(), index, part.numpy())
+                else:
+                    tables[table].index_add_(0, self._index(index), part)
+        return self.divided(sums, total)
+
+    def divided(self, sums: Tensor, total: int) -> Tensor:
+        """Sums of gradients over the number of samples."""
+        if self._host:
+            values = sums.numpy()
+            np.divide(values, np.float32(total), out=values)
+            return sums
+        return sums.div_(float(total))
+
+    def tables(self, rows: RowList, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The parts of a buffer of gradients that are not empty: table, (rows, columns)."""
+        done = 0
+        for table, count in enumerate(np.diff(rows.bounds).tolist()):
+            dim = int(self._gradients[table])
+            if count and dim:
+                yield table, buffer[done : done + count * dim].view(count, dim)
+                done += count * dim
+
+    def vectors(self, lists: Lists) -> list[Tensor]:
+        """For each trainer the vectors in the slots that its list names."""
+        buffers = self.room_for_vectors(lists)
+        for rank, buffer in enumerate(buffers):
+            for table, slots, part in self._parts(lists, rank, buffer, self._vectors):
+                rows = self._cache.data[self._cache.group[table]]
+                if self._host:
+                    exchange.gather_part(rows.numpy(), slots, part.numpy())
+                else:
+                    part.copy_(rows[:, : part.shape[1]].index_select(0, self._index(slots)))
+        return buffers
+
+    def put_vectors(self, lists: Lists, buffers: Sequence[Tensor]) -> None:
+        """Vectors from other trainers take their slots; the state beside them stays as it is."""
+        for rank, buffer in enumerate(buffers):
+            for table, slots, part in self._parts(lists, rank, buffer, self._vectors):
+                rows = self._cache.data[self._cache.group[table]]
+                if self._host:
+                    exchange.scatter_part(rows.numpy(), slots, part.numpy())
+                else:
+                    rows[:, : part.shape[1]].index_copy_(0, self._index(slots), part)
+
+    def _room(self, counts: Int64s, dims: Int64s) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.float32, device=self._cache.device) for size in (counts @ dims).tolist()]
+
+    def _parts(self, lists: Lists, rank: int, buffer: Tensor, dims: Int64s) -> Iterator[tuple[int, Int32s, Tensor]]:
+        done = 0
+        for table, items in lists.of(rank):
+            dim = int(dims[table])
+            if dim:
+                yield table, items, buffer[done : done + len(items) * dim].view(len(items), dim)
+                done += len(items) * dim
+
+    def _scale(self, rows: Tensor, index: Int32s, samples: int, part: Tensor, at: Int32s) -> None:
+        if self._host:
+            exchange.gather_scaled(rows.numpy(), index, np.float32(samples), part.numpy(), at)
+        else:
+            part.index_copy_(0, self._index(at), rows.index_select(0, self._index(index)) * float(samples))
+
+    def _index(self, items: Int32s) -> Tensor:
+        return torch.from_numpy(items.astype(np.int64)).to(self._cache.device)
+
+
+_all_places: Int32s = np.arange(0, dtype=np.int32)
+
+
+def _places(count: int) -> Int32s:
+    """0, 1, ..., kept from call to call."""
+    global _all_places
+    if len(_all_places) < count:
+        _all_places = np.arange(2 * count, dtype=np.int32)
+    return _all_places[:count]
