@@ -42,8 +42,10 @@ def check_rows(
     flags = np.frombuffer(buffers[0], np.uint8)
     if num_rows and flags.max() > 1:
         raise WireError(f"Rows has the flag {flags.max()}: 0 or 1 are allowed")
-    stops = np.cumsum([part.count for part in asked])
-    there = [int(np.count_nonzero(flags[stop - part.count : stop])) for part, stop in zip(asked, stops, strict=True)]
+    there, start = [], 0
+    for part in asked:
+        there.append(int(np.count_nonzero(flags[start : start + part.count])))
+        start += part.count
     if rows.count != sum(there):
         raise WireError(f"Rows announces {rows.count} rows: its flags name {sum(there)}")
     num_floats = sum(count * widths[part.table] for part, count in zip(asked, there, strict=True))

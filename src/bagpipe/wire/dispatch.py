@@ -36,15 +36,14 @@ class Dispatcher:
             if (sender := envelope(frames)) is not None:
                 self._fail(sender, type(error).__name__, str(error), send)
             return
-        sender = Envelope(message.run, message.generation, message.request)
         try:
             self._handler(peer, message, lambda answer: self._reply(answer, send))
         except BagpipeError as error:
-            self._fail(sender, type(error).__name__, str(error), send)
+            self._fail(_sender(message), type(error).__name__, str(error), send)
         except Exception:
             _log.exception("%s to %s failed", type(message.body).__name__, address)
             text = f"the server at {address} failed inside: its log says how"
-            self._fail(sender, BagpipeError.__name__, text, send)
+            self._fail(_sender(message), BagpipeError.__name__, text, send)
 
     def _reply(self, answer: Message, send: Callable[[list[Frame]], None]) -> None:
         """Send an answer; what is wrong with it is told to its own peer, whoever's message released it."""
@@ -52,10 +51,14 @@ class Dispatcher:
             frames = encode(answer, self._limits)
         except WireError as error:
             _log.warning("%s can't be sent as an answer: %s", type(answer.body).__name__, error)
-            self._fail(Envelope(answer.run, answer.generation, answer.request), type(error).__name__, str(error), send)
+            self._fail(_sender(answer), type(error).__name__, str(error), send)
         else:
             send(frames)
 
     def _fail(self, to: Envelope, error: str, text: str, send: Callable[[list[Frame]], None]) -> None:
         longest = self._limits.body_bytes // 8  # of a text whose letters take up to four bytes
         send(encode(Message(to.run, to.generation, to.request, Failed(error, text[:longest])), self._limits))
+
+
+def _sender(message: Message) -> Envelope:
+    return Envelope(message.run, message.generation, message.request)

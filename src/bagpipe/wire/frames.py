@@ -75,14 +75,12 @@ def decode(frames: Sequence[Frame], limits: Limits = LIMITS) -> Message:
     lengths = [_LENGTH.unpack_from(header, _HEADER.size + _LENGTH.size * each)[0] for each in range(num_buffers)]
     _check_sizes(body_bytes, lengths, limits)
     buffers = [memoryview(frame).cast("B") for frame in frames[2:]]
-    for name, announced, there in zip(
-        ("body", *(f"buffer {each}" for each in range(num_buffers))),
-        (body_bytes, *lengths),
-        (memoryview(frames[1]).nbytes, *(buffer.nbytes for buffer in buffers)),
-        strict=True,
-    ):
-        if announced != there:
-            raise WireError(f"the header announces {announced} bytes of {name}, {there} came")
+    announced = [body_bytes, *lengths]
+    there = [memoryview(frames[1]).nbytes, *(buffer.nbytes for buffer in buffers)]
+    if announced != there:
+        each = next(each for each, length in enumerate(announced) if length != there[each])
+        name = f"buffer {each - 1}" if each else "body"
+        raise WireError(f"the header announces {announced[each]} bytes of {name}, {there[each]} came")
     return Message(run, generation, request, _decode_body(number, frames[1]), buffers)
 
 
