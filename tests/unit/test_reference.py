@@ -103,7 +103,7 @@ def uneven(batch):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_assignment_of_samples_trains_as_one_trainer_within_tolerance(optimizer):
-    batches = make_batches(6, last=2)
+    batches = make_batches(4, last=2)
     one, _ = train_reference(batches, OPTIMIZERS[optimizer](), "wide_deep")
     for assign in (Assigner("round_robin", 3), uneven):
         many, _ = train_reference(batches, OPTIMIZERS[optimizer](), "wide_deep", 3, assign)
@@ -116,24 +116,24 @@ def test_any_assignment_of_samples_trains_as_one_trainer_within_tolerance(optimi
 
 
 def test_an_assignment_is_the_contiguous_one_of_the_samples_in_its_order():
-    batches = make_batches(8, size=7, last=3)
+    batches = make_batches(4, size=7, last=3)
     assigner = Assigner("round_robin", 3)
-    assigned, losses = train_reference(batches, optim.Adagrad(0.1), "dlrm", 3, assigner)
+    assigned, losses = train_reference(batches, optim.Adagrad(0.1), "wide_deep", 3, assigner)
     arranged = [batch.take(assigner(batch).order) for batch in batches]
     bounds = {len(batch): assigner(batch).bounds for batch in batches}
     expected, expected_losses = train_reference(
-        arranged, optim.Adagrad(0.1), "dlrm", 3, lambda batch: Assignment(None, bounds[len(batch)])
+        arranged, optim.Adagrad(0.1), "wide_deep", 3, lambda batch: Assignment(None, bounds[len(batch)])
     )
     assert losses == expected_losses
     assert_identical(expected, assigned)
-    plain, _ = train_reference(batches, optim.Adagrad(0.1), "dlrm", 3)
+    plain, _ = train_reference(batches, optim.Adagrad(0.1), "wide_deep", 3)
     assert plain.sha256() != assigned.sha256()
 
 
 def test_without_an_assignment_parts_are_contiguous():
-    batches = make_batches(8, size=7, last=3)
-    plain, losses = train_reference(batches, optim.Adam(0.1), "dlrm", 4)
-    given, given_losses = train_reference(batches, optim.Adam(0.1), "dlrm", 4, Assigner("contiguous", 4))
+    batches = make_batches(4, size=7, last=3)
+    plain, losses = train_reference(batches, optim.Adam(0.1), "wide_deep", 4)
+    given, given_losses = train_reference(batches, optim.Adam(0.1), "wide_deep", 4, Assigner("contiguous", 4))
     assert losses == given_losses
     assert_identical(plain, given)
 
@@ -142,7 +142,7 @@ def test_a_trainer_without_samples_changes_nothing():
     def without_the_empty_part(batch):
         return Assignment(uneven(batch).order, (0, len(batch) // 2, len(batch)))
 
-    batches = make_batches(5)
+    batches = make_batches(3)
     without, _ = train_reference(batches, optim.SGD(0.1), "wide_deep", 2, without_the_empty_part)
     with_empty, _ = train_reference(batches, optim.SGD(0.1), "wide_deep", 3, uneven)
     assert_identical(without, with_empty)

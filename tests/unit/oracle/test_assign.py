@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+import bagpipe.oracle.assign
+from bagpipe import optim
 from bagpipe.errors import BatchError, ConfigError
-from bagpipe.oracle.assign import Assigner, Assignment
+from bagpipe.kernels.balance import LOSS_MAX
+from bagpipe.oracle.assign import Assigner, Assignment, Aware
 from bagpipe.types import contiguous_parts
-from support import make_batches
+from support import TABLES, assert_identical, make_batches, train_reference
+
+FEATURES = [table.features for table in TABLES]
+
+
+@pytest.fixture
+def short_period(monkeypatch):
+    """Homes are forgotten every five batches."""
+    monkeypatch.setattr(bagpipe.oracle.assign, "PERIOD", 5)
 
 
 def assert_valid(assignment, samples, trainers):
@@ -29,17 +40,17 @@ def assert_valid(assignment, samples, trainers):
 @pytest.mark.parametrize("trainers", [1, 2, 3, 8])
 @pytest.mark.parametrize("samples", [0, 1, 2, 7, 8, 50])
 def test_every_sample_goes_to_one_trainer_and_parts_are_even(name, trainers, samples):
-    assert_valid(Assigner(name, trainers).assign(samples), samples, trainers)
+    assert_valid(Assigner(name, trainers).assign(0, samples), samples, trainers)
 
 
 def test_contiguous_parts_are_those_of_the_types():
     for samples in range(9):
-        bounds = Assigner("contiguous", 3).assign(samples).bounds
+        bounds = Assigner("contiguous", 3).assign(0, samples).bounds
         assert list(pairwise(bounds)) == list(contiguous_parts(samples, 3))
 
 
 def test_samples_go_round():
-    assignment = Assigner("round_robin", 3).assign(7)
+    assignment = Assigner("round_robin", 3).assign(0, 7)
     assert assignment.order.tolist() == [0, 3, 6, 1, 4, 2, 5]
     assert assignment.bounds == (0, 3, 5, 7)
 
@@ -79,3 +90,217 @@ def test_an_assignment_of_another_batch_is_refused():
 def test_an_unknown_name_or_no_trainers_are_refused(name, trainers, named):
     with pytest.raises(ConfigError, match=named):
         Assigner(name, trainers)
+
+
+def test_only_names_matter_to_a_division_by_position():
+    for name in ("contiguous", "round_robin"):
+        assert Assigner(name, 2).first_needed(1234) == 1234
+
+
+def groups_of_rows(num_batches, samples, groups, seed=0):
+    """Batches in which each sample belongs to a group, and has five ids of its group's own ten."""
+    random = np.random.default_rng(seed)
+    for _ in range(num_batches):
+        group_of = random.permutation(np.arange(samples) % groups)
+        yield group_of, [group_of * 10 + random.integers(0, 10, samples) for _ in range(5)]
+
+
+def trainer_of(assignment):
+    """The trainer of each sample."""
+    trainers = np.repeat(np.arange(len(assignment.bounds) - 1), np.diff(assignment.bounds))
+    part = np.empty_like(trainers)
+    part[np.arange(len(trainers)) if assignment.order is None else assignment.order] = trainers
+    return part
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("samples", [0, 1, 2, 7, 50])
+def test_aware_parts_are_even_and_stable_too(trainers, samples):
+    assigner = Aware(trainers, 0, [1, 2, 1], entries=64)
+    random = np.random.default_rng(0)
+    for number in range(4):
+        lengths = random.integers(0, 4, samples)
+        ids = [random.integers(0, 20, samples) for _ in range(3)] + [random.integers(-9, 9, lengths.sum())]
+        offsets = [None, None, None, np.cumsum(lengths) - lengths]
+        assert_valid(assigner.assign(number, samples, ids, offsets), samples, trainers)
+
+
+@pytest.mark.parametrize("trainers", [2, 4])
+def test_samples_of_a_kind_come_together_where_their_rows_are(trainers):
+    """Groups share no rows, so none needs to change hands; within a few batches each group is with one trainer."""
+    assigner = Aware(trainers, 0, [5], entries=1 << 12)
+    num_pairs = []
+    for number, (group_of, ids) in enumerate(groups_of_rows(20, 16 * trainers, trainers)):
+        part = trainer_of(assigner.assign(number, 16 * trainers, ids, ()))
+        num_pairs.append(len(set(zip(group_of.tolist(), part.tolist(), strict=True))))
+    assert num_pairs[0] > trainers
+    assert num_pairs[-1] == trainers
+
+
+@pytest.mark.parametrize("trainers", [2, 3, 5])
+def test_votes_for_homes_are_placed_within_five_percent_of_the_optimum(trainers, monkeypatch):
+    """The optimum: a linear assignment in parts of even size. Here it is met exactly, before samples look again."""
+    seen = []
+
+    def recording(scores, excess, part, floor):
+        moved = rebalance(scores, excess, part, floor)
+        if floor == -LOSS_MAX:
+            seen.append((scores.copy(), part.copy()))
+        return moved
+
+    rebalance = bagpipe.oracle.assign.rebalance
+    monkeypatch.setattr(bagpipe.oracle.assign, "rebalance", recording)
+    assigner = Aware(trainers, 0, [5], entries=1 << 12)
+    samples = 4 * trainers
+    for number, (_, ids) in enumerate(groups_of_rows(30, samples, 2 * trainers, seed=trainers)):
+        assigner.assign(number, samples, ids, ())
+    assert len(seen) == 30
+    assert any(scores.any() for scores, _ in seen)
+    for scores, part in seen:
+        costs = scores.sum(1, keepdims=True) - scores  # what votes for homes elsewhere would have to change hands
+        found = costs[np.arange(samples), part].sum()
+        assert found <= 1.05 * least_cost(costs, samples // trainers)
+
+
+def least_cost(costs, size):
+    """By the Hungarian method, with `size` columns for each trainer: nothing in common with what is tested."""
+    columns = np.repeat(costs, size, axis=1).astype(float)
+    n = len(columns)
+    row_prices, column_prices = np.zeros(n + 1), np.zeros(n + 1)
+    row_of = np.zeros(n + 1, int)
+    for row in range(1, n + 1):
+        row_of[0], column = row, 0
+        least, way, done = np.full(n + 1, np.inf), np.zeros(n + 1, int), np.zeros(n + 1, bool)
+        while row_of[column]:
+            done[column] = True
+            reduced = columns[row_of[column] - 1] - row_prices[row_of[column]] - column_prices[1:]
+            better = ~done[1:] & (reduced < least[1:])
+            least[1:][better], way[1:][better] = reduced[better], column
+            after = 1 + int(np.where(done[1:], np.inf, least[1:]).argmin())
+            step = least[after]
+            row_prices[row_of[done]] += step
+            column_prices[done] -= step
+            least[~done] -= step
+            column = after
+        while column:
+            row_of[column] = row_of[way[column]]
+            column = way[column]
+    return sum(columns[row_of[column] - 1, column - 1] for column in range(1, n + 1))
+
+
+def test_it_is_a_function_of_the_data_trainers_and_seed(short_period):
+    batches = make_batches(12, size=16)
+    alike, again, other = (Assigner("aware", 3, seed, FEATURES) for seed in (0, 0, 1))
+    orders = [[assigner(batch).order for batch in batches] for assigner in (alike, again)]
+    assert all(np.array_equal(here, there) for here, there in zip(*orders, strict=True))
+    assert any(not np.array_equal(order, np.arange(16)) for order in orders[0])
+    for batch in batches:
+        assert_valid(other(batch), 16, 3)
+
+
+@pytest.mark.parametrize("number", [0, 1, 4, 5, 7, 9, 10])
+def test_one_that_starts_anywhere_goes_on_alike_from_the_batch_that_it_names(short_period, number):
+    batches = make_batches(12, size=16)
+    whole, fresh = Assigner("aware", 3, 7, FEATURES), Assigner("aware", 3, 7, FEATURES)
+    expected = [whole(batch).order for batch in batches]
+    first = fresh.first_needed(number)
+    assert number - 5 < first <= number
+    for batch in batches[first:]:
+        assert np.array_equal(fresh(batch).order, expected[batch.number])
+
+
+def test_homes_outlive_a_batch_but_not_a_period(short_period):
+    """The same samples each time, in another order: they go where they were, until all is forgotten."""
+    turned = np.arange(16)[::-1]
+    ids = [np.arange(16), np.arange(16) + 50]
+    assigner = Assigner("aware", 2, 0, [["user"], ["ad"]])
+    parts = [
+        trainer_of(assigner.assign(number, 16, ids if number == 0 else [i[turned] for i in ids])) for number in range(6)
+    ]
+    for part in parts[1:5]:
+        assert np.array_equal(part, parts[0][turned])
+    assert np.array_equal(parts[5], parts[0])
+    assert not np.array_equal(parts[0], parts[0][turned])
+
+
+def test_shapes_of_ids_and_views_of_one_array_make_no_difference():
+    random = np.random.default_rng(0)
+    together = random.integers(0, 30, (16, 4))
+    ways = [
+        ([together[:, k] for k in range(4)], ()),
+        ([together[:, k : k + 1].astype(np.int32) for k in range(4)], ()),
+        ([together[:, k].copy() for k in range(4)], [np.arange(16)] * 4),
+    ]
+    orders = []
+    for ids, offsets in ways:
+        assigner = Aware(3, 0, [2, 1, 1], entries=1 << 12)
+        orders.append([assigner.assign(number, 16, ids, offsets).order for number in range(3)])
+    for order in orders[1:]:
+        assert np.array_equal(order, orders[0])
+
+
+def test_features_of_one_table_share_their_rows():
+    """A row that one feature brought to a trainer draws samples there by another feature of the same table."""
+    first, second = np.arange(8), np.arange(8) + 100
+
+    def order(num_features):
+        assigner = Aware(2, 0, num_features, entries=1 << 12)
+        before = trainer_of(assigner.assign(0, 8, [first, second], ()))
+        return before, trainer_of(assigner.assign(1, 8, [second[::-1], first[::-1]], ()))
+
+    before, after = order([2])
+    assert np.array_equal(before[::-1], after)
+    before, after = order([1, 1])
+    assert not np.array_equal(before[::-1], after)
+
+
+def test_training_with_aware_parts_is_training_on_the_samples_in_that_order():
+    batches = make_batches(5, size=9, last=3)
+    assigned, losses = train_reference(batches, optim.Adagrad(0.1), "wide_deep", 3, Assigner("aware", 3, 0, FEATURES))
+    assigner = Assigner("aware", 3, 0, FEATURES)
+    arranged = [batch.take(assigner(batch).order) for batch in batches]
+    expected, expected_losses = train_reference(arranged, optim.Adagrad(0.1), "wide_deep", 3)
+    assert losses == expected_losses
+    assert_identical(expected, assigned)
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "named"),
+    [
+        ([np.arange(4)], (), "ids of 1 features: give those of all 2"),
+        ([np.arange(4), np.arange(5)], (), "5 ids of feature 1 can't be those of 4 samples"),
+        ([np.arange(4), np.arange(4.0)], (), "feature 1 are float64"),
+        ([np.arange(4), np.arange(3)], [None, np.array([0, 1, 2])], "3 ids of feature 1"),
+        ([np.arange(4), np.arange(3)], [None, np.array([1, 1, 2, 2])], "3 ids of feature 1"),
+        ([np.arange(4), np.arange(3)], [None, np.array([0, 2, 1, 2])], "3 ids of feature 1"),
+        ([np.arange(4), np.arange(3)], [None, np.array([0, 1, 2, 4])], "3 ids of feature 1"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused_and_leave_no_trace(ids, offsets, named):
+    good = [np.arange(4), np.arange(4) % 2]
+    assigner, other = (Aware(2, 0, [1, 1], entries=1 << 10) for _ in range(2))
+    for number in range(3):
+        with pytest.raises(BatchError, match=named):
+            assigner.assign(number, 4, ids, offsets)
+        orders = [each.assign(number, 4, good, ()).order for each in (assigner, other)]
+        assert np.array_equal(*orders)
+
+
+def test_a_batch_out_of_turn_is_refused_with_the_batch_to_begin_at():
+    assigner = Assigner("aware", 2, 0, [["user"]])
+    ids = [np.arange(4)]
+    for number, first in ((3, 0), (1999, 1000)):
+        with pytest.raises(BatchError, match=f"batch {number} comes out of turn.*from batch {first} on"):
+            assigner.assign(number, 4, ids)
+    assigner.assign(1000, 4, ids)
+    assigner.assign(1001, 4, ids)
+    with pytest.raises(BatchError, match="batch 1001 comes out of turn"):
+        assigner.assign(1001, 4, ids)
+    assigner.assign(1002, 4, ids)
+
+
+def test_too_many_trainers_or_no_features_are_refused():
+    with pytest.raises(ConfigError, match=r"trainers is 65.*64 at most"):
+        Assigner("aware", 65, 0, FEATURES)
+    with pytest.raises(ConfigError, match="name the features"):
+        Assigner("aware", 2)

@@ -1,0 +1,322 @@
+"""Samples to where their rows are: homes of rows are remembered, rows vote for them, placed samples look again.
+
+Whole numbers only, so that a kernel and its twin agree everywhere (I1). A set of trainers is one 64-bit word, hence 64
+trainers at most. `bagpipe.oracle.assign` puts the pieces together. For 16,384 samples of 26 ids and 8 trainers
+`find_rows` takes 5 ms of one core, `vote` and `settle_homes` 2 ms, the others less than 1 ms each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagpipe.kernels import inlined, kernel
+from bagpipe.kernels.prefetch import FAR, prefetch
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+UInt8s = NDArray[np.uint8]
+UInt64s = NDArray[np.uint64]
+
+TRAINERS_MAX = 64
+HOMELESS = 255
+"""The home of a row that has none."""
+
+TRUST_FIRST, TRUST_MAX = 1, 15
+"""A row's home moves when it had no leader elsewhere for so many batches less than it had one."""
+LEAD_MIN = 2
+"""A single sample elsewhere says nothing: it is there for its other rows."""
+
+# An entry of the memory, from the top: 12 bits of the row's hash, 4 for the trust in its home, 16 of the batch that saw
+# it last, 24 for the row's place in that batch, 8 for its home. A batch has no more rows than the memory has entries,
+# so that 24 are enough.
+ENTRIES_MAX = 2**24
+_TAG, _TRUST, _STAMP, _PLACE, _HALF = np.uint64(52), np.uint64(48), np.uint64(32), np.uint64(8), np.uint64(32)
+_MASK4, _MASK8, _MASK12 = np.uint64(0xF), np.uint64(0xFF), np.uint64(0xFFF)
+_MASK16, _MASK24 = np.uint64(0xFFFF), np.uint64(0xFFFFFF)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Rows(NamedTuple):
+    """The rows of a batch, by their place in it."""
+
+    entries: Int32s
+    """Where each is remembered."""
+    homes: UInt8s
+    counts: Int32s
+    """How often each occurs in the batch."""
+    trust: UInt8s
+    """How many occurrences elsewhere it takes to move its home."""
+
+
+@inlined
+def _hash(key: np.int64, salt: np.uint64) -> np.uint64:
+    bits = (np.uint64(key) ^ salt) * _FACTOR
+    bits = (bits ^ (bits >> _HALF)) * _FACTOR
+    return bits ^ (bits >> _HALF)
+
+
+@kernel
+def find_rows(
+    memory: UInt64s,
+    stamp: int,
+    salt: np.uint64,
+    ids: Int64s,
+    ends: Int64s,
+    cursors: Int64s,
+    places: Int32s,
+    rows: Rows,
+    num_rows: int,
+) -> int:
+    """Number the rows of one feature's ids within the batch; note where each is remembered, its home, its occurrences.
+
+    Sample i has the ids up to ends[i]; the places of their rows are written from places[cursors[i]] on. Rows that meet
+    in one entry of the memory are taken for one. Returns how many rows the batch has so far.
+    """
+    num_bits = 0
+    while 1 << num_bits < memory.shape[0]:
+        num_bits += 1
+    shift, mine = np.uint64(64 - num_bits), np.uint64(stamp)
+    last = ids.shape[0] - 1
+    start = 0
+    for i in range(ends.shape[0]):
+        cursor = cursors[i]
+        for k in range(start, ends[i]):
+            prefetch(memory, np.int64(_hash(ids[min(k + FAR, last)], salt) >> shift))
+            bits = _hash(ids[k], salt)
+            entry = np.int64(bits >> shift)
+            word = memory[entry]
+            if (word >> _STAMP) & _MASK16 == mine:
+                place = np.int64((word >> _PLACE) & _MASK24)
+                rows.counts[place] += 1
+            else:
+                place = np.int64(num_rows)
+                tag = bits & _MASK12
+                known = word >> _TAG == tag
+                home = word & _MASK8 if known else np.uint64(HOMELESS)
+                trust = (word >> _TRUST) & _MASK4 if known else _ZERO
+                memory[entry] = (tag << _TAG) | (mine << _STAMP) | (np.uint64(place) << _PLACE) | home
+                rows.trust[place] = trust
+                rows.entries[place] = entry
+                rows.homes[place] = home
+                rows.counts[place] = 1
+                num_rows += 1
+            places[cursor] = place
+            cursor += 1
+        cursors[i] = cursor
+        start = ends[i]
+    return num_rows
+
+
+@kernel
+def vote(starts: Int64s, places: Int32s, rows: Rows, weights: Int32s, scores: Int32s) -> None:
+    """Add each row's weight, by its occurrences, to the score of its home; keep in `places` only rows of any weight.
+
+    Sample i has places[starts[i]:starts[i + 1]] before and after; `scores` is (samples, trainers), zero before.
+    """
+    num_kept = 0
+    begin = starts[0]
+    for i in range(starts.shape[0] - 1):
+        end = starts[i + 1]
+        for p in range(begin, end):
+            place = places[p]
+            if rows.counts[place] < weights.shape[0]:
+                places[num_kept] = place
+                num_kept += 1
+                if rows.homes[place] != HOMELESS:
+                    scores[i, rows.homes[place]] += weights[rows.counts[place]]
+        begin = end
+        starts[i + 1] = num_kept
+
+
+@inlined
+def _use(users: UInt64s, place: int, trainer: int) -> None:
+    bit = _ONE << np.uint64(trainer)
+    users[place, 1] |= users[place, 0] & bit
+    users[place, 0] |= bit
+
+
+@kernel
+def note_users(starts: Int64s, places: Int32s, homes: UInt8s, part: Int64s, users: UInt64s) -> None:
+    """Write who has each row: its home, and the trainers of its samples."""
+    for row in range(homes.shape[0]):
+        bit = _ZERO if homes[row] == HOMELESS else _ONE << np.uint64(homes[row])
+        users[row, 0] = bit
+        users[row, 1] = bit
+    for i in range(part.shape[0]):
+        for p in range(starts[i], starts[i + 1]):
+            _use(users, places[p], part[i])
+
+
+@kernel
+def look_again(
+    starts: Int64s, places: Int32s, users: UInt64s, part: Int64s, loads: Int64s, load_max: int, scores: Int32s
+) -> int:
+    """One sample after the other to the trainer that has most of its rows, as all others are placed; how many moved.
+
+    `users` is (rows, 2): the trainers that have a row, as its home or for a sample; those that have it even without
+    any one of their samples. Which it is after a move is a guess where several samples of one trainer left. Scores are
+    the numbers of rows by which samples were judged.
+    """
+    num_moved = 0
+    for i in range(part.shape[0]):
+        old = part[i]
+        alone = _ONE << np.uint64(old)
+        scores[i, :] = 0
+        for p in range(starts[i], starts[i + 1]):
+            there = users[places[p], 0] & ~(alone & ~users[places[p], 1])
+            for j in range(loads.shape[0]):
+                scores[i, j] += np.int32((there >> np.uint64(j)) & _ONE)
+        new = old
+        for j in range(loads.shape[0]):
+            if scores[i, j] > scores[i, new] and loads[j] < load_max:
+                new = j
+        if new != old:
+            part[i] = new
+            loads[old] -= 1
+            loads[new] += 1
+            num_moved += 1
+            for p in range(starts[i], starts[i + 1]):
+                users[places[p], 0] &= ~(alone & ~users[places[p], 1])
+                _use(users, places[p], new)
+    return num_moved
+
+
+@kernel
+def settle_homes(
+    starts: Int64s, places: Int32s, part: Int64s, rows: Rows, num_rows: int, count_max: int, memory: UInt64s
+) -> None:
+    """Give rows a home, or another one if most of their samples are elsewhere again and again, and remember it.
+
+    A row's leader is the trainer that a majority of its occurrences in the batch has, if any has it (the vote of Boyer
+    and Moore). Rows that occur more often than `count_max` are as they were.
+    """
+    leaders, leads = np.zeros(num_rows, np.uint8), np.zeros(num_rows, np.int32)
+    for i in range(part.shape[0]):
+        for p in range(starts[i], starts[i + 1]):
+            place = places[p]
+            if leads[place] == 0:
+                leaders[place] = part[i]
+            leads[place] += 1 if leaders[place] == part[i] else -1
+    for place in range(num_rows):
+        if rows.counts[place] <= count_max:
+            trust = rows.trust[place]
+            if rows.homes[place] == leaders[place] and leads[place] > 0:
+                trust = min(trust + 1, TRUST_MAX)
+            elif rows.homes[place] == HOMELESS or (leads[place] >= LEAD_MIN and trust == 0):
+                rows.homes[place] = leaders[place]
+                trust = TRUST_FIRST
+            elif leads[place] >= LEAD_MIN:
+                trust -= 1
+            rows.trust[place] = trust
+            word = memory[rows.entries[place]] & ~((_MASK4 << _TRUST) | _MASK8)
+            memory[rows.entries[place]] = word | (np.uint64(trust) << _TRUST) | np.uint64(rows.homes[place])
+
+
+def hash_by_numpy(ids: Int64s, salt: np.uint64) -> UInt64s:
+    """Twin of `_hash` over an array."""
+    bits = (ids.astype(np.uint64) ^ salt) * _FACTOR
+    bits = (bits ^ (bits >> _HALF)) * _FACTOR
+    return bits ^ (bits >> _HALF)
+
+
+def find_rows_by_numpy(
+    memory: UInt64s,
+    stamp: int,
+    salt: np.uint64,
+    ids: Int64s,
+    ends: Int64s,
+    cursors: Int64s,
+    places: Int32s,
+    rows: Rows,
+    num_rows: int,
+) -> int:
+    """Twin of `find_rows`, id by id."""
+    sample_of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+    for sample, bits in zip(sample_of.tolist(), hash_by_numpy(ids, salt).tolist(), strict=True):
+        entry, tag = bits * len(memory) >> 64, bits & 0xFFF
+        word = int(memory[entry])
+        place = word >> 8 & 0xFFFFFF
+        if word >> 32 & 0xFFFF != stamp:
+            place, num_rows = num_rows, num_rows + 1
+            home, trust = (word & 0xFF, word >> 48 & 0xF) if word >> 52 == tag else (HOMELESS, 0)
+            memory[entry] = tag << 52 | stamp << 32 | place << 8 | home
+            rows.entries[place], rows.homes[place], rows.trust[place] = entry, home, trust
+            rows.counts[place] = 0
+        rows.counts[place] += 1
+        places[cursors[sample]] = place
+        cursors[sample] += 1
+    return num_rows
+
+
+def vote_by_numpy(starts: Int64s, places: Int32s, rows: Rows, weights: Int32s, scores: Int32s) -> None:
+    """Twin of `vote`."""
+    sample_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    found = places[: len(sample_of)]
+    kept = rows.counts[found] < len(weights)
+    found, sample_of = found[kept], sample_of[kept]
+    voting = rows.homes[found] != HOMELESS
+    voters = found[voting]
+    np.add.at(scores, (sample_of[voting], rows.homes[voters]), weights[rows.counts[voters]])
+    places[: len(found)] = found
+    starts[1:] = np.searchsorted(sample_of, np.arange(len(starts) - 1), side="right")
+
+
+def note_users_by_numpy(starts: Int64s, places: Int32s, homes: UInt8s, part: Int64s, users: UInt64s) -> None:
+    """Twin of `note_users`."""
+    at_home = np.arange(TRAINERS_MAX) == homes[:, None]
+    counts = np.where(at_home, 2, 0)
+    np.add.at(counts, (places[: starts[-1]], np.repeat(part, np.diff(starts))), 1)
+    bits = _ONE << np.arange(TRAINERS_MAX, dtype=np.uint64)
+    for column in range(2):
+        users[: len(homes), column] = ((counts > column) * bits).sum(1, dtype=np.uint64)
+
+
+def look_again_by_numpy(
+    starts: Int64s, places: Int32s, users: UInt64s, part: Int64s, loads: Int64s, load_max: int, scores: Int32s
+) -> int:
+    """Twin of `look_again`."""
+    trainers = np.arange(len(loads), dtype=np.uint64)
+    num_moved = 0
+    for i in range(len(part)):
+        of_sample = places[starts[i] : starts[i + 1]]
+        old = part[i]
+        there = users[of_sample, 0] & ~((_ONE << np.uint64(old)) & ~users[of_sample, 1])
+        scores[i] = ((there[:, None] >> trainers) & _ONE).sum(0)
+        allowed = np.where((loads < load_max) | (trainers == np.uint64(old)), scores[i], -1)
+        if allowed.max() == scores[i, old]:
+            continue
+        part[i] = allowed.argmax()
+        loads[old] -= 1
+        loads[part[i]] += 1
+        num_moved += 1
+        for place in of_sample.tolist():
+            users[place, 0] &= ~((_ONE << np.uint64(old)) & ~users[place, 1])
+            users[place, 1] |= users[place, 0] & (_ONE << np.uint64(part[i]))
+            users[place, 0] |= _ONE << np.uint64(part[i])
+    return num_moved
+
+
+def settle_homes_by_numpy(
+    starts: Int64s, places: Int32s, part: Int64s, rows: Rows, num_rows: int, count_max: int, memory: UInt64s
+) -> None:
+    """Twin of `settle_homes`, row by row."""
+    trainers = np.repeat(part, np.diff(starts))
+    for row in np.flatnonzero(rows.counts[:num_rows] <= count_max):
+        leader, lead = 0, 0
+        for trainer in trainers[places[: starts[-1]] == row].tolist():
+            leader = trainer if lead == 0 else leader
+            lead += 1 if leader == trainer else -1
+        home, trust = int(rows.homes[row]), int(rows.trust[row])
+        if home == leader and lead > 0:
+            trust = min(trust + 1, TRUST_MAX)
+        elif home == HOMELESS or (lead >= LEAD_MIN and trust == 0):
+            home, trust = leader, TRUST_FIRST
+        elif lead >= LEAD_MIN:
+            trust -= 1
+        rows.homes[row], rows.trust[row] = home, trust
+        word = int(memory[rows.entries[row]])
+        memory[rows.entries[row]] = word >> 52 << 52 | trust << 48 | word & 0xFFFFFFFF00 | home
