@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from bagpipe.api import accelerate
     from bagpipe.errors import BagpipeError
     from bagpipe.exporting import export
+    from bagpipe.table import Table
     from bagpipe.trainer.batches import Batches
     from bagpipe.trainer.clip import clip_grad_norm_
-    from bagpipe.types import Batch, Ids, Table
+    from bagpipe.types import Batch, Ids
 
 __all__ = [
     "BagpipeError",
@@ -40,7 +41,7 @@ _HOMES = {
     "Batch": "bagpipe.types",
     "Batches": "bagpipe.trainer.batches",
     "Ids": "bagpipe.types",
-    "Table": "bagpipe.types",
+    "Table": "bagpipe.table",
     "accelerate": "bagpipe.api",
     "clip_grad_norm_": "bagpipe.trainer.clip",
     "export": "bagpipe.exporting",

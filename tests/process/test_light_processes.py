@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from textwrap import indent
 
 import pytest
 
@@ -21,7 +22,7 @@ def loaded_by(code, *arguments):
     """The top-level packages in a new interpreter after it ran this."""
     program = (
         "import json, sys\nfrom contextlib import suppress\n"
-        f"with suppress(SystemExit):\n    {code}\n"
+        f"with suppress(SystemExit):\n{indent(code, '    ')}\n"
         "print('\\n' + json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     child = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, timeout=60, check=False)
@@ -31,7 +32,15 @@ def loaded_by(code, *arguments):
 
 @pytest.mark.parametrize(
     "module",
-    ["bagpipe", "bagpipe.server.process", "bagpipe.server.local", "bagpipe.cluster.server_role", "bagpipe.cli"],
+    [
+        "bagpipe",
+        "bagpipe.cli",
+        "bagpipe.cluster.processor_role",
+        "bagpipe.cluster.server_role",
+        "bagpipe.data.processors.child",
+        "bagpipe.server.local",
+        "bagpipe.server.process",
+    ],
 )
 def test_what_never_trains_is_imported_without_pytorch(module):
     loaded = loaded_by(f"import {module}")
@@ -67,6 +76,30 @@ def test_a_server_that_served_has_not_loaded_pytorch():
         loaded = loaded_by(f"{serve}serve({options}, None, lambda ready: stop.set(), stop)")
         assert "numba" in loaded
         assert "torch" not in loaded
+
+
+PROCESSOR = """
+from bagpipe.data.described import describe
+from bagpipe.data.generator import Generated
+from bagpipe.data.presets import find_preset
+from bagpipe.data.service import DataOrder, DataProcessorService
+from bagpipe.wire.listening import on_socket
+from bagpipe.wire.messages import Message
+from bagpipe.wire.plan_messages import GetBatch, GotBatch
+
+order, answers = DataOrder(describe(Generated(find_preset("tiny"), 100, 0)), 10, 20, seed=1), []
+service = DataProcessorService(on_socket("127.0.0.1:0"), order, run=bytes(16))
+service.start()
+service.handle(b"", Message(bytes(16), 0, 0, GetBatch(3, order.fingerprint())), answers.append)
+service.close()
+assert isinstance(answers[0].body, GotBatch)
+"""
+
+
+def test_a_data_processor_that_gave_a_batch_has_not_loaded_pytorch():
+    loaded = loaded_by(PROCESSOR)
+    assert "numba" in loaded
+    assert "torch" not in loaded
 
 
 def test_every_public_name_is_there_and_is_the_thing_itself():

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,10 @@ from bagpipe.data.order import BLOCK_SAMPLES, WINDOW_BLOCKS, BatchOrder
 from bagpipe.data.ordered import ordered_map
 from bagpipe.data.samples import Samples
 from bagpipe.errors import ConfigError
-from bagpipe.types import Batch, Table
+from bagpipe.table import Table
+
+if TYPE_CHECKING:
+    from bagpipe.types import Batch
 
 Ints = NDArray[np.int64]
 

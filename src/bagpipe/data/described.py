@@ -17,7 +17,7 @@ from bagpipe.data.popularity import Popularity, PowerLaw, TopShare
 from bagpipe.data.presets import Dials, Feature, Preset
 from bagpipe.data.shards import Shards
 from bagpipe.errors import ConfigError, ShardError
-from bagpipe.types import Table
+from bagpipe.table import Table
 
 Description = dict[str, Any]
 """What `json` can write."""

@@ -27,7 +27,7 @@ from bagpipe.data.frame_columns import (
 )
 from bagpipe.data.samples import Column, Samples
 from bagpipe.errors import ConfigError
-from bagpipe.types import Table
+from bagpipe.table import Table
 
 Array = NDArray[Any]
 Tables = Mapping[str, Sequence[str]] | Sequence[Table]

@@ -19,7 +19,7 @@ from bagpipe.data.popularity import sampler
 from bagpipe.data.presets import Dials, Feature, Preset, find_preset
 from bagpipe.data.samples import Column, Samples
 from bagpipe.errors import ConfigError
-from bagpipe.types import Table
+from bagpipe.table import Table
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -7,14 +7,16 @@ belongs to, and is refused elsewhere (I8).
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bagpipe.data.dataset import Dataset
 from bagpipe.data.described import describe, fingerprint
 from bagpipe.data.order import BatchOrder
 from bagpipe.data.processors.pool import DEADLINE_S, read
 from bagpipe.errors import ConfigError
-from bagpipe.types import Batch
+
+if TYPE_CHECKING:
+    from bagpipe.types import Batch
 
 
 class Loader:

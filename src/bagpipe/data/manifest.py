@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bagpipe.errors import ShardError
-from bagpipe.types import Table
+from bagpipe.table import Table
 
 FORMAT = "bagpipe-shards"
 VERSION = 2

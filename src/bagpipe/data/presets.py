@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from bagpipe.data.popularity import Popularity, PowerLaw, TopShare
 from bagpipe.errors import ConfigError
-from bagpipe.types import Table
+from bagpipe.table import Table
 
 
 @dataclass(frozen=True)

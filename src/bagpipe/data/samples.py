@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.types import Batch, Ids
+
+if TYPE_CHECKING:
+    from bagpipe.types import Batch, Ids
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -30,6 +32,8 @@ class Column:
     def ids(self, start: int, stop: int) -> Ids:
         """The ids of samples start to stop; they share this column's memory."""
         from torch import from_numpy  # here: who only reads samples does without PyTorch
+
+        from bagpipe.types import Ids
 
         part = self.part(start, stop)
         offsets = None if part.offsets is None else from_numpy(part.offsets[:-1])
@@ -61,6 +65,8 @@ class Samples:
     def batch(self, start: int, stop: int, number: int) -> Batch:
         """Samples start to stop as the batch of this number."""
         import torch  # here: who only reads samples does without it
+
+        from bagpipe.types import Batch
 
         # Copied into memory of torch's own: the alignment of what enters a matrix product can change bits (I1).
         # By NumPy: torch would wake its threads for it, and wait for them where all cores are busy with other reads.

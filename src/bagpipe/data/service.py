@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bagpipe.data.dataset import IndexedDataset, batch_spans, group_size
 from bagpipe.data.described import Description, open_described
@@ -22,7 +22,6 @@ from bagpipe.data.order import BatchOrder
 from bagpipe.data.samples import Samples
 from bagpipe.data.samples_wire import pack_samples
 from bagpipe.errors import ConfigError, PipelineError, WireError
-from bagpipe.types import Batch
 from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.channel import Network
 from bagpipe.wire.dispatch import Reply
@@ -30,6 +29,9 @@ from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpec
 from bagpipe.wire.listening import Listen, Listening
 from bagpipe.wire.messages import Failed, Message
 from bagpipe.wire.plan_messages import GetBatch, GotBatch
+
+if TYPE_CHECKING:
+    from bagpipe.types import Batch
 
 GROUPS_KEPT = 3
 """One that is given out, the next one, and one to spare for who asks again."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,10 @@ from bagpipe.data.manifest import MANIFEST, FeatureEntry, Manifest, ShardEntry, 
 from bagpipe.data.shard_file import allowed, first_bad
 from bagpipe.data.shard_layout import column_types, encode, id_type
 from bagpipe.errors import BatchError, ConfigError, ShardError, ValueRangeError
-from bagpipe.types import Batch, Ids, Table
+from bagpipe.table import Table
+
+if TYPE_CHECKING:
+    from bagpipe.types import Batch, Ids
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], None]

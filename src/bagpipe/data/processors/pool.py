@@ -17,6 +17,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import bagpipe
 from bagpipe import errors
@@ -27,7 +28,9 @@ from bagpipe.data.processors.channel import Channel, Message
 from bagpipe.data.processors.slot import Slot
 from bagpipe.data.samples import Samples
 from bagpipe.errors import BagpipeError, ConfigError, DeadlineError, PipelineError
-from bagpipe.types import Batch
+
+if TYPE_CHECKING:
+    from bagpipe.types import Batch
 
 SLOTS = 2
 """Groups that a processor may have ready; it reads one more while it waits."""
