@@ -27,6 +27,8 @@ else:  # pragma: no cover
 
 DEFAULT_PRESET = "criteo-kaggle-like"
 DEFAULT_SAMPLES = 400_000
+AWARE_TRAINERS_MAX = 64
+"""A set of trainers is one 64-bit word there."""
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -218,8 +220,8 @@ class Config(Section):
     trainers: Positive = 1
     """How many trainers share each batch."""
     assign: Literal["contiguous", "round_robin", "aware"] = "contiguous"
-    """Which trainer gets which sample: parts of the batch as they come, one after the other in turn, or where most of
-    a sample's rows were used last; parts of equal size always. The result depends on it, by rounding."""
+    """Which trainer gets which sample: parts of the batch as they come, one sample after the other in turn, or each
+    where most of its rows were used before; parts of equal size always. The result depends on it, by rounding."""
     sync: SyncConfig = SyncConfig()
     threads: Positive | None = None
     """Threads a trainer; all cores if not given. Bits can depend on it, as torch's matrix products do."""
@@ -235,6 +237,10 @@ class Config(Section):
         if self.policy == "nocache" and self.lookahead not in ("auto", 1):
             raise ValueError(
                 f"policy 'nocache' keeps nothing, so lookahead ({self.lookahead}) says nothing: leave it out"
+            )
+        if self.assign == "aware" and self.trainers > AWARE_TRAINERS_MAX:
+            raise ValueError(
+                f"assign 'aware' is for {AWARE_TRAINERS_MAX} trainers at most, not {self.trainers}: choose 'round_robin'"
             )
         cache_size(self.cache)
         if self.store_memory is not None:

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, load_config
+from bagpipe.config import AWARE_TRAINERS_MAX, DEFAULT_PRESET, DEFAULT_SAMPLES, Config, load_config
 from bagpipe.errors import ConfigError
+from bagpipe.kernels.assign import TRAINERS_MAX
 
 
 def test_defaults_are_a_valid_run():
@@ -83,6 +84,7 @@ def test_a_bad_setting_is_refused_with_its_name_value_and_what_is_allowed(overri
         (["data.path=/somewhere", "data.preset=tiny"], ["path", "preset"]),
         (["data.path=/somewhere", "data.samples=5"], ["samples"]),
         (["batch_size=2", "trainers=3"], ["batch_size", "trainers"]),
+        (["assign=aware", "trainers=65"], ["'aware'", "64 trainers at most", "round_robin"]),
         (["row_optimizer.name=sgd", "row_optimizer.eps=0.5"], ["eps", "sgd"]),
         (["batch_size=3", "batch_size.x=1"], ["batch_size"]),
     ],
@@ -92,6 +94,11 @@ def test_settings_that_contradict_each_other_are_refused_by_name(overrides, name
         load_config(None, overrides)
     for part in named:
         assert part in str(caught.value)
+
+
+def test_as_many_trainers_are_allowed_as_can_be_placed():
+    assert AWARE_TRAINERS_MAX == TRAINERS_MAX
+    assert load_config(None, ["assign=aware", f"trainers={TRAINERS_MAX}"]).trainers == TRAINERS_MAX
 
 
 def test_every_finding_is_reported_at_once():
