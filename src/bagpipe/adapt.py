@@ -49,7 +49,7 @@ class Adapter:
         `names` are those that the caller has for features, and decide where they can: 'words' is a pair of bags,
         'words.0' is the first of two features. Elsewhere a pair is bags if `bags`: if a layer of the model takes them.
         """
-        names, pairs = set(names), [path for path, is_pair in self._leaves if is_pair]
+        names, pairs = set(names), [path for path, pair in self._leaves if pair]
         two = {path for path in pairs if names & {".".join((*path, position)) for position in ("0", "1")}}
         if len(pairs) == 1 and not names <= set(self._named(two, names)) and names <= set(self._named(pairs, names)):
             two = set(pairs)
@@ -97,7 +97,7 @@ class Adapter:
             value: Any = batch
             try:
                 for step in self.paths[name]:
-                    value = _child(value, step)
+                    value = child_of(value, step)
                 values = values_of(value)
             except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
                 raise BatchError(
@@ -133,7 +133,7 @@ def values_of(leaf: Any) -> Tensor:
         return leaf.values
     values = leaf[0] if isinstance(leaf, list | tuple) else leaf
     if not _is_integers(values):
-        raise NoIdsError(f"is {_described(values)}")
+        raise NoIdsError(f"is {described(values)}")
     assert isinstance(values, Tensor)
     return values
 
@@ -144,14 +144,14 @@ def _leaves(value: Any, path: Path, within: tuple[int, ...], others: dict[str, s
         return  # an object that refers to one that holds it
     if isinstance(value, Ids) or _is_integers(value):
         yield path, False
-    elif path and _is_pair(value):
+    elif path and is_pair(value):
         yield path, True
-    elif _is_keyed(value):
+    elif is_keyed(value):
         yield from (((*path, key), False) for key in value.keys())  # noqa: SIM118  (not a mapping)
     else:
-        parts = list(_parts(value))
+        parts = list(parts_of(value))
         if not parts:
-            others |= dict.fromkeys(_names_of(path) if path else {"it"}, _described(value))
+            others |= dict.fromkeys(_names_of(path) if path else {"it"}, described(value))
         for name, part in parts:
             yield from _leaves(part, (*path, name), (*within, id(value)), others)
 
@@ -174,7 +174,8 @@ def _check_offsets(name: str, leaf: Any, number: int) -> None:
         )
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, by name; nothing if it is none."""
     if isinstance(value, Mapping):
         yield from ((str(key), part) for key, part in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -187,10 +188,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(value).items()
 
 
-def _child(value: Any, name: str) -> Any:
+def child_of(value: Any, name: str) -> Any:
+    """The part of a container that has this name."""
     if isinstance(value, Mapping):
         return value[name] if name in value else value[_key(value, name)]
-    if _is_keyed(value):
+    if is_keyed(value):
         return value[name].values()
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return value[int(name)]
@@ -203,12 +205,17 @@ def _key(value: Mapping[Any, Any], name: str) -> Any:
 
 
 def _rebuild(value: Any, tree: Tree, values: Mapping[str, Tensor]) -> Any:
-    if _is_keyed(value):
+    if is_keyed(value):
         return _rebuild_keyed(value, tree, values)
     new = {}
     for name, inner in tree.items():
-        part = _child(value, name)
+        part = child_of(value, name)
         new[name] = _rebuild(part, inner, values) if isinstance(inner, dict) else _with_values(part, values[inner])
+    return with_parts(value, new)
+
+
+def with_parts(value: Any, new: Mapping[str, Any]) -> Any:
+    """A copy of a value in which the parts of these names are others; see `parts_of`."""
     if isinstance(value, Mapping):
         return _with_items(value, {name if name in value else _key(value, name): part for name, part in new.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -228,10 +235,15 @@ def _with_items(value: Mapping[Any, Any], new: Mapping[Any, Any]) -> Any:
 
 def _with_attributes(value: Any, new: Mapping[str, Any]) -> Any:
     other = copy.copy(value)
+    set_attributes(other, new)
+    return other
+
+
+def set_attributes(value: Any, new: Mapping[str, Any]) -> None:
+    """Set attributes of an object that nobody else has yet."""
     set_attribute = object.__setattr__ if dataclasses.is_dataclass(value) else setattr  # some are frozen
     for name, part in new.items():
-        set_attribute(other, name, part)
-    return other
+        set_attribute(value, name, part)
 
 
 def _with_values(leaf: Any, values: Tensor) -> Any:
@@ -256,7 +268,7 @@ def _is_integers(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in INTEGERS
 
 
-def _is_pair(value: Any) -> bool:
+def is_pair(value: Any) -> bool:
     """Whether this may be (values, offsets) or (values, offsets, weights); it may also be features side by side."""
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) not in (2, 3):
         return False
@@ -269,15 +281,16 @@ def _is_pair(value: Any) -> bool:
     )
 
 
-def _described(value: Any) -> str:
-    """Type and shape, in a few words."""
+def described(value: Any) -> str:
+    """Type and shape of a value, in a few words."""
     if isinstance(value, Tensor | np.ndarray):
         kind = "a tensor" if isinstance(value, Tensor) else "a NumPy array"
         return f"{kind} of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
 
 
-def _is_keyed(value: Any) -> bool:
+def is_keyed(value: Any) -> bool:
+    """Whether this has the methods of a KeyedJaggedTensor."""
     return all(callable(getattr(value, name, None)) for name in ("keys", "values", "lengths", "offsets")) and hasattr(
         value, "__getitem__"
     )
