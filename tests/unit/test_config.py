@@ -84,7 +84,7 @@ def test_a_bad_setting_is_refused_with_its_name_value_and_what_is_allowed(overri
         (["data.path=/somewhere", "data.preset=tiny"], ["path", "preset"]),
         (["data.path=/somewhere", "data.samples=5"], ["samples"]),
         (["batch_size=2", "trainers=3"], ["batch_size", "trainers"]),
-        (["assign=aware", "trainers=65"], ["'aware'", "64 trainers at most", "round_robin"]),
+        (["assign=aware", "trainers=65"], ["'aware'", "at most 64 trainers, not 65", "round_robin"]),
         (["row_optimizer.name=sgd", "row_optimizer.eps=0.5"], ["eps", "sgd"]),
         (["batch_size=3", "batch_size.x=1"], ["batch_size"]),
     ],
