@@ -240,7 +240,7 @@ class Config(Section):
             )
         if self.assign == "aware" and self.trainers > AWARE_TRAINERS_MAX:
             raise ValueError(
-                f"assign 'aware' is for at most {AWARE_TRAINERS_MAX} trainers, not {self.trainers}: choose 'round_robin'"
+                f"assign 'aware' is for at most {AWARE_TRAINERS_MAX} trainers, not {self.trainers}: use 'round_robin'"
             )
         cache_size(self.cache)
         if self.store_memory is not None:
