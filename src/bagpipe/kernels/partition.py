@@ -2,7 +2,8 @@
 
 All slot spaces lie end to end, table t's at bases[t]. `state` has four numbers for each slot: the iteration that last
 used its tenant (FRESH: none yet), the tenant's index among that batch's rows (-1: fetched, not used),
-the plan that freed the slot for it, and its owner (SHARED: all trainers). Lists are flat over tables, in that order.
+the plan that freed the slot for it, and its owner (SHARED: all trainers). Lists of rows are flat over tables, in that
+order; lists for trainers lie end to end, and column t of their `bounds` says where table t of each begins.
 """
 
 from __future__ import annotations
@@ -12,44 +13,65 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.kernels import inlined, kernel
+from bagpipe.kernels import kernel
+from bagpipe.kernels.masks import lowest
+from bagpipe.kernels.prefetch import FAR, prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Masks = NDArray[Any]
 Ranks = NDArray[np.int8]
-Flags = NDArray[np.bool_]
 
 LAST, INDEX, FREED, OWNER = range(4)
-FRESH = -1
+WORDS = 4
+"""Numbers in `state` for each slot."""
+FRESH = -2
 SHARED = -1
 FETCHED, NEXT, LATER = 0, 1, 2
 """How a row comes to its users: from the store; after an update in the iteration before; after an earlier one."""
-
-
-@inlined
-def uses(users: Any, rank: int) -> bool:
-    """Whether a trainer is among the users."""
-    return (np.uint64(users) >> np.uint64(rank)) & np.uint64(1) != np.uint64(0)
+NOW, AFTERWARDS = 0, 1
+"""When a row is updated: before the next iteration, which uses it; or beside that one."""
+_ONE = np.uint64(1)
 
 
 @kernel
-def owners_of(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int32s, owners: Ranks) -> None:
-    """The owners of rows that are in the cache."""
+def writers_of(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int32s, trainers: int, writers: Ranks) -> None:
+    """The trainers that write rows of the cache to the store: their owners, or what the slot says if all have them."""
     for t in range(bounds.shape[0] - 1):
+        last = bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
-            owners[i] = state[bases[t] + slots[i], OWNER]
+            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last)]) + OWNER)
+            owner = state[WORDS * (bases[t] + slots[i]) + OWNER]
+            writers[i] = slots[i] % trainers if owner == SHARED else owner
+
+
+def writers_of_by_numpy(
+    bounds: Int64s, slots: Int32s, bases: Int64s, state: Int32s, trainers: int, writers: Ranks
+) -> None:
+    """Twin of `writers_of`."""
+    owners = state.reshape(-1, WORDS)[_places(bounds, slots, bases), OWNER]
+    writers[:] = np.where(owners == SHARED, slots % trainers, owners)
 
 
 @kernel
 def enter(bounds: Int64s, slots: Int32s, freed: Int32s, homes: Ranks, bases: Int64s, state: Int32s) -> None:
     """Rows that a plan fetches take their slots, and homes[i] owns them."""
     for t in range(bounds.shape[0] - 1):
+        last = bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
-            place = bases[t] + slots[i]
-            state[place, LAST] = FRESH
-            state[place, FREED] = freed[i]
-            state[place, OWNER] = homes[i]
+            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last)]))
+            place = WORDS * (bases[t] + slots[i])
+            state[place + LAST] = FRESH
+            state[place + FREED] = freed[i]
+            state[place + OWNER] = homes[i]
+
+
+def enter_by_numpy(bounds: Int64s, slots: Int32s, freed: Int32s, homes: Ranks, bases: Int64s, state: Int32s) -> None:
+    """Twin of `enter`."""
+    rows, places = state.reshape(-1, WORDS), _places(bounds, slots, bases)
+    rows[places, LAST] = FRESH
+    rows[places, FREED] = freed
+    rows[places, OWNER] = homes
 
 
 @kernel
@@ -62,28 +84,49 @@ def use(
     owners: Ranks,
     kinds: Ranks,
     freed: Int32s,
-    goes_on: Flags,
+    phases_before: Ranks,
 ) -> None:
-    """Note that a plan uses its rows: who owns each, and how it comes to its users.
+    """Note that a plan uses its rows: who owns each, and how it comes to its users. About 4 ns a row.
 
-    goes_on[i] is set for row i of the plan before if this one uses it.
+    The rows of the plan before that this one uses have to be updated NOW.
     """
     for t in range(bounds.shape[0] - 1):
+        last_row = bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
-            place = bases[t] + slots[i]
-            last = state[place, LAST]
-            owners[i] = state[place, OWNER]
-            freed[i] = state[place, FREED]
-            if last == FRESH:
-                kinds[i] = FETCHED
-            elif last == iteration - 1:
+            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last_row)]))
+            place = WORDS * (bases[t] + slots[i])
+            last = state[place + LAST]
+            owners[i] = state[place + OWNER]
+            freed[i] = state[place + FREED]
+            if last == iteration - 1:
                 kinds[i] = NEXT
-                if state[place, INDEX] >= 0:
-                    goes_on[state[place, INDEX]] = True
+                if state[place + INDEX] >= 0:
+                    phases_before[state[place + INDEX]] = NOW
             else:
-                kinds[i] = LATER
-            state[place, LAST] = iteration
-            state[place, INDEX] = i
+                kinds[i] = FETCHED if last == FRESH else LATER
+            state[place + LAST] = iteration
+            state[place + INDEX] = i
+
+
+def use_by_numpy(
+    iteration: int,
+    bounds: Int64s,
+    slots: Int32s,
+    bases: Int64s,
+    state: Int32s,
+    owners: Ranks,
+    kinds: Ranks,
+    freed: Int32s,
+    phases_before: Ranks,
+) -> None:
+    """Twin of `use`."""
+    rows, places = state.reshape(-1, WORDS), _places(bounds, slots, bases)
+    last, index, freed[:], owners[:] = rows[places].T
+    at_once = last == iteration - 1
+    kinds[:] = np.where(at_once, NEXT, np.where(last == FRESH, FETCHED, LATER))
+    phases_before[index[at_once & (index >= 0)]] = NOW
+    rows[places, LAST] = iteration
+    rows[places, INDEX] = np.arange(len(slots))
 
 
 @kernel
@@ -92,18 +135,29 @@ def find_exclusive(
 ) -> None:
     """Rows of a plan's batch that leave after it and that one trainer uses: it owns them."""
     for t in range(bounds.shape[0] - 1):
+        last = bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
-            place = bases[t] + slots[i]
-            if state[place, LAST] != iteration:
+            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last)]))
+            place = WORDS * (bases[t] + slots[i])
+            if state[place + LAST] != iteration:
                 continue
-            row = state[place, INDEX]
+            row = state[place + INDEX]
             mine = np.uint64(users[row])
-            if mine & (mine - np.uint64(1)) == np.uint64(0):
-                rank = 0
-                while not uses(mine, rank):
-                    rank += 1
-                owners[row] = rank
-                state[place, OWNER] = rank
+            if mine & (mine - _ONE) == np.uint64(0):
+                owners[row] = lowest(mine)
+                state[place + OWNER] = owners[row]
+
+
+def find_exclusive_by_numpy(
+    iteration: int, bounds: Int64s, slots: Int32s, bases: Int64s, state: Int32s, users: Masks, owners: Ranks
+) -> None:
+    """Twin of `find_exclusive`."""
+    rows, places = state.reshape(-1, WORDS), _places(bounds, slots, bases)
+    places = places[rows[places, LAST] == iteration]
+    index = rows[places, INDEX]
+    flags = _flags(users[index])
+    exclusive = flags.sum(1) == 1
+    owners[index[exclusive]] = rows[places[exclusive], OWNER] = flags[exclusive].argmax(1)
 
 
 @kernel
@@ -115,53 +169,68 @@ def find_takers(
     state: Int32s,
     users: Masks,
     from_owner: bool,
-    everyone: NDArray[np.uint64],
-    takers: NDArray[np.uint64],
+    bits: Masks,
+    everyone: Masks,
+    takers: Masks,
 ) -> None:
     """The trainers that read each fetched row from the store: all, its owner, or the owner and its first users.
 
-    A row that no batch has used yet counts as used in this iteration, by nobody.
+    A row that no batch has used yet counts as used in this iteration, by nobody. bits[r] is the mask of trainer r.
     """
     for t in range(bounds.shape[0] - 1):
+        last = bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
-            place = bases[t] + slots[i]
-            owner = state[place, OWNER]
-            takers[i] = everyone[0] if owner == SHARED else np.uint64(1) << np.uint64(owner)
-            if state[place, LAST] == FRESH:
-                state[place, LAST] = iteration
-                state[place, INDEX] = -1
+            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last)]))
+            place = WORDS * (bases[t] + slots[i])
+            owner = state[place + OWNER]
+            takers[i] = everyone[0] if owner == SHARED else bits[owner]
+            if state[place + LAST] == FRESH:
+                state[place + LAST] = iteration
+                state[place + INDEX] = -1
             elif owner != SHARED and not from_owner:
-                takers[i] |= np.uint64(users[state[place, INDEX]])
+                takers[i] |= users[state[place + INDEX]]
+
+
+def find_takers_by_numpy(
+    iteration: int,
+    bounds: Int64s,
+    slots: Int32s,
+    bases: Int64s,
+    state: Int32s,
+    users: Masks,
+    from_owner: bool,
+    bits: Masks,
+    everyone: Masks,
+    takers: Masks,
+) -> None:
+    """Twin of `find_takers`."""
+    rows, places = state.reshape(-1, WORDS), _places(bounds, slots, bases)
+    last, index, _, owners = rows[places].T
+    takers[:] = np.where(owners == SHARED, everyone[0], bits[owners])
+    fresh = last == FRESH
+    with_users = ~fresh & (owners != SHARED) & (not from_owner)
+    takers[with_users] |= users[index[with_users]]
+    rows[places[fresh], LAST] = iteration
+    rows[places[fresh], INDEX] = -1
 
 
 @kernel
-def count_shares(
-    bounds: Int64s,
-    users: Masks,
-    owners: Ranks,
-    phases: Ranks,
-    trainers: int,
-    used: Int64s,
-    owned: Int64s,
-    pairs: Int64s,
-    shared: Int64s,
-    parts: Int64s,
-) -> None:
-    """How long the lists of `fill_shares` are, for each table; all zero before."""
-    for t in range(bounds.shape[0] - 1):
-        for i in range(bounds[t], bounds[t + 1]):
-            phase, owner = phases[i], owners[i]
-            if owner == SHARED:
-                shared[phase, t] += 1
-            else:
-                owned[phase, owner, t] += 1
-            for rank in range(trainers):
-                if uses(users[i], rank):
-                    used[rank, t] += 1
-                    if owner == SHARED:
-                        parts[phase, rank, t] += 1
-                    else:
-                        pairs[phase, rank, owner, t] += 1
+def count_shares(users: Masks, owners: Ranks, phases: Ranks, owned: Int64s, pairs: Int64s) -> None:
+    """Add up how long the lists of `fill_shares` are: owned[p, o + 1] and pairs[p, o + 1, r]. About 2 ns a row."""
+    for i in range(users.shape[0]):
+        phase, owner = phases[i], owners[i] + 1
+        owned[phase, owner] += 1
+        left = np.uint64(users[i])
+        while left:
+            pairs[phase, owner, lowest(left)] += 1
+            left &= left - _ONE
+
+
+def count_shares_by_numpy(users: Masks, owners: Ranks, phases: Ranks, owned: Int64s, pairs: Int64s) -> None:
+    """Twin of `count_shares`."""
+    lists = phases, owners.astype(np.intp) + 1
+    np.add.at(owned, lists, 1)
+    np.add.at(pairs, lists, _flags(users)[:, : pairs.shape[2]])
 
 
 @kernel
@@ -171,71 +240,98 @@ def fill_shares(
     owners: Ranks,
     phases: Ranks,
     trainers: int,
-    used_at: Int64s,
-    owned_at: Int64s,
-    pairs_at: Int64s,
-    shared_at: Int64s,
-    parts_at: Int64s,
+    used_bounds: Int64s,
     used: Int32s,
+    owned_bounds: Int64s,
     owned: Int32s,
-    pair_sources: Int32s,
-    pair_targets: Int32s,
-    shared: Int32s,
-    part_sources: Int32s,
-    part_targets: Int32s,
+    source_bounds: Int64s,
+    sources: Int32s,
+    target_bounds: Int64s,
+    targets: Int32s,
 ) -> None:
-    """Write the lists, each from where its counter stands: rows by user; rows by owner; and who adds what to what.
+    """Write the lists, each from its first bound: rows by user, rows by phase and owner, and who adds what to what.
 
-    A source is a row's index among its user's rows of the table, a target that among its owner's (or the shared ones).
+    A source is a row's index among its user's rows of the table (lists by phase, user, owner), a target that among its
+    owner's (by phase, owner, user). Owner 0 stands for all trainers, and o + 1 for o. About 5 ns a row.
     """
-    own_index = np.zeros((2, trainers), np.int64)
+    used_at, owned_at = used_bounds[:, 0].copy(), owned_bounds[:, 0].copy()
+    source_at, target_at = source_bounds[:, 0].copy(), target_bounds[:, 0].copy()
     for t in range(bounds.shape[0] - 1):
-        own_index[:] = 0
-        shared_index = np.zeros(2, np.int64)
-        use_index = np.zeros(trainers, np.int64)
         for i in range(bounds[t], bounds[t + 1]):
-            phase, owner = phases[i], owners[i]
-            if owner == SHARED:
-                shared[shared_at[phase]] = i
-                shared_at[phase] += 1
-                target = shared_index[phase]
-                shared_index[phase] += 1
-            else:
-                owned[owned_at[phase, owner]] = i
-                owned_at[phase, owner] += 1
-                target = own_index[phase, owner]
-                own_index[phase, owner] += 1
-            for rank in range(trainers):
-                if not uses(users[i], rank):
-                    continue
-                used[used_at[rank]] = i
-                used_at[rank] += 1
-                if owner == SHARED:
-                    at = parts_at[phase, rank]
-                    part_sources[at] = use_index[rank]
-                    part_targets[at] = target
-                    parts_at[phase, rank] += 1
-                else:
-                    at = pairs_at[phase, rank, owner]
-                    pair_sources[at] = use_index[rank]
-                    pair_targets[at] = target
-                    pairs_at[phase, rank, owner] += 1
-                use_index[rank] += 1
+            phase, owner = phases[i], owners[i] + 1
+            own = phase * (trainers + 1) + owner
+            at = owned_at[own]
+            owned_at[own] = at + 1
+            owned[at] = i
+            target = at - owned_bounds[own, t]
+            left = np.uint64(users[i])
+            while left:
+                rank = lowest(left)
+                left &= left - _ONE
+                at = used_at[rank]
+                used_at[rank] = at + 1
+                used[at] = i
+                pair = (phase * trainers + rank) * (trainers + 1) + owner
+                sources[source_at[pair]] = at - used_bounds[rank, t]
+                source_at[pair] += 1
+                pair = own * trainers + rank
+                targets[target_at[pair]] = target
+                target_at[pair] += 1
+        used_bounds[:, t + 1], owned_bounds[:, t + 1] = used_at, owned_at
+        source_bounds[:, t + 1], target_bounds[:, t + 1] = source_at, target_at
+
+
+def fill_shares_by_numpy(
+    bounds: Int64s,
+    users: Masks,
+    owners: Ranks,
+    phases: Ranks,
+    trainers: int,
+    used_bounds: Int64s,
+    used: Int32s,
+    owned_bounds: Int64s,
+    owned: Int32s,
+    source_bounds: Int64s,
+    sources: Int32s,
+    target_bounds: Int64s,
+    targets: Int32s,
+) -> None:
+    """Twin of `fill_shares`."""
+    for t in range(len(bounds) - 1):
+        rows = np.arange(bounds[t], bounds[t + 1])
+        flags, owner, phase = _flags(users[rows])[:, :trainers], owners[rows] + 1, phases[rows]
+        own_list = phase * (trainers + 1) + owner
+        own_index = np.array([(own_list[:i] == own_list[i]).sum() for i in range(len(rows))], np.int32)
+        for own in range(2 * (trainers + 1)):
+            _extend(owned_bounds[own], t, owned, rows[own_list == own])
+        for rank in range(trainers):
+            mine = np.flatnonzero(flags[:, rank])
+            _extend(used_bounds[rank], t, used, rows[mine])
+            for own in range(2 * (trainers + 1)):
+                chosen = own_list[mine] == own
+                pair = (own // (trainers + 1) * trainers + rank) * (trainers + 1) + own % (trainers + 1)
+                _extend(source_bounds[pair], t, sources, np.flatnonzero(chosen))
+                _extend(target_bounds[own * trainers + rank], t, targets, own_index[mine][chosen])
 
 
 @kernel
-def count_values(
-    bounds: Int64s, users: Masks, owners: Ranks, kinds: Ranks, wanted: Flags, trainers: int, pairs: Int64s
-) -> None:
-    """How many rows of the wanted kinds each owner sends to each other user, for each table; all zero before."""
-    for t in range(bounds.shape[0] - 1):
-        for i in range(bounds[t], bounds[t + 1]):
-            owner = owners[i]
-            if owner == SHARED or not wanted[kinds[i]]:
-                continue
-            for rank in range(trainers):
-                if rank != owner and uses(users[i], rank):
-                    pairs[owner, rank, t] += 1
+def count_values(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
+    """Add up in pairs[f, o, r] how many rows owner o sends to their other user r; flows[kind] is their f, or -1."""
+    for i in range(users.shape[0]):
+        owner, flow = owners[i], flows[kinds[i]]
+        if owner == SHARED or flow < 0:
+            continue
+        left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
+        while left:
+            pairs[flow, owner, lowest(left)] += 1
+            left &= left - _ONE
+
+
+def count_values_by_numpy(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
+    """Twin of `count_values`."""
+    flags = _flags(users)[:, : pairs.shape[2]] & (np.arange(pairs.shape[2]) != owners[:, None])
+    sent = (owners != SHARED) & (flows[kinds] >= 0)
+    np.add.at(pairs, (flows[kinds][sent], owners[sent]), flags[sent])
 
 
 @kernel
@@ -246,27 +342,139 @@ def fill_values(
     owners: Ranks,
     kinds: Ranks,
     freed: Int32s,
-    wanted: Flags,
+    flows: Int64s,
     trainers: int,
-    pairs_at: Int64s,
-    sent: Int32s,
+    send_bounds: Int64s,
+    send: Int32s,
+    receive_bounds: Int64s,
+    receive: Int32s,
     after: Int32s,
 ) -> None:
-    """The slots of those rows, by owner and user; after[r]: the last plan that freed one of those that r receives."""
+    """The slots of those rows by flow, owner and user, and by flow, user and owner, each list from its first bound.
+
+    after[f, r]: the last plan that freed one of the slots that r receives.
+    """
+    send_at, receive_at = send_bounds[:, 0].copy(), receive_bounds[:, 0].copy()
     for t in range(bounds.shape[0] - 1):
         for i in range(bounds[t], bounds[t + 1]):
-            owner = owners[i]
-            if owner == SHARED or not wanted[kinds[i]]:
+            owner, flow = owners[i], flows[kinds[i]]
+            if owner == SHARED or flow < 0:
                 continue
-            for rank in range(trainers):
-                if rank != owner and uses(users[i], rank):
-                    sent[pairs_at[owner, rank]] = slots[i]
-                    pairs_at[owner, rank] += 1
-                    after[rank] = max(after[rank], freed[i])
+            left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
+            while left:
+                rank = lowest(left)
+                left &= left - _ONE
+                pair = (flow * trainers + owner) * trainers + rank
+                send[send_at[pair]] = slots[i]
+                send_at[pair] += 1
+                pair = (flow * trainers + rank) * trainers + owner
+                receive[receive_at[pair]] = slots[i]
+                receive_at[pair] += 1
+                after[flow, rank] = max(after[flow, rank], freed[i])
+        send_bounds[:, t + 1], receive_bounds[:, t + 1] = send_at, receive_at
+
+
+def fill_values_by_numpy(
+    bounds: Int64s,
+    slots: Int32s,
+    users: Masks,
+    owners: Ranks,
+    kinds: Ranks,
+    freed: Int32s,
+    flows: Int64s,
+    trainers: int,
+    send_bounds: Int64s,
+    send: Int32s,
+    receive_bounds: Int64s,
+    receive: Int32s,
+    after: Int32s,
+) -> None:
+    """Twin of `fill_values`."""
+    flags, flow_of = _flags(users), flows[kinds]
+    for t in range(len(bounds) - 1):
+        here = np.arange(len(slots)) - bounds[t] < bounds[t + 1] - bounds[t]
+        here &= np.arange(len(slots)) >= bounds[t]
+        for flow, owner, rank in np.ndindex(len(after), trainers, trainers):
+            chosen = here & (flow_of == flow) & (owners == owner) & flags[:, rank] & (owner != rank)
+            _extend(send_bounds[(flow * trainers + owner) * trainers + rank], t, send, slots[chosen])
+            _extend(receive_bounds[(flow * trainers + rank) * trainers + owner], t, receive, slots[chosen])
+            after[flow, rank] = freed[chosen].max(initial=after[flow, rank])
 
 
 @kernel
-def localise(inverse: Int32s, begin: int, index: Int32s, own: Int32s) -> None:
-    """own[i]: the index among a trainer's rows of what inverse[i] names; index[begin + j] is that of row j."""
-    for i in range(inverse.shape[0]):
-        own[i] = index[begin + inverse[i]]
+def gather_rows(ids: Int64s, slots: Int32s, items: Int32s, own_ids: Int64s, own_slots: Int32s) -> None:
+    """The ids and slots that a list names."""
+    for i in range(items.shape[0]):
+        own_ids[i] = ids[items[i]]
+        own_slots[i] = slots[items[i]]
+
+
+def gather_rows_by_numpy(ids: Int64s, slots: Int32s, items: Int32s, own_ids: Int64s, own_slots: Int32s) -> None:
+    """Twin of `gather_rows`."""
+    own_ids[:], own_slots[:] = ids[items], slots[items]
+
+
+@kernel
+def localise(
+    inverse: Int32s,
+    cuts: Int64s,
+    rank: int,
+    tables: Int64s,
+    bounds: Int64s,
+    used: Int32s,
+    used_bounds: Int64s,
+    index: Int32s,
+    own: Int32s,
+) -> None:
+    """A trainer's ids as indices into its own rows of their table, feature by feature. About 1 ns an id.
+
+    `inverse` has all ids of feature 0, then of feature 1, and so on; tables[f] is the table of feature f. `index` has
+    room for a number for each row.
+    """
+    for t in range(bounds.shape[0] - 1):
+        for k in range(used_bounds[t], used_bounds[t + 1]):
+            index[used[k]] = k - used_bounds[t]
+    start = at = 0
+    for f in range(cuts.shape[0]):
+        begin = bounds[tables[f]]
+        for i in range(start + cuts[f, rank], start + cuts[f, rank + 1]):
+            own[at] = index[begin + inverse[i]]
+            at += 1
+        start += cuts[f, -1]
+
+
+def localise_by_numpy(
+    inverse: Int32s,
+    cuts: Int64s,
+    rank: int,
+    tables: Int64s,
+    bounds: Int64s,
+    used: Int32s,
+    used_bounds: Int64s,
+    index: Int32s,
+    own: Int32s,
+) -> None:
+    """Twin of `localise`."""
+    index[used] = np.arange(len(used)) - np.repeat(used_bounds[:-1], np.diff(used_bounds))
+    starts = np.cumsum(cuts[:, -1]) - cuts[:, -1]
+    parts = [
+        index[bounds[tables[f]] + inverse[starts[f] + cuts[f, rank] : starts[f] + cuts[f, rank + 1]]]
+        for f in range(len(cuts))
+    ]
+    own[:] = np.concatenate(parts)
+
+
+def _places(bounds: Int64s, slots: Int32s, bases: Int64s) -> Int64s:
+    """Where the slots of a flat list are noted."""
+    return np.repeat(bases[: len(bounds) - 1], np.diff(bounds)) + slots
+
+
+def _flags(users: Masks) -> NDArray[np.bool_]:
+    """[i, r]: whether bit r of users[i] is set."""
+    return (users.astype(np.uint64)[:, None] >> np.arange(64, dtype=np.uint64)) & _ONE != 0
+
+
+def _extend(bounds: Int64s, table: int, items: Int32s, values: NDArray[Any]) -> None:
+    """Append a table's part to one of the lists."""
+    bounds[table + 1] = bounds[table] + len(values)
+    items[bounds[table] : bounds[table + 1]] = values

@@ -80,7 +80,7 @@ class Oracle:
         self._lingering = Lingering(self.groups, self._tenants) if self.policy.lingers else None
         self._workers = Workers(threads)
         self._scratch = _Scratch(len(tables), self.policy.target_max, masks)
-        self._cuts: deque[Int64s] = deque()
+        self._cuts: deque[tuple[Int64s, Int32s]] = deque()
         self._half_read = False
         self._nothing = _unfilled_list(np.zeros(len(tables), np.int64))
         features = iter(range(sum(len(table.features) for table in tables)))
@@ -144,7 +144,7 @@ class Oracle:
         limited = not self.policy.admit(iteration, length, counts, scratch.gaps)
         window.push(counts, batch.split(inverse))
         if cuts is not None:
-            self._cuts.append(cuts)
+            self._cuts.append((cuts, inverse))
 
         def note_stays(part: Part) -> None:
             link(
@@ -267,7 +267,7 @@ class Oracle:
             )  # fmt: skip
 
         self._workers.run(choose, self._parts)
-        return Sharing(users, homes, self._cuts.popleft())
+        return Sharing(users, homes, *self._cuts.popleft())
 
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:
         for group in self.groups:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from bagpipe.errors import ConfigError
 from bagpipe.kernels import partition as kernels
-from bagpipe.kernels.partition import FETCHED, LATER, NEXT, SHARED
+from bagpipe.kernels.partition import AFTERWARDS, FETCHED, LATER, NEXT, NOW, SHARED, WORDS
 from bagpipe.oracle.lookahead import mask_type
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.row_list import RowList
@@ -35,10 +36,11 @@ DESIGNS: tuple[Design, ...] = ("owned", "partitioned", "replicated", "lrpp")
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Ranks = NDArray[np.int8]
-Flags = NDArray[np.bool_]
+Masks = NDArray[Any]
 Payload = TypeVar("Payload")
 
-NOW, AFTERWARDS = 0, 1
+NOTHING = -1
+"""No flow: rows of this kind are not sent."""
 AHEAD = 2
 """Plans that must be known behind one before it can be divided: what it exchanges depends on who uses its rows next."""
 
@@ -56,15 +58,21 @@ class Partition:
         delayed: bool = True,
     ) -> None:
         """`capacity` has the size of each slot space."""
-        mask_type(trainers)
+        masks = mask_type(trainers)
         if design not in DESIGNS:
             raise ConfigError(f"sync.design is {design!r}: give one of {', '.join(DESIGNS)}")
         self.trainers, self.design, self.delayed = trainers, design, delayed
         ends = np.cumsum([0, *capacity])
         self._bases: Int64s = ends[[table.group for table in tables]].astype(np.int64)
-        self._features = tuple(number for number, table in enumerate(tables) for _ in table.features)
-        self._state: Int32s = np.zeros((int(ends[-1]), 4), np.int32)
-        self._everyone = np.full(1, (1 << trainers) - 1, np.uint64)
+        self._features: Int64s = np.repeat(np.arange(len(tables)), [len(table.features) for table in tables])
+        self._state: Int32s = np.zeros(int(ends[-1]) * WORDS, np.int32)
+        self._bits: Masks = masks(1) << np.arange(trainers, dtype=masks)
+        self._everyone: Masks = self._bits.sum(keepdims=True, dtype=masks)
+        self._flows: Int64s = np.full(3, NOTHING, np.int64)
+        self._flows[NEXT], self._flows[LATER] = NEXT, LATER if delayed else NEXT
+        if design == "partitioned":
+            self._flows[FETCHED] = FETCHED
+        self._no_values = _Flow.empty(trainers, len(tables))
         self._waiting: deque[_Noted] = deque()
 
     @property
@@ -99,97 +107,77 @@ class Partition:
         sharing, bases, state = plan.sharing, self._bases, self._state
         assert sharing is not None, "plans for one trainer are not divided"
         rows, fetch, evict, num_rows = plan.rows, plan.fetch, plan.evict, len(plan.rows)
-        victims_by = self._owners(plan.victims)  # before others take their slots
+        victims_by = self._writers(plan.victims)  # before others take their slots
         kernels.enter(fetch.bounds, fetch.slots, fetch.slot_after, self._homes(fetch, sharing), bases, state)
         owners, kinds = np.empty((2, num_rows), np.int8)
         freed = np.empty(num_rows, np.int32)
-        goes_on = self._waiting[-1].goes_on if self._waiting else np.zeros(0, np.bool_)
-        kernels.use(plan.iteration, rows.bounds, rows.slots, bases, state, owners, kinds, freed, goes_on)
+        phases_before = self._waiting[-1].phases if self._waiting else np.empty(0, np.int8)
+        kernels.use(plan.iteration, rows.bounds, rows.slots, bases, state, owners, kinds, freed, phases_before)
         if self.design == "lrpp":
             kernels.find_exclusive(plan.iteration, evict.bounds, evict.slots, bases, state, sharing.users, owners)
-        takers = np.empty(len(fetch), np.uint64)
+        takers = np.empty(len(fetch), self._bits.dtype)
         kernels.find_takers(
             plan.iteration, fetch.bounds, fetch.slots, bases, state, sharing.users, self.design == "partitioned",
-            self._everyone, takers,
+            self._bits, self._everyone, takers,
         )  # fmt: skip
-        evict_by, flush_by = self._owners(evict), self._owners(plan.flush)
-        goes_on = np.zeros(num_rows, np.bool_)
-        noted = _Noted(plan, sharing, owners, kinds, freed, goes_on, takers, evict_by, victims_by, flush_by)
-        self._waiting.append(noted)
+        evict_by, flush_by = self._writers(evict), self._writers(plan.flush)
+        phases = np.full(num_rows, AFTERWARDS if self.delayed else NOW, np.int8)
+        flows = self._send(plan, sharing.users, owners, kinds, freed)
+        self._waiting.append(
+            _Noted(plan, sharing, owners, kinds, phases, flows, takers, evict_by, victims_by, flush_by)
+        )
 
     def _homes(self, fetch: Fetch, sharing: Sharing) -> Ranks:
         if self.design == "owned":
             return sharing.homes
         if self.design == "partitioned":
-            return self._by_slot(fetch.slots)
+            return (fetch.slots % self.trainers).astype(np.int8)
         return np.full(len(fetch), SHARED, np.int8)
 
-    def _owners(self, rows: RowList) -> Ranks:
-        owners = np.empty(len(rows), np.int8)
-        kernels.owners_of(rows.bounds, rows.slots, self._bases, self._state, owners)
-        return owners
+    def _writers(self, rows: RowList) -> Ranks:
+        writers = np.empty(len(rows), np.int8)
+        if len(rows):
+            kernels.writers_of(rows.bounds, rows.slots, self._bases, self._state, self.trainers, writers)
+        return writers
 
-    def _by_slot(self, slots: Int32s) -> Ranks:
-        return (slots % self.trainers).astype(np.int8)
-
-    def _writers(self, rows: RowList, owners: Ranks) -> Ranks:
-        """Of rows that all have, one writes."""
-        return np.where(owners == SHARED, self._by_slot(rows.slots), owners).astype(np.int8)
+    def _send(self, plan: Plan, users: Masks, owners: Ranks, kinds: Ranks, freed: Int32s) -> list[_Flow]:
+        """The vectors that owners send to other users of a plan's rows, by how those come to them."""
+        if self.design in ("replicated", "lrpp"):
+            return [self._no_values] * 3
+        rows, trainers, tables = plan.rows, self.trainers, len(plan.rows.bounds) - 1
+        pairs = np.zeros((3, trainers, trainers), np.int64)
+        kernels.count_values(users, owners, kinds, self._flows, pairs)
+        send, receive = _Flat.of(pairs, tables), _Flat.of(pairs.transpose(0, 2, 1), tables)
+        after = np.full((3, trainers), -1, np.int32)
+        kernels.fill_values(
+            rows.bounds, rows.slots, users, owners, kinds, freed, self._flows, trainers,
+            send.bounds, send.items, receive.bounds, receive.items, after,
+        )  # fmt: skip
+        return [_Flow(kind * trainers, trainers, send, receive, after[kind]) for kind in range(3)]
 
     def _divide(self) -> Division:
         noted = self._waiting.popleft()
-        after = [*self._waiting][:AHEAD]
-        if self.delayed:
-            phases = np.where(noted.goes_on, NOW, AFTERWARDS).astype(np.int8)
-            values = self._values(after[0], NEXT) if after else self._no_values(noted)
-            later = self._values(after[1], LATER) if len(after) > 1 else self._no_values(noted)
-        else:
-            phases = np.full(len(noted.goes_on), NOW, np.int8)
-            values = self._values(after[0], NEXT, LATER) if after else self._no_values(noted)
-            later = self._no_values(noted)
-        fetched = self._values(noted, FETCHED) if self.design == "partitioned" else self._no_values(noted)
+        flows = [after.flows for after in self._waiting] + [[self._no_values] * 3] * AHEAD
         plan = noted.plan
         return Division(
-            plan, self.trainers, self._features, self._shares(noted, phases), fetched, values, later, noted.takers,
-            noted.kinds, self._writers(plan.evict, noted.evict_owners),
-            self._writers(plan.victims, noted.victim_owners), self._writers(plan.flush, noted.flush_owners),
+            plan, self.trainers, self._features, self._shares(noted), noted.flows[FETCHED], flows[0][NEXT],
+            flows[1][LATER], noted.takers, noted.kinds, noted.evict_by, noted.victims_by, noted.flush_by,
             self.design in ("replicated", "lrpp"),
         )  # fmt: skip
 
-    def _shares(self, noted: _Noted, phases: Ranks) -> _Shares:
-        bounds, users, trainers = noted.plan.rows.bounds, noted.sharing.users, self.trainers
-        tables = len(bounds) - 1
-        used = np.zeros((trainers, tables), np.int64)
-        owned, pairs = np.zeros((2, trainers, tables), np.int64), np.zeros((2, trainers, trainers, tables), np.int64)
-        shared, parts = np.zeros((2, tables), np.int64), np.zeros((2, trainers, tables), np.int64)
-        counts = used, owned, pairs, shared, parts
-        kernels.count_shares(bounds, users, noted.owners, phases, trainers, *counts)
-        shares = _Shares(*(_Flat.of(count) for count in counts))
+    def _shares(self, noted: _Noted) -> _Shares:
+        users, trainers, bounds = noted.sharing.users, self.trainers, noted.plan.rows.bounds
+        owned, pairs = np.zeros((2, trainers + 1), np.int64), np.zeros((2, trainers + 1, trainers), np.int64)
+        kernels.count_shares(users, noted.owners, noted.phases, owned, pairs)
+        shares = _Shares(trainers, *(
+            _Flat.of(counts, len(bounds) - 1) for counts in (pairs.sum((0, 1)), owned, pairs.transpose(0, 2, 1), pairs)
+        ))  # fmt: skip
         kernels.fill_shares(
-            bounds, users, noted.owners, phases, trainers, *shares.begins(),
-            shares.used.items, shares.owned.items, shares.pairs.items, shares.pair_targets, shares.shared.items,
-            shares.parts.items, shares.part_targets,
+            bounds, users, noted.owners, noted.phases, trainers, shares.used.bounds, shares.used.items,
+            shares.owned.bounds, shares.owned.items, shares.sources.bounds, shares.sources.items,
+            shares.targets.bounds, shares.targets.items,
         )  # fmt: skip
         return shares
-
-    def _values(self, noted: _Noted, *kinds: int) -> _Flow:
-        rows, trainers = noted.plan.rows, self.trainers
-        wanted = np.zeros(3, np.bool_)
-        wanted[list(kinds)] = True
-        pairs = np.zeros((trainers, trainers, len(rows.bounds) - 1), np.int64)
-        after = np.full(trainers, -1, np.int32)
-        users, owners = noted.sharing.users, noted.owners
-        kernels.count_values(rows.bounds, users, owners, noted.kinds, wanted, trainers, pairs)
-        flat = _Flat.of(pairs)
-        kernels.fill_values(
-            rows.bounds, rows.slots, users, owners, noted.kinds, noted.freed, wanted, trainers, flat.begins(),
-            flat.items, after,
-        )  # fmt: skip
-        return _Flow(flat, after)
-
-    def _no_values(self, noted: _Noted) -> _Flow:
-        shape = (self.trainers, self.trainers, len(noted.plan.rows.bounds) - 1)
-        return _Flow(_Flat.of(np.zeros(shape, np.int64)), np.full(self.trainers, -1, np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,13 +188,13 @@ class _Noted:
     sharing: Sharing
     owners: Ranks
     kinds: Ranks
-    freed: Int32s
-    goes_on: Flags
-    """For each row whether the next plan uses it too; set when that is noted."""
-    takers: NDArray[np.uint64]
-    evict_owners: Ranks
-    victim_owners: Ranks
-    flush_owners: Ranks
+    phases: Ranks
+    """When each row is updated; set when the next plan is noted."""
+    flows: list[_Flow]
+    takers: Masks
+    evict_by: Ranks
+    victims_by: Ranks
+    flush_by: Ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,69 +202,69 @@ class _Flat:
     """Lists of all trainers (and pairs of them) end to end, each table by table."""
 
     items: Int32s
-    counts: Int64s
-    """Of each list and table; the last axis is tables."""
     bounds: Int64s
-    """[..., t]: where table t of a list begins; one more for its end."""
+    """[k, t]: where table t of list k begins; one more for its end."""
 
     @classmethod
-    def of(cls, counts: Int64s) -> _Flat:
-        """Empty lists of these lengths."""
-        ends = np.cumsum(counts.reshape(-1)).reshape(counts.shape)
-        bounds = np.concatenate([(ends[..., :1] - counts[..., :1]), ends], axis=-1)
-        return cls(np.empty(int(counts.sum()), np.int32), counts, bounds)
+    def of(cls, counts: Int64s, tables: int) -> _Flat:
+        """Room for lists of these lengths; where their tables begin is not known yet."""
+        bounds = np.empty((counts.size, tables + 1), np.int64)
+        ends = np.cumsum(counts)
+        bounds[0, 0], bounds[1:, 0] = 0, ends[:-1]
+        return cls(np.empty(ends[-1], np.int32), bounds)
 
-    def begins(self) -> Int64s:
-        """Where each list begins, to be counted up."""
-        return self.bounds[..., 0].copy()
-
-    def lists(self, bounds: Int64s, items: Int32s | None = None) -> Lists:
-        """Some of the lists, one a row of these bounds, moved together."""
-        items = self.items if items is None else items
-        firsts, lasts = bounds[:, 0], bounds[:, -1]
-        if np.array_equal(firsts[1:], lasts[:-1]):  # they are together already
-            return Lists(items[firsts[0] : lasts[-1]], bounds - firsts[0])
-        moved = np.concatenate([items[first:last] for first, last in zip(firsts, lasts, strict=True)])
-        begins = np.concatenate([[0], np.cumsum(lasts - firsts)[:-1]])
-        return Lists(moved, bounds - (firsts - begins)[:, None])
+    def lists(self, first: int, count: int = 1) -> Lists:
+        """Some of the lists."""
+        bounds = self.bounds[first : first + count]
+        return Lists(self.items[bounds[0, 0] : bounds[-1, -1]], bounds - bounds[0, 0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flow:
-    """The slots of vectors that go from trainer to trainer."""
+    """The slots of vectors that go from trainer to trainer at one time."""
 
-    flat: _Flat
+    first: int
+    """How many trainers' lists come before."""
+    trainers: int
+    send: _Flat
+    receive: _Flat
     after: Int32s
 
+    @classmethod
+    def empty(cls, trainers: int, tables: int) -> _Flow:
+        """Nothing is sent."""
+        nothing = _Flat(np.empty(0, np.int32), np.zeros((trainers * trainers, tables + 1), np.int64))
+        return cls(0, trainers, nothing, nothing, np.full(trainers, -1, np.int32))
+
     def of(self, rank: int) -> Values:
-        send, receive = self.flat.bounds[rank], self.flat.bounds[:, rank]
-        return Values(self.flat.lists(send), self.flat.lists(receive), int(self.after[rank]))
+        first = (self.first + rank) * self.trainers
+        send, receive = self.send.lists(first, self.trainers), self.receive.lists(first, self.trainers)
+        return Values(send, receive, int(self.after[rank]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Shares:
     """The lists that `fill_shares` writes."""
 
-    def __init__(self, used: _Flat, owned: _Flat, pairs: _Flat, shared: _Flat, parts: _Flat) -> None:
-        self.used, self.owned, self.pairs, self.shared, self.parts = used, owned, pairs, shared, parts
-        self.pair_targets: Int32s = np.empty_like(pairs.items)
-        self.part_targets: Int32s = np.empty_like(parts.items)
-
-    def begins(self) -> tuple[Int64s, Int64s, Int64s, Int64s, Int64s]:
-        """Where the lists of each kind begin."""
-        flats = self.used, self.owned, self.pairs, self.shared, self.parts
-        return tuple(flat.begins() for flat in flats)  # type: ignore[return-value]
+    trainers: int
+    used: _Flat
+    owned: _Flat
+    sources: _Flat
+    targets: _Flat
 
     def gradients(self, phase: int, rank: int, rows: RowList) -> Gradients:
         """What one trainer exchanges, and updates, in a phase."""
-        own = self.parts.lists(self.parts.bounds[phase, rank][None])
-        at = self.parts.lists(self.parts.bounds[phase, rank][None], self.part_targets).items
+        trainers = self.trainers
+        all_trainers = phase * (trainers + 1)
+        owner = all_trainers + rank + 1
+        sent = (phase * trainers + rank) * (trainers + 1)
         return Gradients(
-            chosen(rows, self.owned.lists(self.owned.bounds[phase, rank][None])),
-            self.pairs.lists(self.pairs.bounds[phase, rank]),
-            self.pairs.lists(self.pairs.bounds[phase, :, rank], self.pair_targets),
-            chosen(rows, self.shared.lists(self.shared.bounds[phase][None])),
-            own,
-            at,
+            chosen(rows, self.owned.lists(owner)),
+            self.sources.lists(sent + 1, trainers),
+            self.targets.lists(owner * trainers, trainers),
+            chosen(rows, self.owned.lists(all_trainers)),
+            self.sources.lists(sent),
+            self.targets.lists(all_trainers * trainers + rank).items,
         )
 
 
@@ -286,12 +274,12 @@ class Division:
 
     plan: Plan
     trainers: int
-    _features: tuple[int, ...]
+    _features: Int64s
     _shares: _Shares
     _fetched: _Flow
     _values: _Flow
     _later_values: _Flow
-    _takers: NDArray[np.uint64]
+    _takers: Masks
     _kinds: Ranks
     _evict_by: Ranks
     _victims_by: Ranks
@@ -301,9 +289,7 @@ class Division:
     def part(self, rank: int, *samples: tuple[int, ...]) -> Plan:
         """What one trainer does; of each micro-batch the samples of each trainer are given."""
         plan, shares = self.plan, self._shares
-        mine = shares.used.lists(shares.used.bounds[rank][None])
-        rows = chosen(plan.rows, mine)
-        fetch = self._fetch(rank)
+        mine = shares.used.lists(rank)
         sync = Sync(
             rank,
             samples,
@@ -315,58 +301,54 @@ class Division:
             self._dropped(plan.evict, self._evict_by, rank),
             self._dropped(plan.victims, self._victims_by, rank),
         )
-        victims = picked(plan.victims, self._victims_by == rank)
+        victims = flagged(plan.victims, self._victims_by == rank)
         return replace(
             plan,
-            rows=rows,
+            rows=chosen(plan.rows, mine),
             inverse=self._inverse(rank, mine),
-            fetch=fetch,
-            evict=picked(plan.evict, self._evict_by == rank),
+            fetch=self._fetch(rank),
+            evict=flagged(plan.evict, self._evict_by == rank),
             victims=Victims(victims.ids, victims.slots, victims.bounds, plan.victims.evict_after),
-            flush=picked(plan.flush, self._flush_by == rank),
-            hits=int(np.count_nonzero(self._kinds[mine.items] != FETCHED)),
+            flush=flagged(plan.flush, self._flush_by == rank),
+            hits=int(np.count_nonzero(self._kinds.take(mine.items) != FETCHED)),
             sharing=None,
             sync=sync,
         )
 
     def _dropped(self, leaving: RowList, writers: Ranks, rank: int) -> RowList:
-        return picked(leaving, (writers != rank) & self._replicas)
+        return flagged(leaving, (writers != rank) & self._replicas)
 
     def _fetch(self, rank: int) -> Fetch:
         fetch = self.plan.fetch
-        mine = (self._takers >> np.uint64(rank)) & np.uint64(1) != 0
-        own = picked(fetch, mine)
-        return Fetch(own.ids, own.slots, own.bounds, fetch.after[mine], fetch.slot_after[mine])
+        mine = flags_to_list(self._takers & self._takers.dtype.type(1 << rank) != 0, fetch.bounds)
+        own = chosen(fetch, mine)
+        return Fetch(own.ids, own.slots, own.bounds, fetch.after[mine.items], fetch.slot_after[mine.items])
 
     def _inverse(self, rank: int, mine: Lists) -> tuple[Int32s, ...]:
         """The trainer's ids as indices into its own rows."""
-        plan = self.plan
-        assert plan.sharing is not None
-        cuts, bounds = plan.sharing.cuts, plan.rows.bounds
+        plan, sharing = self.plan, self.plan.sharing
+        assert sharing is not None
+        cuts, bounds = sharing.cuts, plan.rows.bounds
         index = np.empty(len(plan.rows), np.int32)
-        own_bounds = mine.bounds[0]
-        index[mine.items] = np.arange(len(mine.items)) - np.repeat(own_bounds[:-1], np.diff(own_bounds))
-        return tuple(
-            localised(inverse[begin:end], int(bounds[table]), index)
-            for inverse, begin, end, table in zip(
-                plan.inverse, cuts[:, rank].tolist(), cuts[:, rank + 1].tolist(), self._features, strict=True
-            )
-        )
+        ends = np.cumsum(cuts[:, rank + 1] - cuts[:, rank]).tolist()
+        own = np.empty(ends[-1], np.int32)
+        kernels.localise(sharing.inverse, cuts, rank, self._features, bounds, mine.items, mine.bounds[0], index, own)
+        return tuple([own[begin:end] for begin, end in pairwise([0, *ends])])
 
 
 def chosen(rows: RowList, lists: Lists) -> RowList:
     """The rows that a single list names."""
-    return RowList(rows.ids[lists.items], rows.slots[lists.items], lists.bounds[0])
+    ids, slots = np.empty(len(lists), np.int64), np.empty(len(lists), np.int32)
+    kernels.gather_rows(rows.ids, rows.slots, lists.items, ids, slots)
+    return RowList(ids, slots, lists.bounds[0])
 
 
-def picked(rows: RowList, flags: NDArray[Any]) -> RowList:
+def flagged(rows: RowList, flags: NDArray[np.bool_]) -> RowList:
     """The rows whose flag is set."""
-    before = np.concatenate([[0], np.cumsum(flags)])
-    return RowList(rows.ids[flags], rows.slots[flags], before[rows.bounds])
+    return chosen(rows, flags_to_list(flags, rows.bounds))
 
 
-def localised(inverse: Int32s, begin: int, index: Int32s) -> Int32s:
-    """Indices into the rows of a table, as indices into a trainer's own."""
-    own = np.empty(len(inverse), np.int32)
-    kernels.localise(inverse, begin, index, own)
-    return own
+def flags_to_list(flags: NDArray[np.bool_], bounds: Int64s) -> Lists:
+    """A single list of the rows whose flag is set."""
+    items = np.flatnonzero(flags).astype(np.int32)
+    return Lists(items, np.searchsorted(items, bounds)[None])

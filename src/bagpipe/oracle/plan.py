@@ -50,6 +50,8 @@ class Sharing:
     """For each row to fetch the trainer that uses it most while it will be in the cache."""
     cuts: Int64s
     """[f, r]: where trainer r's ids of feature f begin; one more for the end."""
+    inverse: Int32s
+    """The plan's, all features end to end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
