@@ -115,8 +115,9 @@ class RowCache:
         self.dirty[group][slots] = False
 
     def mark_updated(self, table: int, slots: Slots) -> None:
-        """The rows in these slots differ from the store from now on."""
-        self.dirty[self.group[table]][slots] = True
+        """The rows in these slots differ from the store from now on; not those that another trainer will write."""
+        group = self.group[table]
+        self.dirty[group][slots] = self.tenant_table[group][slots] != VACANT
 
     def copy_out(self, table: int, ids: Ids, slots: Slots) -> TableRows:
         """Rows leave their slots; those that were updated since they were last written are returned."""

@@ -1,0 +1,36 @@
+"""Few combinations of settings in which every two values of any two settings meet."""
+
+from __future__ import annotations
+
+import itertools
+
+
+def pairwise(choices, impossible=lambda _: False):
+    """Combinations as dicts; `impossible` says of a dict with two settings whether they exclude each other."""
+    names = list(choices)
+    missing = {
+        pair
+        for a, b in itertools.combinations(names, 2)
+        for pair in itertools.product([(a, x) for x in choices[a]], [(b, y) for y in choices[b]])
+        if not impossible(dict(pair))
+    }
+    rows = []
+    while missing:
+        row = dict(min(missing, key=repr))
+        for name in names:
+            if name not in row:
+                row[name] = _best(name, choices[name], row, missing, names, impossible)
+        missing -= set(itertools.combinations([(name, row[name]) for name in names], 2))
+        rows.append({name: row[name] for name in names})
+    return rows
+
+
+def _best(name, values, row, missing, names, impossible):
+    """The value that covers most pairs with what is in the row."""
+
+    def new_pairs(value):
+        pairs = [sorted(((name, value), item), key=lambda each: names.index(each[0])) for item in row.items()]
+        return sum(tuple(pair) in missing for pair in pairs)
+
+    possible = [value for value in values if not any(impossible(dict([(name, value), item])) for item in row.items())]
+    return max(possible, key=new_pairs)
