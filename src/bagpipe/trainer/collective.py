@@ -44,7 +44,10 @@ class Collective(Protocol):
         """
 
     def all_reduce(self, buffer: Tensor, what: str) -> Pending:
-        """Replace the buffer by its sum over ranks, the same on all, in any order of addition."""
+        """Replace the buffer by its sum over ranks, the same on all, in any order of addition.
+
+        Ranks wait for their all-reduces in the same order.
+        """
 
     def abort(self, reason: BaseException | str) -> None:
         """This rank can't go on: waits of all ranks, those of other threads of this one too, end with an error."""
