@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import fields
+from threading import Lock
 
 from bagpipe.config import load_config
 from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.oracle.service import OracleService
 from bagpipe.store import MemoryStore
+from bagpipe.store.views import shared_views
+from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.remote_plans import RemotePlans
-from bagpipe.training import prepare, train_remote
+from bagpipe.trainer.stages import Threads
+from bagpipe.trainer.sync import Groups
+from bagpipe.trainer.together import run_threads
+from bagpipe.training import Job, prepare, train_remote
 from bagpipe.wire.in_order import Patience
 from bagpipe.wire.simulated import SimulatedNetwork
 
@@ -26,9 +33,21 @@ LONG = ["epochs=6"]
 """So many that they can't all be on their way when the first few are trained."""
 
 
+_making = Lock()
+
+
+class OneAtATime(Job):
+    """A run whose trainers are threads: models are made with PyTorch's one random generator."""
+
+    def model(self):
+        with _making:
+            return super().model()
+
+
 def make_job(path, *settings):
     """A small run."""
-    return prepare(load_config(None, [*SETTINGS, *settings]), path)
+    job = prepare(load_config(None, [*SETTINGS, *settings]), path)
+    return OneAtATime(**{field.name: getattr(job, field.name) for field in fields(job)})
 
 
 def quiet(*_):
@@ -86,5 +105,32 @@ class Served:
 
     def train(self, report=quiet):
         """The state of a training run over the network."""
-        state, _ = train_remote(self.job, self.plans(), MemoryStore(self.job.model()[2]), report)
-        return state
+        return self.train_all(report)[0][0]
+
+    def train_all(self, report=quiet):
+        """State and summary of each trainer; several are threads that exchange through memory."""
+        job, trainers = self.job, self.job.config.trainers
+        rows = MemoryStore(job.model()[2])
+        if trainers == 1:
+            return [train_remote(job, self.plans(), rows, report)]
+        drivers = [Threads(60) for _ in range(trainers)]
+
+        def notify():
+            for driver in drivers:
+                driver.notify()
+
+        ends = [memory_groups(trainers, notify, deadline_s=60) for _ in range(3)]
+        groups = [Groups(*of_rank) for of_rank in zip(*ends, strict=True)]
+        stores = shared_views(rows, trainers, [driver.notify for driver in drivers])
+
+        def abort(error):
+            groups[0].abort(error)
+            for driver in drivers:
+                driver.abort(error)
+
+        def loop(rank):
+            return lambda: train_remote(
+                job, self.plans(trainer=rank), stores[rank], report, groups[rank], drivers[rank]
+            )
+
+        return run_threads([loop(rank) for rank in range(trainers)], 60, abort)

@@ -41,6 +41,8 @@ from bagpipe.store.views import shared_views
 from bagpipe.together import Trainers
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
+from bagpipe.trainer.stages import Driver
+from bagpipe.trainer.sync import Groups, Peers
 from bagpipe.types import Batch
 
 Report = Callable[[int, str], None]
@@ -86,7 +88,19 @@ class Job:
         _, binding, layouts = self.model()
         widths = tuple(layout.width for layout in layouts)
         data = self.data_order().fingerprint()
-        return PlanSettings(binding.tables, widths, config.cache, config.lookahead, config.policy, data=data)
+        return PlanSettings(
+            binding.tables,
+            widths,
+            config.cache,
+            config.lookahead,
+            config.policy,
+            data=data,
+            trainers=config.trainers,
+            assign=config.assign,
+            seed=config.seed,
+            design=config.sync.design,
+            delayed=config.sync.delayed,
+        )
 
     def batches(self) -> Generator[Batch, None, None]:
         """The batches of the run, in order."""
@@ -120,7 +134,8 @@ def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
     """Train with the reference, on the trainers that the job asks for."""
     model, binding, layouts = job.model()
     config = job.config
-    dense, assign = dense_optimizer(config.dense_optimizer), Assigner(config.assign, config.trainers)
+    dense = dense_optimizer(config.dense_optimizer)
+    assign = Assigner(config.assign, config.trainers, config.seed, [table.features for table in binding.tables])
     reference = Reference(model, binding, layouts, dense, config.trainers, assign)
     untrained = evaluate(job, reference.predict)
     clock = Clock()
@@ -188,8 +203,9 @@ def open_views(job: Job, layouts: Sequence[RowLayout], notify: Sequence[Callable
 def joined_summary(summaries: Sequence[Summary]) -> Summary:
     """What trainers have shown, as one: they share batches, so counts are summed and the rest is the first one's."""
     joined = dict(summaries[0])
-    for key in ("samples", "fetched_rows", "written_rows"):
-        joined[key] = sum(summary[key] for summary in summaries)
+    for key in ("samples", "fetched_rows", "written_rows", "plan_bytes"):
+        if key in joined:
+            joined[key] = sum(summary[key] for summary in summaries)
     joined["samples_per_second"] = joined["samples"] / joined["seconds"]
     last = [summary.pop("last_samples") for summary in summaries]
     losses = [summary["loss"] for summary in summaries]
@@ -241,14 +257,31 @@ def train_over(
     return of_store(model, [layout.table.name for layout in layouts], batches.store), summary
 
 
-def train_remote(job: Job, plans: RemotePlans, store: Store, report: Report) -> tuple[State, Summary]:
-    """Train on plans that an oracle elsewhere makes, with rows in this store; both are closed in the end."""
+def train_remote(
+    job: Job,
+    plans: RemotePlans,
+    store: Store,
+    report: Report,
+    groups: Groups | None = None,
+    driver: Driver | None = None,
+) -> tuple[State | None, Summary]:
+    """Train on plans that an oracle elsewhere makes, with rows in this store; both are closed in the end.
+
+    With `groups` this is one of several trainers: the first one has a state in the end, and `joined_summary` makes one
+    of what all of them have shown.
+    """
+    config = job.config
+    sync = config.sync
+    peers = None if groups is None else Peers(groups, sync.design, sync.delayed, sync.deterministic)
     with closing(plans), closing(store):
         model, binding, layouts = job.model()
-        batches = remote_batches(model, binding, layouts, layouts[0].optimizer, plans, store, check=job.config.check)
-        state, summary = train_over(job, model, layouts, batches, report)
-        assert state is not None
-        del summary["last_samples"]
+        batches = remote_batches(
+            model, binding, layouts, layouts[0].optimizer, plans, store, check=config.check and peers is None,
+            driver=driver, peers=peers, assign=config.assign,
+        )  # fmt: skip
+        state, summary = train_over(job, model, layouts, batches, report, 0 if peers is None else peers.rank)
+        if peers is None:
+            del summary["last_samples"]
         return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}
 
 

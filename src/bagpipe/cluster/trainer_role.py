@@ -105,6 +105,7 @@ class TrainerRole(Role):
             before = _processor_s(self._ray_threads)
             state, summary = train_remote(job, plans, store, report)
             ray_s = _processor_s(self._ray_threads) - before
+        assert state is not None
         summary["parameters_sha256"] = state.sha256()
         self._line = "is done"
         return Trained(summary, first_at[0], summary["seconds"], ray_s)

@@ -37,14 +37,15 @@ class _Request:
 
 
 class Outbox:
-    """Answers by iteration, for all trainers alike; may be used by any thread."""
+    """Answers by iteration, one a trainer; may be used by any thread."""
 
     def __init__(self, trainers: int, room: int) -> None:
-        """Keep up to `room` plans that a trainer has not received."""
+        """Keep up to `room` plans that some trainer has not received."""
         self.bytes_sent = self.num_sent = 0
         self._room = room
         self._received = dict.fromkeys(range(trainers), NO_ITERATION)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Sequence[Answer]] = {}
+        """Of each iteration one for each trainer."""
         self._next = 0
         self._end: Answer | None = None
         self._parked: dict[tuple[int, int], _Request] = {}
@@ -62,25 +63,26 @@ class Outbox:
         return sum(number != DESCRIPTION for number in list(self._answers))
 
     def describe(self, answer: Answer) -> None:
-        """What the plans are like, before the first one."""
+        """What the plans are like, before the first one; the same for all."""
         with self._changed:
-            self._answers[DESCRIPTION] = answer
+            self._answers[DESCRIPTION] = [answer] * len(self._received)
         self._answer_parked()
 
-    def put(self, iteration: int, answer: Answer) -> bool:
-        """Add the plan of the next iteration once there is room; False after `close`."""
+    def put(self, iteration: int, answers: Sequence[Answer]) -> bool:
+        """Add the plan of the next iteration, a part for each trainer, once there is room; False after `close`."""
+        assert len(answers) == len(self._received), "a plan has a part for each trainer"
         with self._changed:
             self._changed.wait_for(lambda: self._closed or iteration - self.received <= self._room)
             if self._closed:
                 return False
             if iteration > self.received:  # after a restart trainers may have it already
-                self._answers[iteration] = answer
+                self._answers[iteration] = answers
             self._next = iteration + 1
         self._answer_parked()
         return True
 
     def finish(self, answer: Answer) -> None:
-        """There are no more plans, and this is why."""
+        """There are no more plans for anybody, and this is why."""
         with self._changed:
             self._end = answer
         self._answer_parked()
@@ -97,7 +99,7 @@ class Outbox:
             if iteration > max(self._received[trainer], received) + AHEAD_MAX:
                 raise WireError(f"trainer {trainer} asks for plan {iteration} and has received those up to {received}")
             self._receive(trainer, received)
-            answer = self._find(iteration)
+            answer = self._find(trainer, iteration)
             if answer is None:
                 again = (trainer, iteration) in self._parked
                 self._parked[trainer, iteration] = _Request(message, reply)  # the newest: it may have reconnected
@@ -123,14 +125,14 @@ class Outbox:
                 del self._parked[key]
             self._changed.notify_all()
 
-    def _find(self, iteration: int) -> Answer | None:
-        if (answer := self._answers.get(iteration)) is not None:
-            return answer
+    def _find(self, trainer: int, iteration: int) -> Answer | None:
+        if (answers := self._answers.get(iteration)) is not None:
+            return answers[trainer]
         return self._end if iteration >= self._next or iteration == DESCRIPTION else None
 
     def _answer_parked(self) -> None:
         with self._changed:
-            found = [(key, answer) for key in self._parked if (answer := self._find(key[1])) is not None]
+            found = [(key, answer) for key in self._parked if (answer := self._find(*key)) is not None]
             released = [(self._parked.pop(key), answer) for key, answer in found]
         for request, answer in released:  # not under the lock: sending may take one of its own
             self._send(request, answer)

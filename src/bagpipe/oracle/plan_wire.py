@@ -2,71 +2,38 @@
 
 Whatever the bytes, a plan that comes out of here names slots, rows and tables that exist, and waits only for iterations
 before its own (I8). Integers: for each list of rows their number by table, the slots and, of fetches, the two waits;
-then the places of the ids by feature, then the batches. The ids of rows have 64 bits, everything else 32.
+then the places of the ids by feature, then the batches, then what several trainers exchange (`sync_wire`). The ids of
+rows have 64 bits, everything else 32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.cache import group_by_width
 from bagpipe.data.batch_wire import pack_batch, unpack_batch
 from bagpipe.errors import WireError
 from bagpipe.oracle.plan import Fetch, Plan, Victims
+from bagpipe.oracle.plan_shape import PlanShape, check_range, pack_rows, unpack_rows
 from bagpipe.oracle.row_list import RowList
-from bagpipe.types import Batch, Table
+from bagpipe.oracle.sync_wire import pack_sync, unpack_sync
+from bagpipe.types import Batch
 from bagpipe.wire.arrays import Packing, Unpacking
-from bagpipe.wire.plan_messages import BatchHead, Planned, PlansDescribed
+from bagpipe.wire.plan_messages import BatchHead, Planned, PlannedPart
 
 Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class PlanShape:
-    """What all plans of a run must fit."""
-
-    tables: tuple[Table, ...]
-    group: tuple[int, ...]
-    """The slot space of each table."""
-    capacity: tuple[int, ...]
-    """The slots of each space."""
-    accumulate: int = 1
-    fingerprint: str = ""
-
-    @classmethod
-    def of(cls, described: PlansDescribed) -> PlanShape:
-        """What an oracle has described; WireError if it contradicts itself."""
-        tables = tuple(Table(table.name, table.rows, tuple(table.features)) for table in described.tables)
-        groups, widths = group_by_width([table.width for table in described.tables])
-        features = [name for table in tables for name in table.features]
-        if not tables or len(widths) != len(described.capacity) or len(set(features)) != len(features):
-            raise WireError(
-                f"plans of {len(tables)} tables with rows of {len(widths)} widths for {len(described.capacity)} slot "
-                "spaces, or of a feature in two tables: run the same release on both sides"
-            )
-        return cls(tables, tuple(groups), tuple(described.capacity), described.accumulate, described.fingerprint)
-
-    @property
-    def features(self) -> list[tuple[str, int]]:
-        """The features of all plans, in order, each with its table."""
-        return [(name, number) for number, table in enumerate(self.tables) for name in table.features]
 
 
 def pack_plan(
     plan: Plan, batches: Sequence[Batch], features: Sequence[str], fingerprint: str = ""
-) -> tuple[Planned, list[memoryview]]:
-    """A plan and its batches, whose ids of these features are in the plan."""
+) -> tuple[Planned | PlannedPart, list[memoryview]]:
+    """A plan, or one trainer's part of it, and its batches, whose ids of these features are in the plan."""
     packing = Packing()
     for rows in (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush):
-        packing.add(np.diff(rows.bounds).astype(np.int32))
-        packing.add(rows.ids)
-        packing.add(rows.slots)
+        pack_rows(rows, packing)
     packing.add(plan.fetch.after)
     packing.add(plan.fetch.slot_after)
     for inverse in plan.inverse:
@@ -76,14 +43,31 @@ def pack_plan(
         plan.iteration, fingerprint, plan.lookahead, plan.hits, plan.victims.evict_after, len(plan.rows),
         len(plan.fetch), len(plan.evict), len(plan.victims), len(plan.flush), heads,
     )  # fmt: skip
-    return record, packing.buffers()
+    if plan.sync is None:
+        return record, packing.buffers()
+    part = PlannedPart(record, pack_sync(plan.sync, packing))
+    return part, packing.buffers()
 
 
 def unpack_plan(
-    record: Planned, buffers: Sequence[memoryview], shape: PlanShape, iteration: int
+    body: Planned | PlannedPart, buffers: Sequence[memoryview], shape: PlanShape, iteration: int
 ) -> tuple[Plan, list[Batch]]:
     """The plan of this iteration and its batches; WireError if anything about it can't be."""
     name = f"the plan of iteration {iteration}"
+    record, head = (body.plan, body.sync) if isinstance(body, PlannedPart) else (body, None)
+    _check_record(record, shape, name, iteration)
+    if (head is None) != (shape.division is None):
+        raise WireError(f"{name} is {'whole' if head is None else 'divided'}, and was described as the opposite")
+    unpacking = Unpacking(name, buffers)
+    plan, batches = _unpack(record, unpacking, shape, name)
+    if head is not None:
+        sync = unpack_sync(head, unpacking, shape, name, iteration, plan.rows, record.batches)
+        plan = replace(plan, sync=sync)
+    unpacking.finish()
+    return plan, batches
+
+
+def _check_record(record: Planned, shape: PlanShape, name: str, iteration: int) -> None:
     if record.iteration != iteration:
         raise WireError(f"the plan of iteration {record.iteration} came where {iteration} was due")
     if record.fingerprint != shape.fingerprint:
@@ -93,9 +77,14 @@ def unpack_plan(
         )
     if not 1 <= len(record.batches) <= shape.accumulate:
         raise WireError(f"{name} has {len(record.batches)} batches: 1 to {shape.accumulate} are allowed")
-    unpacking = Unpacking(name, buffers)
+    if record.evict_after >= iteration:
+        raise WireError(f"{name} has evict_after {record.evict_after}: an earlier iteration is allowed")
+
+
+def _unpack(record: Planned, unpacking: Unpacking, shape: PlanShape, name: str) -> tuple[Plan, list[Batch]]:
+    iteration = record.iteration
     lists = [
-        _rows(unpacking, shape, f"{name}, {what}", count)
+        unpack_rows(unpacking, shape, f"{name}, {what}", count)
         for what, count in (
             ("rows", record.num_rows),
             ("fetch", record.num_fetch),
@@ -107,33 +96,14 @@ def unpack_plan(
     rows, fetched, evict, leaving, flush = lists
     waits = [unpacking.int32s(len(fetched), what) for what in ("after", "slot_after")]
     for what, last in zip(("after", "slot_after"), waits, strict=True):
-        _check_range(f"{name}, {what}", last, -1, iteration)
-    if record.evict_after >= iteration:
-        raise WireError(f"{name} has evict_after {record.evict_after}: an earlier iteration is allowed")
+        check_range(f"{name}, {what}", last, -1, iteration)
     fetch = Fetch(fetched.ids, fetched.slots, fetched.bounds, *waits)
     victims = Victims(leaving.ids, leaving.slots, leaving.bounds, record.evict_after)
     inverse = _inverse(unpacking, shape, name, rows, record.batches)
     names = [feature for feature, _ in shape.features]
     batches = [unpack_batch(head, unpacking, names) for head in record.batches]
-    unpacking.finish()
     plan = Plan(iteration, rows, inverse, fetch, evict, victims, flush, record.lookahead, record.hits)
     return plan, batches
-
-
-def _rows(unpacking: Unpacking, shape: PlanShape, name: str, count: int) -> RowList:
-    counts = unpacking.int32s(len(shape.tables), "rows by table")
-    if counts.min() < 0 or int(counts.sum(dtype=np.int64)) != count:
-        raise WireError(f"{name}: {count} rows, by table {counts[:8].tolist()}: their sum must be that")
-    ids, slots = unpacking.int64s(count, "ids"), unpacking.int32s(count, "slots")
-    bounds = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=bounds[1:])
-    rows = RowList(ids, slots, bounds)
-    for number, table in enumerate(shape.tables):
-        of_table, places = rows.of_table(number)
-        _check_range(f"{name}, slots of table {table.name!r}", places, 0, shape.capacity[shape.group[number]])
-        if table.rows is not None:
-            _check_range(f"{name}, ids of table {table.name!r}", of_table, 0, table.rows)
-    return rows
 
 
 def _inverse(
@@ -149,15 +119,6 @@ def _inverse(
         except KeyError:
             raise WireError(f"{name} has a batch without feature {feature!r}") from None
         places = unpacking.int32s(length, f"places of feature {feature!r}")
-        _check_range(f"{name}, places of feature {feature!r}", places, 0, counts[table])
+        check_range(f"{name}, places of feature {feature!r}", places, 0, counts[table])
         inverse.append(places)
     return tuple(inverse)
-
-
-def _check_range(what: str, values: NDArray[Any], least: int, end: int) -> None:
-    if not len(values):
-        return
-    smallest, largest = int(values.min()), int(values.max())
-    if smallest < least or largest >= end:
-        wrong = smallest if smallest < least else largest
-        raise WireError(f"{what}: {wrong} is there, {least} to {end - 1} are allowed")

@@ -1,8 +1,8 @@
 """The oracle as a service: batches in, plans out over the wire, to trainers in other processes.
 
-A thread reads batches and plans ahead, as far as there is room; trainers ask for plans by iteration. It is a pure
-function of data order and settings, so one that is started again gives the same plans again. What is wrong with the
-data is told when a trainer asks for the iteration that it would have been.
+A thread reads batches and plans ahead, as far as there is room; trainers ask for plans by iteration, and each is given
+its own part with its own samples. It is a pure function of data order and settings, so one that is started again gives
+the same plans again. What is wrong with the data is told when a trainer asks for the iteration that it would have been.
 """
 
 from __future__ import annotations
@@ -11,22 +11,34 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 from bagpipe.config import cache_size
 from bagpipe.errors import BagpipeError, BatchError, ConfigError, DeadlineError, PipelineError, WireError
+from bagpipe.oracle.assign import ASSIGNERS, Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.lookahead import Oracle, mask_type
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
+from bagpipe.oracle.partition import DESIGNS, Design, Partition
+from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_wire import pack_plan
-from bagpipe.trainer.source import Source
+from bagpipe.trainer.divided import Divided
+from bagpipe.trainer.source import Group, Source
 from bagpipe.types import Batch, Table
 from bagpipe.wire.dispatch import Reply
 from bagpipe.wire.listening import Listen, Listening
 from bagpipe.wire.messages import Failed, Message
-from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, PlannedTable, PlansDescribed
+from bagpipe.wire.plan_messages import (
+    DescribePlans,
+    DividedBy,
+    NextPlan,
+    NoMorePlans,
+    PlannedTable,
+    PlansDescribed,
+)
 
 ROOM = 8
 CLOSE_S = 30.0
@@ -50,6 +62,16 @@ class PlanSettings:
     """Batches an iteration."""
     data: str = ""
     """The fingerprint of data and order, if it has one."""
+    trainers: int = 1
+    """Who share each batch."""
+    assign: str = "contiguous"
+    """Which trainer gets which sample."""
+    seed: int = 0
+    """For `assign`."""
+    design: Design = "owned"
+    """Which trainer updates a row."""
+    delayed: bool = True
+    """Whether what the next iteration does not need is exchanged beside it."""
 
     def __post_init__(self) -> None:
         cache_size(self.cache)
@@ -57,6 +79,22 @@ class PlanSettings:
             raise ConfigError(f"{len(self.tables)} tables with {len(self.widths)} widths: give one for each")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate is {self.accumulate}: give at least 1")
+        if self.design not in DESIGNS:
+            raise ConfigError(f"sync.design is {self.design!r}: give one of {', '.join(DESIGNS)}")
+        if self.assign not in ASSIGNERS:
+            raise ConfigError(f"assign is {self.assign!r}: choose one of {', '.join(ASSIGNERS)}")
+        mask_type(self.trainers)
+
+    @property
+    def division(self) -> DividedBy | None:
+        """How plans are divided; None: they are not."""
+        if self.trainers == 1:
+            return None
+        return DividedBy(self.trainers, self.assign, self.design, self.delayed)
+
+    def assigner(self) -> Assigner:
+        """Divides samples."""
+        return Assigner(self.assign, self.trainers, self.seed, [table.features for table in self.tables])
 
     def described(self, capacity: list[int]) -> PlansDescribed:
         """What trainers are told, with the slots that the first batch led to."""
@@ -66,7 +104,9 @@ class PlanSettings:
         ]
         text = json.dumps([asdict(self), capacity], sort_keys=True)
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return PlansDescribed(tables, capacity, self.lookahead, self.policy, self.accumulate, fingerprint)
+        return PlansDescribed(
+            tables, capacity, self.lookahead, self.policy, self.accumulate, fingerprint, self.division
+        )
 
 
 @dataclass(frozen=True)
@@ -100,18 +140,16 @@ class OracleService:
         settings: PlanSettings,
         *,
         run: bytes,
-        trainers: int = 1,
         room: int = ROOM,
     ) -> None:
         """`batches` may be `RemoteBatches`, a `Loader`, or anything that gives batches once, in order.
 
-        All trainers are sent whole plans; up to `room` of them wait for a trainer.
+        Up to `room` plans wait until all trainers have received their parts.
         """
-        for name, value in (("trainers", trainers), ("room", room)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}: give at least 1")
+        if room < 1:
+            raise ConfigError(f"room is {room}: give at least 1")
         self._listen, self._batches, self._settings, self._run = listen, batches, settings, run
-        self._outbox = Outbox(trainers, room)
+        self._outbox = Outbox(settings.trainers, room)
         self._listening: Listening | None = None
         self._fingerprint = ""
         self._planned = self._lookahead = 0
@@ -172,11 +210,12 @@ class OracleService:
             raise WireError(f"an oracle was sent {type(body).__name__}: it gives plans only")
 
     def _work(self) -> None:
-        source: Source | None = None
+        source: Divided | None = None
         oracle: Oracle | None = None
         end = Answer(Failed(PipelineError.__name__, "the oracle failed inside: its log says how"))
         try:
-            source = Source(self._batches, accumulate=self._settings.accumulate)
+            assigner = self._settings.assigner()
+            source = Divided(self._batches, partial(_divide, assigner), accumulate=self._settings.accumulate)
             oracle = self._make_oracle(source)
             self._plan(source, oracle)
             end = Answer(NoMorePlans(self._planned))
@@ -198,22 +237,43 @@ class OracleService:
             raise BatchError("the data is empty: there is nothing to train on")
         source.tables = settings.tables
         source.adapter.require(source.features)
-        size, first = cache_size(settings.cache), source.first_ids()
-        lookahead, policy = settings.lookahead, settings.policy
-        oracle = make_oracle(settings.tables, settings.widths, size, first, lookahead=lookahead, policy=policy)
+        oracle = make_oracle(
+            settings.tables, settings.widths, cache_size(settings.cache), source.first_ids(),
+            lookahead=settings.lookahead, policy=settings.policy, trainers=settings.trainers,
+        )  # fmt: skip
         described = settings.described(oracle.capacity)
         self._fingerprint = described.fingerprint
         self._outbox.describe(Answer(described))
         return oracle
 
-    def _plan(self, source: Source, oracle: Oracle) -> None:
-        for plan, group in source.planned(oracle):
-            batches: list[Any] = group.batches
-            answer = Answer(*pack_plan(plan, batches, source.features, self._fingerprint))
+    def _plan(self, source: Divided, oracle: Oracle) -> None:
+        for parts in self._parts(source, oracle):
+            plan = parts[0][0]
+            answers = [
+                Answer(*pack_plan(part, group.batches, source.features, self._fingerprint)) for part, group in parts
+            ]
             self._lookahead = plan.lookahead
-            if not self._outbox.put(plan.iteration, answer):
+            if not self._outbox.put(plan.iteration, answers):
                 raise PipelineError("the oracle was closed")
             self._planned = plan.iteration + 1
+
+    def _parts(self, source: Divided, oracle: Oracle) -> Iterator[Sequence[tuple[Plan, Group]]]:
+        """For each iteration what each trainer gets."""
+        settings = self._settings
+        if settings.trainers == 1:
+            yield from ([planned] for planned in source.planned(oracle))
+            return
+        partition = Partition(
+            settings.trainers, oracle.tables, oracle.capacity, design=settings.design, delayed=settings.delayed
+        )
+        for division, parts in source.divided(oracle, partition):
+            samples = list(zip(*(part.samples for part in parts), strict=True))
+            yield [(division.part(rank, *samples), part.group) for rank, part in enumerate(parts)]
+
+
+def _divide(assigner: Assigner, batch: Batch) -> list[tuple[Batch, int]]:
+    """Each trainer's part of a batch, and how many samples it has."""
+    return [(part, len(part)) for part in assigner(batch).parts(batch)]
 
 
 def _close(part: object) -> None:

@@ -18,17 +18,27 @@ from bagpipe.errors import ConfigError
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
-from bagpipe.oracle.plan_wire import PlanShape, unpack_plan
+from bagpipe.oracle.plan_shape import PlanShape
+from bagpipe.oracle.plan_wire import unpack_plan
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.source import Group, Plans, rewrite
 from bagpipe.trainer.stages import Driver, Threads
+from bagpipe.trainer.sync import Peers
 from bagpipe.types import Batch
 from bagpipe.wire.channel import Network
 from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpected
 from bagpipe.wire.messages import Body, Failed
-from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, Planned, PlansDescribed
+from bagpipe.wire.plan_messages import (
+    DescribePlans,
+    DividedBy,
+    NextPlan,
+    NoMorePlans,
+    Planned,
+    PlannedPart,
+    PlansDescribed,
+)
 
 
 class RemotePlans:
@@ -49,7 +59,7 @@ class RemotePlans:
         self._num_batches = 0
         self.described = self._describe(network, address, run, patience)
         """What the plans are like: tables, row widths, slots."""
-        self._shape = PlanShape.of(self.described)
+        self._shape = PlanShape.of(self.described, trainer)
         self._answers = InOrder(
             network,
             [address],
@@ -60,8 +70,8 @@ class RemotePlans:
             patience=patience,
         )
 
-    def check(self, layouts: Sequence[RowLayout]) -> None:
-        """ConfigError if the oracle plans for another model than that of these rows."""
+    def check(self, layouts: Sequence[RowLayout], division: DividedBy | None = None) -> None:
+        """ConfigError if the oracle plans for another model than that of these rows, or for other trainers."""
         ours = [(layout.table.name, layout.table.rows, list(layout.table.features), layout.width) for layout in layouts]
         theirs = [(table.name, table.rows, table.features, table.width) for table in self.described.tables]
         if ours != theirs:
@@ -70,6 +80,11 @@ class RemotePlans:
                 f"{self._name} plans for {len(theirs)} tables and the model has {len(ours)}, or they differ"
                 f"{f': {differing[0][1]} there, {differing[0][0]} here' if differing else ''}: "
                 "start both with the same configuration"
+            )
+        if self.described.division != division:
+            raise ConfigError(
+                f"{self._name} plans for {_described(self.described.division)}, and this is trainer {self._trainer} of "
+                f"{_described(division)}: start both with the same configuration"
             )
 
     def plans(self) -> Plans:
@@ -83,7 +98,7 @@ class RemotePlans:
                 return
             if isinstance(body, Failed):
                 raise named_error(body, self._name)
-            if not isinstance(body, Planned):
+            if not isinstance(body, Planned | PlannedPart):
                 raise unexpected(body, f"plan {iteration}")
             plan, batches = unpack_plan(body, message.buffers, self._shape, iteration)
             if adapter is None:
@@ -162,17 +177,30 @@ def remote_batches(
     threads: int | None = None,
     check: bool = False,
     driver: Driver | None = None,
+    peers: Peers | None = None,
+    assign: str = "contiguous",
 ) -> Batches:
     """What `bagpipe.accelerate` returns, for plans from elsewhere and rows in this store.
 
-    The embedding layers of the binding are swapped at once. The plans are closed with the loop; the store is not.
+    The embedding layers of the binding are swapped at once. The plans are closed with the loop; the store is not. With
+    `peers` this is one of several trainers, whose samples the oracle chooses by `assign`.
     """
-    plans.check(layouts)
+    division = None if peers is None else DividedBy(peers.trainers, assign, peers.design, peers.delayed)
+    plans.check(layouts, division)
     cache = RowCache([layout.width for layout in layouts], plans.described.capacity, device or torch.device("cpu"))
     return Batches(
         model, binding, rows, layouts, plans, cache, store, driver or Threads(),
-        depth=depth, threads=threads or torch.get_num_threads(), check=check,
+        depth=depth, threads=threads or torch.get_num_threads(), check=check, peers=peers,
     )  # fmt: skip
+
+
+def _described(division: DividedBy | None) -> str:
+    if division is None:
+        return "one trainer"
+    return (
+        f"{division.trainers} trainers with assign {division.assign!r}, sync.design {division.design!r} and "
+        f"sync.delayed {division.delayed}"
+    )
 
 
 def _group(batches: list[Batch], names: Sequence[str]) -> Group:

@@ -76,6 +76,15 @@ class DescribePlans(Record, frozen=True):
     trainer: Count
 
 
+class DividedBy(Value, frozen=True):
+    """How the samples and rows of a plan are divided among several trainers."""
+
+    trainers: Annotated[int, msgspec.Meta(ge=2, le=64)]
+    assign: Name
+    design: Literal["owned", "partitioned", "replicated", "lrpp"]
+    delayed: bool
+
+
 class PlansDescribed(Record, frozen=True):
     """What a trainer needs to know before the first one."""
 
@@ -88,6 +97,8 @@ class PlansDescribed(Record, frozen=True):
     """Batches an iteration, at most."""
     fingerprint: Fingerprint
     """Of all this; plans have it too, so that those of other settings are not taken for them."""
+    division: DividedBy | None = None
+    """None: plans are for one trainer, and whole."""
 
 
 class NextPlan(Record, frozen=True):
@@ -116,6 +127,27 @@ class Planned(Record, frozen=True):
     batches: list[BatchHead]
 
 
+class SyncHead(Value, frozen=True):
+    """What one trainer exchanges with the others, but for the lists (`bagpipe.oracle.sync_wire`)."""
+
+    rank: Count
+    samples: Annotated[list[list[Size]], msgspec.Meta(max_length=1 << 16)]
+    """Of each batch those of each trainer."""
+    fetched_after: Iteration
+    """Whose evictions must have left before vectors are received; then the same of the other vectors."""
+    values_after: Iteration
+    later_after: Iteration
+    sizes: Annotated[list[Size], msgspec.Meta(min_length=20, max_length=20)]
+    """Entries of each list, of all trainers and tables."""
+
+
+class PlannedPart(Record, frozen=True):
+    """One trainer's part of a plan: as a plan, and what it exchanges with the others."""
+
+    plan: Planned
+    sync: SyncHead
+
+
 class NoMorePlans(Record, frozen=True):
     """The data has ended."""
 
@@ -123,4 +155,6 @@ class NoMorePlans(Record, frozen=True):
     """How many plans there were."""
 
 
-PlanBody: TypeAlias = GetBatch | GotBatch | NotYet | DescribePlans | PlansDescribed | NextPlan | Planned | NoMorePlans
+PlanBody: TypeAlias = (
+    GetBatch | GotBatch | NotYet | DescribePlans | PlansDescribed | NextPlan | Planned | NoMorePlans | PlannedPart
+)

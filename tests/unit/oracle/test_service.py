@@ -302,14 +302,14 @@ def test_nothing_is_parked_twice_and_the_newest_connection_is_answered():
     outbox.ask(0, 0, -1, message, lambda answer: sent.append(("new", answer.body)))
     assert [kind for kind, _ in sent] == ["new"]
     assert isinstance(sent.pop()[1], NotYet)
-    outbox.put(0, Answer(NoMorePlans(7)))
+    outbox.put(0, [Answer(NoMorePlans(7))])
     assert sent == [("new", NoMorePlans(7))]
 
 
 def test_a_closed_outbox_answers_nobody_and_lets_its_maker_go():
     outbox, sent = Outbox(1, 1), []
-    assert outbox.put(0, Answer(NoMorePlans(0)))
-    waiting = threading.Thread(target=lambda: sent.append(outbox.put(1, Answer(NoMorePlans(0)))))
+    assert outbox.put(0, [Answer(NoMorePlans(0))])
+    waiting = threading.Thread(target=lambda: sent.append(outbox.put(1, [Answer(NoMorePlans(0))])))
     waiting.start()
     outbox.close()
     waiting.join(30)

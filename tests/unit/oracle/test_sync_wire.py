@@ -1,0 +1,301 @@
+"""A trainer's part of a plan as bytes: what is sent comes back to the last bit, and nothing wrong gets through."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, is_dataclass, replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from bagpipe.cache import group_by_width
+from bagpipe.errors import BagpipeError, WireError
+from bagpipe.oracle.assign import Assigner
+from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.partition import DESIGNS, Partition
+from bagpipe.oracle.plan_shape import PlanShape
+from bagpipe.oracle.plan_wire import pack_plan, unpack_plan
+from bagpipe.oracle.row_list import RowList
+from bagpipe.oracle.sync_plan import Lists
+from bagpipe.trainer.divided import Divided
+from bagpipe.wire.frames import decode, encode
+from bagpipe.wire.messages import Message
+from bagpipe.wire.plan_messages import DividedBy, Planned, PlannedPart, PlannedTable, PlansDescribed
+from support import TABLES, make_batches
+
+RUN = bytes(range(16))
+WIDTHS = (3, 5, 3)
+FEATURES = [name for table in TABLES for name in table.features]
+
+
+def divided(batches, design="owned", delayed=True, trainers=3, accumulate=1, cache=200, policy="lookahead"):
+    """For each iteration each trainer's part and batches, as an oracle gives them; and what the parts fit."""
+    assigner = Assigner("contiguous", trainers)
+    source = Divided(batches, lambda batch: [(p, len(p)) for p in assigner(batch).parts(batch)], accumulate=accumulate)
+    source.tables = TABLES
+    oracle = make_oracle(TABLES, WIDTHS, cache, source.first_ids(), lookahead=5, policy=policy, trainers=trainers)
+    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed)
+    iterations = []
+    for division, parts in source.divided(oracle, partition):
+        samples = list(zip(*(part.samples for part in parts), strict=True))
+        iterations.append([(division.part(rank, *samples), part.group.batches) for rank, part in enumerate(parts)])
+    divided_by = DividedBy(trainers, "contiguous", design, delayed)
+    group, capacity = tuple(group_by_width(WIDTHS)[0]), tuple(oracle.capacity)
+    return iterations, [
+        PlanShape(TABLES, group, capacity, accumulate, "", divided_by, rank) for rank in range(trainers)
+    ]
+
+
+def sent(plan, batches):
+    """The message of a part, as frames and back."""
+    record, buffers = pack_plan(plan, batches, FEATURES)
+    return decode(encode(Message(RUN, 0, plan.iteration, record, buffers)))
+
+
+def flat(part):
+    """All that a record holds, in a form that compares."""
+    if isinstance(part, np.ndarray):
+        return part.dtype.str, part.shape, part.tobytes()
+    if is_dataclass(part):
+        return [flat(getattr(part, field.name)) for field in fields(part)]
+    return [flat(each) for each in part] if isinstance(part, tuple | list) else part
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize(("policy", "accumulate"), [("lookahead", 1), ("lru", 3)])
+def test_parts_come_back_to_the_last_bit(design, delayed, policy, accumulate):
+    iterations, shapes = divided(make_batches(14, last=2), design, delayed, 3, accumulate, 80, policy)
+    exchanged = 0
+    for parts in iterations:
+        for (plan, batches), shape in zip(parts, shapes, strict=True):
+            message = sent(plan, batches)
+            found, _ = unpack_plan(message.body, message.buffers, shape, plan.iteration)
+            assert flat(found) == flat(plan)
+            assert found.sync.gradients.send.items.flags.writeable
+            exchanged += sum(message.body.sync.sizes)
+    assert exchanged
+
+
+def test_lists_without_entries_take_no_place_in_the_buffers():
+    iterations, _ = divided(make_batches(6), trainers=2)
+    plan, batches = iterations[3][0]
+    with_sync, whole = sent(plan, batches), sent(replace(plan, sync=None), batches)
+    more = [a.nbytes - b.nbytes for a, b in zip(with_sync.buffers, whole.buffers, strict=True)]
+    sync = plan.sync
+    rows = [sync.gradients.rows, sync.later_gradients.rows, sync.drop, sync.drop_victims]
+    lists = [part for v in (sync.fetched, sync.values, sync.later_values) for part in (v.send, v.receive)]
+    lists += [part for g in (sync.gradients, sync.later_gradients) for part in (g.send, g.add)]
+    assert more[0] == 0
+    assert more[2] == 8 * sum(map(len, rows))
+    counts = sum(len(TABLES) for each in rows if len(each)) + sum(2 * len(TABLES) for each in lists if len(each))
+    assert more[1] == 4 * (counts + sum(map(len, rows)) + sum(map(len, lists)))
+    assert not sum(map(len, (sync.fetched.send, sync.gradients.shared)))
+
+
+def with_item(lists, position, value):
+    items = lists.items.copy()
+    items[position] = value
+    return Lists(items, lists.bounds)
+
+
+def busy(iterations, rank=1):
+    """A part of this trainer, not the first ones, in which all lists have entries that its design has at all."""
+    for parts in iterations[3:]:
+        plan, batches = parts[rank]
+        sync = plan.sync
+        lists = (sync.values.send, sync.values.receive, sync.gradients.add, sync.later_gradients.add)
+        if all(map(len, lists)) and sync.gradients.rows.bounds[1]:
+            return plan, batches
+    raise AssertionError("no iteration has all")
+
+
+def one_more(lists, rank=0):
+    """A list with one more entry for a trainer, of the first table."""
+    bounds = lists.bounds.copy()
+    bounds.reshape(-1)[rank * bounds.shape[1] + 1 :] += 1
+    return Lists(np.insert(lists.items, int(lists.bounds[rank, 1]), 0).astype(np.int32), bounds)
+
+
+def edit(part, path, change):
+    """A record in which one field, named by a path of fields, is changed."""
+    name, _, rest = path.partition(".")
+    inner = getattr(part, name)
+    return replace(part, **{name: edit(inner, rest, change) if rest else change(inner)})
+
+
+def slot(value):
+    return lambda rows: RowList(rows.ids, np.full_like(rows.slots, value), rows.bounds)
+
+
+WRONG = {
+    "gradients.send": (lambda lists: with_item(lists, 0, 10**6), "gradients to send: 1000000 is there"),
+    "later_gradients.send": (lambda lists: with_item(lists, -1, -1), "later gradients to send: -1 is there"),
+    "gradients.add": (lambda lists: with_item(lists, 0, 10**6), "gradients to add: 1000000 is there"),
+    "values.send": (lambda lists: with_item(lists, 0, 10**6), "values to send: 1000000 is there"),
+    "values.receive": (lambda lists: with_item(lists, 0, -1), "values to receive: -1 is there"),
+    "values.slot_after": (lambda _: 99, "slot_after of vectors: 99 is there"),
+    "gradients.rows": (slot(10**6), "rows of gradients, slots of table"),
+    "drop": (lambda _: RowList(np.zeros(1, np.int64), np.full(1, -1, np.int32), np.array([0, 1, 1, 1])), "drop, slots"),
+    "rank": (lambda rank: rank + 1, "is for trainer 2 of 3, and came to trainer 1"),
+    "samples": (lambda samples: ((*samples[0][:1], 9, *samples[0][2:]),), "says that trainer 1 has 9"),
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_a_part_that_can_not_be_is_refused(path):
+    change, reason = WRONG[path]
+    iterations, shapes = divided(make_batches(16, size=12))
+    plan, batches = busy(iterations)
+    message = sent(replace(plan, sync=edit(plan.sync, path, change)), batches)
+    with pytest.raises(WireError, match=f"the plan of iteration {plan.iteration}.*{reason}"):
+        unpack_plan(message.body, message.buffers, shapes[1], plan.iteration)
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ([[1, 2, 3], [1, 2, 3]], r"the samples of \[3, 3\] trainers in its batches: 1 batches for 3"),
+        ([[1, 2]], r"the samples of \[2\] trainers"),
+        ([], r"the samples of \[\] trainers"),
+    ],
+)
+def test_samples_of_another_number_of_trainers_or_batches_are_refused(samples, reason):
+    iterations, shapes = divided(make_batches(5))
+    message = sent(*iterations[4][1])
+    body = replace_head(message.body, samples=samples)
+    with pytest.raises(WireError, match=reason):
+        unpack_plan(body, message.buffers, shapes[1], 4)
+
+
+def replace_head(body, **changes):
+    return msgspec.structs.replace(body, sync=msgspec.structs.replace(body.sync, **changes))
+
+
+def test_what_a_trainer_sends_to_itself_must_be_what_it_receives_from_itself():
+    iterations, shapes = divided(make_batches(16, size=12))
+    plan, batches = busy(iterations)
+    for path in ("gradients.send", "gradients.add", "values.send"):
+        wrong = replace(plan, sync=edit(plan.sync, path, lambda lists: one_more(lists, 1)))
+        message = sent(wrong, batches)
+        with pytest.raises(WireError, match="trainer 1 sends itself another number than it receives"):
+            unpack_plan(message.body, message.buffers, shapes[1], plan.iteration)
+
+
+@pytest.mark.parametrize(
+    ("design", "delayed", "claimed", "reason"),
+    [
+        ("replicated", True, ("owned", True), "has shared rows"),
+        ("owned", True, ("replicated", True), "has vectors"),
+        ("partitioned", True, ("owned", True), "has fetched vectors"),
+        ("owned", True, ("owned", False), "has later gradients"),
+        ("replicated", True, ("replicated", False), "has later gradients"),
+    ],
+)
+def test_what_trainers_of_a_design_never_exchange_is_refused(design, delayed, claimed, reason):
+    iterations, shapes = divided(make_batches(12), design, delayed)
+    message = sent(*iterations[4][1])
+    shape = replace(shapes[1], division=DividedBy(3, "contiguous", *claimed))
+    with pytest.raises(WireError, match=f"{reason}, which sync.design = '{claimed[0]}' with"):
+        unpack_plan(message.body, message.buffers, shape, 4)
+
+
+def test_gradients_for_others_are_refused_where_everybody_updates_its_own_copies():
+    iterations, shapes = divided(make_batches(12), "lrpp")
+    plan, batches = next(parts[1] for parts in iterations if len(parts[1][0].rows))
+    wrong = replace(plan, sync=edit(plan.sync, "gradients.send", lambda lists: one_more(lists, 0)))
+    message = sent(wrong, batches)
+    with pytest.raises(WireError, match="gradients of one trainer for another"):
+        unpack_plan(message.body, message.buffers, shapes[1], plan.iteration)
+
+
+def test_places_of_shared_gradients_must_be_as_many_and_within_the_shared_rows():
+    iterations, shapes = divided(make_batches(12), "replicated")
+    plan, batches = iterations[4][1]
+    wrong = replace(plan, sync=edit(plan.sync, "gradients.own_at", lambda at: at + np.int32(10**6)))
+    message = sent(wrong, batches)
+    with pytest.raises(WireError, match=r"places of shared gradients: 10000\d\d is there"):
+        unpack_plan(message.body, message.buffers, shapes[1], 4)
+
+
+def test_whole_plans_and_parts_are_not_taken_for_each_other():
+    iterations, shapes = divided(make_batches(5))
+    plan, batches = iterations[2][0]
+    message = sent(plan, batches)
+    with pytest.raises(WireError, match="is divided, and was described as the opposite"):
+        unpack_plan(message.body, message.buffers, replace(shapes[0], division=None), 2)
+    whole = sent(replace(plan, sync=None), batches)
+    assert isinstance(whole.body, Planned)
+    with pytest.raises(WireError, match="is whole"):
+        unpack_plan(whole.body, whole.buffers, shapes[0], 2)
+
+
+def test_a_description_for_too_many_trainers_is_refused():
+    table = PlannedTable("user", 40, ["user"], 3)
+    for trainers in (1, 65, 10**12):
+        body = PlansDescribed([table], [4], "auto", "lookahead", 1, "", DividedBy(trainers, "aware", "owned", True))
+        with pytest.raises(WireError, match="PlansDescribed"):
+            decode(encode(Message(RUN, 0, 0, body)))
+
+
+def within_bounds(plan, shape):
+    """Whether nothing in a part names memory that is not there."""
+    sync, used = plan.sync, np.diff(plan.rows.bounds)
+    slots = np.array(shape.slots)
+    phases = (sync.gradients, sync.later_gradients)
+    checked = [(lists, slots) for v in (sync.fetched, sync.values, sync.later_values) for lists in (v.send, v.receive)]
+    for phase in phases:
+        checked += [(phase.send, used), (phase.add, np.diff(phase.rows.bounds)), (phase.own, used)]
+        checked += [(Lists(phase.own_at, phase.own.bounds), np.diff(phase.shared.bounds))]
+    for lists, ends in checked:
+        assert len(lists.items) == lists.bounds[-1, -1]
+        for rank in range(len(lists.bounds)):
+            for table, items in lists.of(rank):
+                assert items.min() >= 0
+                assert items.max() < ends[table]
+    for rows in (*(each for p in phases for each in (p.rows, p.shared)), sync.drop, sync.drop_victims):
+        assert len(rows.ids) == len(rows.slots) == rows.bounds[-1]
+        for table, end in enumerate(slots):
+            places = rows.of_table(table)[1]
+            assert ((places >= 0) & (places < end)).all()
+    assert all(values.slot_after < plan.iteration for values in (sync.fetched, sync.values, sync.later_values))
+    assert sync.samples == plan.sync.samples
+
+
+@pytest.mark.parametrize("design", ["owned", "lrpp"])
+def test_whatever_happens_to_the_bytes_of_a_part_there_is_a_typed_error_or_a_part_within_bounds(design):
+    iterations, shapes = divided(make_batches(6), design)
+    messages = [(rank, part[0].iteration, sent(*part)) for parts in iterations for rank, part in enumerate(parts)]
+    encoded = [(rank, number, [bytes(frame) for frame in encode(message)]) for rank, number, message in messages]
+    rng = random.Random(7)
+    refused = kept = 0
+    for _ in range(4000):
+        rank, number, frames = rng.choice(encoded)
+        frames = list(frames)
+        for _ in range(rng.randrange(1, 4)):
+            which = rng.choice([1, 3, 3, 4])  # the record, integers of 32 bits, of 64
+            data = bytearray(frames[which])
+            if data and rng.random() < 0.8:
+                data[rng.randrange(len(data))] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
+            elif data:
+                del data[rng.randrange(len(data)) :]
+            frames[which] = bytes(data)
+        try:
+            message = decode(relabelled(frames))
+            if isinstance(message.body, PlannedPart):
+                within_bounds(unpack_plan(message.body, message.buffers, shapes[rank], number)[0], shapes[rank])
+                kept += 1
+        except BagpipeError:
+            refused += 1
+    assert refused > 1000
+    assert kept > 20
+
+
+def relabelled(frames):
+    """Frames whose header announces the lengths that they have: only what comes after the header is wrong."""
+    header = bytearray(frames[0])
+    header[12:16] = len(frames[1]).to_bytes(4, "little")
+    for place, frame in enumerate(frames[2:]):
+        header[40 + 8 * place : 48 + 8 * place] = len(frame).to_bytes(8, "little")
+    return [bytes(header), *frames[1:]]
