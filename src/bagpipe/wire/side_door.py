@@ -1,7 +1,7 @@
 """A side door between processes of one host: short messages over a Unix-domain socket, past ZeroMQ and its threads.
 
-A message through ZeroMQ wakes a thread more on either side, which takes longer than all else that a request for rows in
-shared memory does. Only processes of the same user meet here, nobody with keys does, and a client stays the one that it
+A message through ZeroMQ wakes a thread more on either side, which is most of what a request for a few rows in shared
+memory takes. Only processes of the same user meet here, nobody with keys does, and a client stays the one that it
 is at the front: it says the name of its connection there first. What is long, or has buffers, takes the front (I5).
 """
 
