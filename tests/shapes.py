@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 
 import torch
-from tests.keyed import KeyedJagged
 
 from bagpipe.types import Batch, Ids
+from keyed import KeyedJagged
 
 Pair = namedtuple("Pair", ["sparse", "labels"])
 

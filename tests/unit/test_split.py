@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.keyed import KeyedJagged
-from tests.shapes import BAGS, BATCHES, LABELS, A, B, fields, tensors
 
 from bagpipe.adapt import Adapter
 from bagpipe.errors import BatchError
 from bagpipe.oracle.assign import Assigner, Assignment, contiguous, round_robin
 from bagpipe.split import Splitter
 from bagpipe.types import Ids
+from keyed import KeyedJagged
+from shapes import BAGS, BATCHES, LABELS, A, B, fields, tensors
 
 ASSIGNMENTS = {
     "contiguous": contiguous(4, 2),

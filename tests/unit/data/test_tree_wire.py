@@ -16,8 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.keyed import KeyedJagged
-from tests.shapes import BATCHES, A, fields
 
 from bagpipe.adapt import Adapter
 from bagpipe.data.batch_wire import nothing
@@ -25,6 +23,8 @@ from bagpipe.data.tree_wire import pack_trees, types_in, unpack_trees
 from bagpipe.errors import BatchError, WireError
 from bagpipe.types import Ids
 from bagpipe.wire import tree_messages as nodes
+from keyed import KeyedJagged
+from shapes import BATCHES, A, fields
 
 
 def sent(batch, types=None):
@@ -244,13 +244,13 @@ def raw(parts, tail=b""):
         raw([nodes.Items(1, False), nodes.Again(0)]),
         raw([nodes.Items(1, False), nodes.Entries(["a", "a"], None), nodes.Plain(1), nodes.Plain(1)]),
         raw([nodes.Items(1, False), nodes.Entries(["a"], "os.environ"), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Fields("tests.shapes.Pair", ["sparse"]), nodes.Plain(1)]),
+        raw([nodes.Items(1, False), nodes.Fields("shapes.Pair", ["sparse"]), nodes.Plain(1)]),
         raw([nodes.Items(1, False), nodes.Fields("builtins.type", ["a"]), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Entries(["a"], "tests.shapes.Pair"), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Fields("tests.keyed.KeyedJagged", ["a"]), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Keyed("tests.shapes.Pair", ["a"], False), nodes.Plain(1), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Keyed("tests.keyed.KeyedJagged", ["a"], False), *[nodes.Plain(1)] * 2]),
-        raw([nodes.Items(1, False), nodes.Keyed("tests.keyed.KeyedJagged", ["a"], False), *[nodes.LeftOut([3])] * 2]),
+        raw([nodes.Items(1, False), nodes.Entries(["a"], "shapes.Pair"), nodes.Plain(1)]),
+        raw([nodes.Items(1, False), nodes.Fields("keyed.KeyedJagged", ["a"]), nodes.Plain(1)]),
+        raw([nodes.Items(1, False), nodes.Keyed("shapes.Pair", ["a"], False), nodes.Plain(1), nodes.Plain(1)]),
+        raw([nodes.Items(1, False), nodes.Keyed("keyed.KeyedJagged", ["a"], False), *[nodes.Plain(1)] * 2]),
+        raw([nodes.Items(1, False), nodes.Keyed("keyed.KeyedJagged", ["a"], False), *[nodes.LeftOut([3])] * 2]),
         raw([nodes.Items(1, False)] * 200 + [nodes.Plain(1)]),
         raw([[77, 1]]),
     ],
