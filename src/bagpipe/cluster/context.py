@@ -1,4 +1,4 @@
-"""The servers of the launch that this process is a trainer of, if it is one: how a script's `accelerate` finds them."""
+"""The launch that this process is a trainer of, if it is: how a script's `accelerate` finds servers and trainers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,57 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.config import Config
+from bagpipe.errors import ConfigError
 from bagpipe.store.base import RowSource
+from bagpipe.trainer.sync import Groups
 from bagpipe.wire.keys import Security
 
 if TYPE_CHECKING:
     from bagpipe.store.remote import RemoteStore
+    from bagpipe.trainer.meeting import MeetingPoint
+    from bagpipe.trainer.process_group import TrainerGroups
+
+
+@dataclass(frozen=True)
+class OpenedGroups(Groups):
+    """Groups with the connections that they were opened over."""
+
+    opened: TrainerGroups
+
+    def close(self) -> None:
+        """Let go of all; may be called twice."""
+        self.opened.close()
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where rows live under `bagpipe launch`."""
+    """Where rows live under `bagpipe launch`, and who trains together."""
 
     config: Config
     servers: Sequence[str]
     run: bytes
     security: Security
+    """Of whoever connects to a server or an oracle."""
     trainer: int = 0
+    """Which of the trainers this process is."""
     trainers: int = 1
+    hosts: Sequence[str] = (LOOPBACK,)
+    """The address of each trainer, without a port, on the interface that the user named."""
+    meeting: MeetingPoint | str | None = None
+    """Where trainers find each other: an address, and for the first one the point itself."""
+    listener: Security = None
+    """Of a trainer that listens itself, on a port of its own host."""
+
+    def open_groups(self) -> Groups:
+        """Connect to all other trainers; to be closed, once."""
+        from bagpipe.trainer.process_group import open_groups
+
+        if self.trainers > 1 and self.meeting is None:
+            raise ConfigError(f"trainer {self.trainer} of {self.trainers} knows no address of the others: give one")
+        opened = open_groups(self.trainer, self.trainers, self.meeting or "", interface=self.hosts[self.trainer])
+        return OpenedGroups(opened.critical, opened.delayed, opened.dense, opened)
 
     def open_store(self, tables: Sequence[RowSource]) -> RemoteStore:
         """The rows of these tables, on the servers of the launch."""
