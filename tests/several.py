@@ -21,7 +21,7 @@ from bagpipe.state import State, of_reference, of_store
 from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
 from bagpipe.together import Trainers
-from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.batches import Batches, attach
 from bagpipe.trainer.stages import Seeded
 from bagpipe.trainer.together import Together
 from support import OPTIMIZERS, TABLES, dense_sgd, initial
@@ -155,6 +155,9 @@ class Several:
             config, [made[:3] for made in self.made], world.batches if loader is None else loader, open_stores,
             accumulate=accumulate, drivers=drivers, run=None if together is None else together.run,
         )  # fmt: skip
+        for batches, (_, _, layouts, rows) in zip(self.trainers.batches, self.made, strict=True):
+            if rows is not layouts[0].optimizer:
+                attach(rows, batches)
         self.ones = [
             One(rank, batches, made[0], world.dense(list(made[0].parameters())), made[3], [])
             for rank, (batches, made) in enumerate(zip(self.trainers.batches, self.made, strict=True))
@@ -180,10 +183,11 @@ class Several:
             for name, value in parameters.items():
                 same = value.numpy().tobytes() == dense[0][name].numpy().tobytes()
                 assert same, f"dense parameter {name} of trainer {rank} differs from trainer 0"
-        assert len({one.rows.updates for one in self.ones}) == 1
+        updates = {layout.optimizer.updates for one in self.ones for layout in one.batches.layouts}
+        assert len(updates) == 1, f"optimizers have made {updates} updates"
         return Found(
             states[0], dense, [one.losses for one in self.ones], results,
-            [one.batches.stats() for one in self.ones], self.ones[0].rows.updates,
+            [one.batches.stats() for one in self.ones], updates.pop(),
             self.together and self.together.steps,
         )  # fmt: skip
 
