@@ -1,7 +1,8 @@
-"""Two network namespaces joined by a link of a given rate, so that trainer and servers are apart on one machine.
+"""Network namespaces joined by links of a given rate, so that trainers and servers are apart on one machine.
 
-Needs root, `ip` and `tc`. They are removed when their use ends, however it ends; what a killed process left behind is
-removed by the next one.
+Two sides have one link between them; of more sides each has a link to a bridge, as hosts have to a switch. Needs root,
+`ip` and `tc`. They are removed when their use ends, however it ends; what a killed process left behind is removed by
+the next one.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from pathlib import Path
 from bagpipe.errors import BagpipeError
 
 DEVICE = "bagpipe0"
+"""The end of a side's link, in its own namespace."""
 TRAINER, SERVERS = "trainer", "servers"
-HOSTS = {TRAINER: "10.213.71.1", SERVERS: "10.213.71.2"}
+_SWITCH = "switch"
+"""The namespace of the bridge; no side is called so."""
 _NAME = "bagpipe-bench"
 _TIMEOUT_S = 20.0
 _COUNTERS = Path("/sys/class/net") / DEVICE / "statistics"
@@ -33,32 +36,70 @@ class NamespaceError(BagpipeError):
 class Namespaces:
     """The namespaces of this process; made by `joined_namespaces`."""
 
+    def __init__(self, sides: Sequence[str]) -> None:
+        self._sides = list(sides)
+
+    def host(self, side: str) -> str:
+        """The address of a side."""
+        return f"10.213.71.{1 + self._sides.index(side)}"
+
     def command(self, side: str, command: Sequence[str]) -> list[str]:
         """The command that runs `command` on one side; the process is the same, so its parent is the caller."""
         return ["ip", "netns", "exec", _namespace(side), *command]
 
     def limit(self, bits_per_second: int | None) -> None:
-        """From now on each direction carries so much, with a queue of 50 ms; None: as much as it can."""
-        for side in HOSTS:
-            qdisc = ("tc", "-n", _namespace(side), "qdisc")
+        """From now on each direction of each link carries so much, with a queue of 50 ms; None: as much as it can."""
+        for namespace, device in self._ends():
+            qdisc = ("tc", "-n", namespace, "qdisc")
             if bits_per_second is None:
-                _do(*qdisc, "delete", "dev", DEVICE, "root")
+                _do(*qdisc, "delete", "dev", device, "root")
             else:
                 rate = ("rate", f"{bits_per_second}bit", "burst", "64kb", "latency", "50ms")
-                _do(*qdisc, "replace", "dev", DEVICE, "root", "tbf", *rate)
+                _do(*qdisc, "replace", "dev", device, "root", "tbf", *rate)
+
+    def make(self) -> None:
+        """Make all of it."""
+        for side in self._sides:
+            _do("ip", "netns", "add", _namespace(side))
+        if self._has_switch:
+            _do("ip", "netns", "add", _namespace(_SWITCH))
+            _do("ip", "-n", _namespace(_SWITCH), "link", "add", _SWITCH, "type", "bridge")
+            _do("ip", "-n", _namespace(_SWITCH), "link", "set", _SWITCH, "up")
+            for number, side in enumerate(self._sides):
+                _join((_namespace(side), DEVICE), (_namespace(_SWITCH), f"port{number}"))
+                _do("ip", "-n", _namespace(_SWITCH), "link", "set", f"port{number}", "master", _SWITCH, "up")
+        else:
+            first, second = self._sides
+            _join((_namespace(first), DEVICE), (_namespace(second), DEVICE))
+        for side in self._sides:
+            _do("ip", "-n", _namespace(side), "addr", "add", f"{self.host(side)}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                _do("ip", "-n", _namespace(side), "link", "set", device, "up")
+
+    @property
+    def _has_switch(self) -> bool:
+        return len(self._sides) > 2
+
+    def _ends(self) -> list[tuple[str, str]]:
+        """Both ends of every link, as namespace and device: what an end sends is what can be limited there."""
+        ends = [(_namespace(side), DEVICE) for side in self._sides]
+        if self._has_switch:
+            ends += [(_namespace(_SWITCH), f"port{number}") for number in range(len(self._sides))]
+        return ends
 
 
 @contextmanager
-def joined_namespaces() -> Iterator[Namespaces]:
-    """Two namespaces with an unlimited link. Raises NamespaceError, which says why, where there can be none."""
+def joined_namespaces(sides: Sequence[str] = (TRAINER, SERVERS)) -> Iterator[Namespaces]:
+    """Namespaces with unlimited links, two or more. Raises NamespaceError, which says why, where there can be none."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             raise NamespaceError(f"there is no `{program}` here: install iproute2")
     _remove_abandoned()
+    namespaces = Namespaces(sides)
     with _ended_in_order():
         try:
-            _make()
-            yield Namespaces()
+            namespaces.make()
+            yield namespaces
         finally:
             _remove(os.getpid())
 
@@ -69,15 +110,10 @@ def counted_bytes() -> tuple[int, int]:
     return sent, received
 
 
-def _make() -> None:
-    for side in HOSTS:
-        _do("ip", "netns", "add", _namespace(side))
-    ends = ("type", "veth", "peer", "name", DEVICE, "netns", _namespace(SERVERS))
-    _do("ip", "-n", _namespace(TRAINER), "link", "add", DEVICE, *ends)
-    for side, host in HOSTS.items():
-        _do("ip", "-n", _namespace(side), "addr", "add", f"{host}/30", "dev", DEVICE)
-        for device in ("lo", DEVICE):
-            _do("ip", "-n", _namespace(side), "link", "set", device, "up")
+def _join(one: tuple[str, str], other: tuple[str, str]) -> None:
+    """A link between two ends, each a namespace and the name of the device there."""
+    ends = ("type", "veth", "peer", "name", other[1], "netns", other[0])
+    _do("ip", "-n", one[0], "link", "add", one[1], *ends)
 
 
 @contextmanager
@@ -93,8 +129,8 @@ def _ended_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _namespace(side: str, process: int | None = None) -> str:
-    return f"{_NAME}-{os.getpid() if process is None else process}-{side}"
+def _namespace(side: str) -> str:
+    return f"{_NAME}-{os.getpid()}-{side}"
 
 
 def _do(*command: str) -> str:
@@ -114,7 +150,7 @@ def _existing() -> list[str]:
 
 def _remove(process: int) -> None:
     for name in _existing():
-        if name in (_namespace(side, process) for side in HOSTS):
+        if name.startswith(f"{_NAME}-{process}-"):
             _do("ip", "netns", "delete", name)
 
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -29,15 +28,8 @@ import numpy as np
 
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.bench import Benchmark, Results
-from bagpipe.bench.namespaces import (
-    HOSTS,
-    SERVERS,
-    TRAINER,
-    NamespaceError,
-    Namespaces,
-    counted_bytes,
-    joined_namespaces,
-)
+from bagpipe.bench.children import child, end_with_parent, heard, say, tell
+from bagpipe.bench.namespaces import SERVERS, TRAINER, NamespaceError, Namespaces, counted_bytes, joined_namespaces
 from bagpipe.bench.train import CACHE_SHARE, IDLE_SHARE, POLL_S, Ours, Size, Work
 from bagpipe.data import Generated, find_preset
 from bagpipe.errors import PipelineError
@@ -144,49 +136,23 @@ def in_namespaces(namespaces: Namespaces, model: str, quick: bool) -> Results:
             security = SYSTEMS[name].servers
             servers = []
             for number in range(NUM_SERVERS if security is not None else 0):
-                child = stack.enter_context(_child(namespaces.command(SERVERS, [*this, "serve"]), server_keys.text()))
-                options = ServerOptions(
-                    address=f"{HOSTS[SERVERS]}:0", server=number, servers=NUM_SERVERS, parent=os.getpid()
+                process = stack.enter_context(
+                    child(namespaces.command(SERVERS, [*this, "serve"]), {VARIABLE: server_keys.text()})
                 )
-                _say(child, ServerJob(options, security or PLAIN))
-                servers.append(child)
-            addresses[name] = [msgspec.json.decode(_heard(child), type=Ready).address for child in servers]
-        trainer = stack.enter_context(_child(namespaces.command(TRAINER, [*this, "train"]), client_keys.text()))
-        _say(trainer, Job(model, quick, addresses))
-        while not (line := msgspec.json.decode(_heard(trainer), type=Line)).results:
+                options = ServerOptions(
+                    address=f"{namespaces.host(SERVERS)}:0", server=number, servers=NUM_SERVERS, parent=os.getpid()
+                )
+                say(process, ServerJob(options, security or PLAIN))
+                servers.append(process)
+            addresses[name] = [msgspec.json.decode(heard(process), type=Ready).address for process in servers]
+        trainer = stack.enter_context(
+            child(namespaces.command(TRAINER, [*this, "train"]), {VARIABLE: client_keys.text()})
+        )
+        say(trainer, Job(model, quick, addresses))
+        while not (line := msgspec.json.decode(heard(trainer), type=Line)).results:
             namespaces.limit(line.limit or None)
-            _say(trainer, Line(line.limit))
+            say(trainer, Line(line.limit))
         return line.results
-
-
-@contextmanager
-def _child(command: Sequence[str], keys: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with this one's use of it. Of a session of its own: Ctrl-C is for us, who then end it."""
-    with subprocess.Popen(  # noqa: S603 - this module, with this interpreter
-        command,
-        env=os.environ | {VARIABLE: keys},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
-
-
-def _say(child: subprocess.Popen[bytes], record: msgspec.Struct) -> None:
-    assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(record) + b"\n")
-    child.stdin.flush()
-
-
-def _heard(child: subprocess.Popen[bytes]) -> bytes:
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    if not line:
-        raise PipelineError(f"a process of this benchmark ended with {child.wait()}: see above")
-    return line
 
 
 def simulated(model: str, quick: bool) -> Results:
@@ -393,12 +359,6 @@ def _wait_until_idle(link: Link) -> float:
     return busy_until
 
 
-def tell(record: msgspec.Struct) -> None:
-    """A line for the process that started this one."""
-    sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
-    sys.stdout.flush()
-
-
 def _serve() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerJob)
     stop = threading.Event()
@@ -407,17 +367,10 @@ def _serve() -> None:
 
 
 def _train() -> None:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     keep_freed_memory()
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     tell(Line(results=measure(job.model, list(job.addresses), job.quick, NamespaceLink(job.addresses))))
-
-
-def _end_with(parent: int) -> None:
-    """Nobody waits for the results of a process whose parent is gone."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 BENCHMARK = Benchmark(

@@ -1,4 +1,4 @@
-"""The two namespaces that benchmarks put trainers and servers into."""
+"""The namespaces that benchmarks put trainers and servers into."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import permutations
 
 import pytest
 
 from bagpipe.bench import namespaces
-from bagpipe.bench.namespaces import HOSTS, SERVERS, TRAINER, NamespaceError, joined_namespaces
+from bagpipe.bench.namespaces import SERVERS, TRAINER, NamespaceError, joined_namespaces
 
 
 def listed():
@@ -30,14 +31,49 @@ def test_both_sides_are_joined_by_a_link_whose_rate_can_be_set_and_lifted(joined
     listening = "import socket; s = socket.create_server(('', 5000)); print(flush=True); print(s.accept()[1][0])"
     with subprocess.Popen(joined.command(SERVERS, [sys.executable, "-c", listening]), stdout=subprocess.PIPE) as server:
         server.stdout.readline()
-        calling = f"import socket; socket.create_connection(('{HOSTS[SERVERS]}', 5000), 10).close()"
+        calling = f"import socket; socket.create_connection(('{joined.host(SERVERS)}', 5000), 10).close()"
         subprocess.run(joined.command(TRAINER, [sys.executable, "-c", calling]), check=True)
-        assert server.stdout.readline().decode().strip() == HOSTS[TRAINER]
+        assert server.stdout.readline().decode().strip() == joined.host(TRAINER)
     show = joined.command(TRAINER, ["tc", "qdisc", "show", "dev", namespaces.DEVICE])
     joined.limit(100_000_000)
     assert "tbf" in subprocess.run(show, capture_output=True, text=True, check=True).stdout
     joined.limit(None)
     assert "tbf" not in subprocess.run(show, capture_output=True, text=True, check=True).stdout
+
+
+def test_of_three_sides_each_reaches_the_others_and_every_direction_is_limited():
+    sides = ["one", "two", "three"]
+    try:
+        with joined_namespaces(sides) as joined:
+            joined.limit(80_000_000)
+            counts = {
+                (sender, receiver): _sent(joined, sender, receiver) for sender, receiver in permutations(sides, 2)
+            }
+            ports = [("tc", "-n", namespace, "qdisc", "show", "dev", device) for namespace, device in joined._ends()]
+            shown = [subprocess.run(port, capture_output=True, text=True, check=True).stdout for port in ports]
+    except NamespaceError as error:
+        pytest.skip(str(error))
+    assert len(ports) == 6
+    assert all("rate 80Mbit" in each for each in shown)
+    assert all(1_000_000 < count < 1_200_000 for count in counts.values()), counts
+
+
+def _sent(joined, sender, receiver):
+    """Bytes that the sender's end has counted for a million bytes to the receiver."""
+    receiving = (
+        "import socket; s = socket.create_server(('', 5001)); print(flush=True); c = s.accept()[0]\n"
+        "while c.recv(1 << 20): pass"
+    )
+    sending = (
+        "import socket; from pathlib import Path\n"
+        f"sent = Path('{namespaces._COUNTERS}/tx_bytes'); before = int(sent.read_text())\n"
+        f"s = socket.create_connection(('{joined.host(receiver)}', 5001), 10)\n"
+        "s.sendall(bytes(1_000_000)); s.shutdown(1); s.recv(1); print(int(sent.read_text()) - before)"
+    )
+    with subprocess.Popen(joined.command(receiver, [sys.executable, "-c", receiving]), stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        command = joined.command(sender, [sys.executable, "-c", sending])
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
