@@ -22,29 +22,27 @@ from torch import nn
 from bagpipe.cache import RowCache
 from bagpipe.checker import Checker
 from bagpipe.embedding import CachedLayer, Lookups, TableView
-from bagpipe.errors import GradientError, ModelError
+from bagpipe.errors import ModelError
 from bagpipe.handles import training_base
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, swap
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
-from bagpipe.oracle.sync_plan import Sync
 from bagpipe.store import Store
-from bagpipe.trainer.dense_sync import DenseSync
 from bagpipe.trainer.evaluation import private_batches
 from bagpipe.trainer.interrupt import uninterrupted
+from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.saved import check_rows, save_rows
+from bagpipe.trainer.sessions import attach
 from bagpipe.trainer.source import PlanSource, Rewritten
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.sync import Peers, RowSync
-from bagpipe.trainer.update import RowUpdate, squared_norm
+from bagpipe.trainer.update import RowUpdate
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-
-_sessions: weakref.WeakKeyDictionary[RowOptimizer | PerTable, weakref.ref[Batches]] = weakref.WeakKeyDictionary()
 
 
 class Batches:
@@ -73,13 +71,10 @@ class Batches:
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = Checker([layout.table.name for layout in layouts], cache) if check else None
         self._pipeline: Pipeline[list[Rewritten]] = Pipeline(source.plans(), cache, store, driver, depth, self._checker)
-        self._peers = peers
-        self._sync: RowSync | None = None
-        self._given_up = self._agreed = False
         self._plan: Plan | None = None
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
-        self._stepped = self._skipped = self._warned = self._unflushed = False
+        self._stepped = self._skipped = self._warned = self._unflushed = self._ended = False
         self._trained = 0
         """Iterations that are over: their step was called, or the loop went on without one."""
         self._data_wait_s = 0.0
@@ -87,18 +82,12 @@ class Batches:
         attach(rows, self)
         for layer in binding.layers:
             swap(model, layer.name, CachedLayer(layer, self._lookups))
+        pipeline: Any = self._pipeline
+        self._joint = OwnUpdate(self._update, cache, pipeline)
         if peers is not None:
-            self._join(peers, driver)
+            self._joint = JointUpdate(self._update, cache, pipeline, model, layouts, driver, peers)
         # A session that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the session.
-        self._abandoned = weakref.finalize(self, _abandon, self._pipeline, self._sync, rows, self._helpers)
-
-    def _join(self, peers: Peers, driver: Driver) -> None:
-        """Train with others: rows as plans say, dense parameters in every backward pass."""
-        points = self._pipeline.points
-        self._sync = RowSync(peers, self.layouts, self.cache, driver, self._pipeline.updated, lambda: points.copied_out)
-        self._pipeline.add_stage("sync", self._sync.stage())
-        dense = self.model.named_parameters()
-        self._dense = DenseSync(dense, peers.groups.dense, driver, deterministic=peers.deterministic)
+        self._abandoned = weakref.finalize(self, _abandon, self._pipeline, self._joint.sync, rows, self._helpers)
 
     def __enter__(self) -> Batches:
         return self
@@ -126,9 +115,8 @@ class Batches:
             if not more:
                 break
             rewritten = self._micro.pop(0)
-            if self._sync is not None:
-                samples = self._shares().samples[-1 - len(self._micro)]
-                self._dense.begin(samples[self._sync.rank], sum(samples), last=not self._micro)
+            assert self._plan is not None
+            self._joint.begin_batch(self._plan, len(self._micro))
             self._lookups.pooling.begin(rewritten.handles)
             yield rewritten.batch
             del rewritten
@@ -144,20 +132,30 @@ class Batches:
             with uninterrupted():
                 self._finish_iteration()
             self._source.interrupt()
-            if self._sync is not None:
-                self._sync.close()
-                self._dense.close()
+            self._joint.stop()
             self._pipeline.close()
-            self._source.close()
-            self.cache.release()
-            if self._checker is not None:
-                self._checker.finished()
-            self.store.sync()
-            if self._sync is not None:
-                self._sync.barrier("the end of training")
+            try:
+                self.cache.release()
+                if self._checker is not None:
+                    self._checker.finished()
+                self.store.sync()
+                self._joint.end(early=not self._ended)
+            finally:
+                self._source.close()  # last: other trainers may still ask it for plans
         finally:
+            self._joint.release()
             self._abandoned()
             self._lookups.workers = None
+
+    @property
+    def rank(self) -> int:
+        """Which of the trainers this is, counted from 0: a script prints and saves where it is 0."""
+        return self._joint.rank
+
+    @property
+    def trainers(self) -> int:
+        """How many trainers share the batches; 1 but under `bagpipe launch --trainers N`."""
+        return self._joint.trainers
 
     @property
     def step_due(self) -> bool:
@@ -177,7 +175,7 @@ class Batches:
             )
         if self._stepped:
             raise ModelError(f"step() twice in iteration {plan.iteration}: call it once, after the backward pass")
-        if self._sync is None and not self._update.any_gradient():
+        if self._joint.is_idle():
             self._trained = plan.iteration + 1
             return False
         if scaler is not None:
@@ -185,20 +183,15 @@ class Batches:
             self._trained = plan.iteration + 1
             return updated
         self._skipped = True  # unless the next line lets it pass
-        if self._sync is None:
-            self._update.check(self._views, plan.iteration)
-        elif not self._agree(self._sync, plan):
+        if not self._joint.agree(plan, self._views):
+            self._trained = plan.iteration + 1
             return False
         optimizers = {id(layout.optimizer): layout.optimizer for layout in self.layouts}
         scalars = {key: optimizer.scalars(optimizer.updates + 1) for key, optimizer in optimizers.items()}
         of_tables = [scalars[id(layout.optimizer)] for layout in self.layouts]
-        if self._sync is not None:
-            self._sync.synchronise(plan, self._update.collect(self._views), of_tables)
+        self._joint.exchange(plan, self._views, of_tables)
         with uninterrupted():
-            if self._sync is None:
-                self._update.apply(self._views, of_tables)
-                for table in self._update.tables:
-                    self.cache.mark_updated(table, self._views[table].slots)
+            self._joint.apply(self._views, of_tables)
             for optimizer in optimizers.values():
                 optimizer.advance()
             self._stepped = self._unflushed = True
@@ -214,26 +207,18 @@ class Batches:
 
     def grad_norm(self) -> float:
         """Euclidean norm of the row gradients of this iteration."""
-        plan = self._in_iteration("grad_norm")
-        if self._sync is not None:
-            self._sync.reduce(plan, self._update.collect(self._views))
-            return math.sqrt(self._sync.squared_norm())
-        return math.sqrt(squared_norm(list(self._update.collect(self._views).values())))
+        return math.sqrt(self._joint.squared_norm(self._in_iteration("grad_norm"), self._views))
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the row gradients of this iteration by one float32, for clipping."""
-        for grads in self._opened("scale_gradients"):
+        for grads in self._joint.gradients(self._in_iteration("scale_gradients"), self._views):
             grads.mul_(float(np.float32(factor)))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The row gradients as a `torch.amp.GradScaler` looks for them: `scaler.unscale_(batches)` works."""
-        gradients = self._opened("param_groups")
+        gradients = self._joint.judged(self._in_iteration("param_groups"), self._views)
         self._skipped = True  # whoever asks may decide against a step
-        if self._sync is not None:
-            finite = all(bool(torch.isfinite(grads).all()) for grads in gradients)
-            if self._sync.any_other(not finite, "whether gradients are finite") and finite:
-                gradients.append(torch.full((1,), math.inf))  # all trainers must come to the same decision
         holders = []
         for grads in gradients:
             holder = torch.zeros(1, dtype=grads.dtype, device=grads.device).expand(grads.shape)
@@ -293,24 +278,18 @@ class Batches:
         if "data" in state:
             self._source.resume(state["data"])
         self._rows.load_state_dict(state["optimizer"])
-        if self._sync is not None and self._sync.rank:
-            self._sync.barrier("saved rows to be in the store")
-            return
-        for number, layout in enumerate(self.layouts):
+        for number, layout in enumerate(self.layouts) if self.rank == 0 else ():
             part = state["tables"][layout.table.name]
             self.write_rows(number, part["ids"].numpy(), part["rows"].numpy())
-        if self._sync is not None:
-            self._sync.barrier("saved rows to be in the store")
+        self._joint.barrier("saved rows to be in the store")
 
     def barrier(self) -> None:
         """Return when the store has every update so far."""
         if self._unflushed and not self.closed:
-            if self._sync is not None:
-                self._sync.settle()
+            self._joint.settle()
             self.cache.fence()
             self._pipeline.flush()
-            if self._sync is not None:
-                self._sync.barrier("a barrier: the store to take all updated rows")
+            self._joint.barrier("a barrier: the store to take all updated rows")
             self._unflushed = False
 
     def read_rows(self, table: int, ids: Ids) -> Floats:
@@ -349,12 +328,12 @@ class Batches:
                 self._lookups.workers = Workers(self._threads)
                 self._helpers.append(self._lookups.workers)
             if not self._wait():
+                self._ended = True
                 return False
             with uninterrupted():
                 self._begin_iteration(*self._pipeline.take())
-            if self._sync is not None:
-                assert self._plan is not None
-                self._sync.begin(self._plan)
+            assert self._plan is not None
+            self._joint.begin(self._plan)
         return True
 
     def _wait(self) -> bool:
@@ -367,7 +346,7 @@ class Batches:
 
     def _begin_iteration(self, plan: Plan, batches: list[Rewritten]) -> None:
         self._plan, self._micro = plan, batches
-        self._stepped = self._skipped = self._agreed = False
+        self._stepped = self._skipped = False
         if self._checker is not None:
             self._checker.training(plan)
         self._views = []
@@ -387,49 +366,17 @@ class Batches:
         self._lookups.pooling.end()
         self._lookups.view, self._lookups.recording = None, False
         self.cache.fence()
-        if self._sync is None:
-            self._pipeline.updated(plan)
-        elif not self._given_up:
-            self._sync.leave(plan)
+        self._joint.leave(plan)
 
     def _pass_over(self) -> None:
-        """An iteration ends without a step: other trainers are told, and rows still go to who uses them next."""
-        if self._sync is not None and self._plan is not None and not self._stepped and not self._given_up:
-            if not self._agreed:
-                self._sync.agree(self._plan, stepped=False, has_gradient=False, problem=None)
-            self._sync.synchronise(self._plan, None, [])
-
-    def _agree(self, sync: RowSync, plan: Plan) -> bool:
-        """Whether all trainers make this step, and any has a gradient; an error if one of them is not finite."""
-        problem = None
-        has_gradient = self._shares().totals[sync.rank] > 0 and self._update.any_gradient()
-        try:
-            if has_gradient:
-                self._update.check(self._views, plan.iteration)
-        except GradientError as error:
-            problem = str(error)
-        self._trained = plan.iteration + 1
-        self._agreed = True
-        return sync.agree(plan, True, has_gradient, problem)
-
-    def _shares(self) -> Sync:
-        """What this trainer and the others have to do with the iteration in training."""
-        assert self._plan is not None
-        assert self._plan.sync is not None
-        return self._plan.sync
-
-    def _opened(self, what: str) -> list[torch.Tensor]:
-        """The row gradients of this iteration that this trainer applies, for someone who may change them."""
-        plan = self._in_iteration(what)
-        gradients = self._update.open(self._views)
-        return gradients if self._sync is None else self._sync.reduce(plan, self._update.collect(self._views))
+        """Let others know of an iteration that ends without a step."""
+        if self._plan is not None and not self._stepped:
+            self._joint.pass_over(self._plan)
 
     def _give_up(self, reason: BaseException) -> None:
         """Tell other trainers that this one can't go on."""
-        if self._peers is not None and not self.closed and not self._given_up:
-            self._given_up = True
-            self._peers.groups.abort(reason)
-            self._pipeline.abandon()
+        if not self.closed:
+            self._joint.give_up(reason)
 
     def _in_iteration(self, what: str) -> Plan:
         if self._plan is None:
@@ -445,28 +392,6 @@ class Batches:
             "up those of several batches pass accumulate= to bagpipe.accelerate, to drop them call batches.zero_grad()",
             stacklevel=4,
         )
-
-
-def session_of(rows: RowOptimizer | PerTable) -> Batches:
-    """The training loop that a row optimizer was given to."""
-    found = _sessions.get(rows)
-    session = None if found is None else found()
-    if session is None or session.closed:
-        raise ModelError(f"this {type(rows).__name__} drives no rows: pass it to bagpipe.accelerate first")
-    return session
-
-
-def attach(rows: RowOptimizer | PerTable, batches: Batches) -> None:
-    """Let `rows.step()` drive the rows of a session, without keeping the session alive."""
-    session = weakref.ref(batches)
-
-    def step(**options: Any) -> bool:
-        found = session()
-        assert found is not None, "a session that is gone has detached its optimizer"
-        return found.step(**options)
-
-    rows.attach(step)
-    _sessions[rows] = session
 
 
 def _abandon(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bagpipe.errors import ConfigError, GradientError
 from bagpipe.optim import PerTable, RowOptimizer
-from bagpipe.trainer.batches import Batches, session_of
+from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.sessions import session_of
 
 EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""
