@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ def check_security(address: Address, role: Role, security: Security) -> None:
     elif security is None and not address.is_local:
         raise ConfigError(
             f"{address} is not on this machine and there are no keys: make some with `bagpipe keys new` and name the "
-            f'{role}\'s file in {VARIABLE}, or choose plain bytes with wire.security = "none"'
+            f'{role}\'s file in {VARIABLE}, or choose plain bytes with wire.security = "none" or, for '
+            "`bagpipe server`, --security none"
         )
     elif security not in (None, "none"):
         raise ConfigError(f'security is {security!r}: give keys, "none" or None')
@@ -115,6 +117,8 @@ def wire_error(address: Address, error: zmq.ZMQError) -> WireError:
     """Why an address can't be listened on or connected to."""
     if error.errno == zmq.EADDRINUSE:
         return WireError(f"{address} is in use: choose another port, or 0 for any that is free")
+    if error.errno in (errno.ENODEV, zmq.EADDRNOTAVAIL):
+        return WireError(f"{address} can't be used: {address.host} is no host or address of this machine")
     return WireError(f"{address} can't be used: {strerror(error)}")
 
 
