@@ -130,7 +130,7 @@ class Served:
 
         def loop(rank):
             return lambda: train_remote(
-                job, self.plans(trainer=rank), stores[rank], report, groups[rank], drivers[rank]
+                job, self.plans(trainer=rank), stores[rank], quiet if rank else report, groups[rank], drivers[rank]
             )
 
         return run_threads([loop(rank) for rank in range(trainers)], 60, abort)

@@ -186,10 +186,15 @@ def train_together(job: Job, report: Report) -> tuple[State, Summary]:
     made = [job.model() for _ in range(config.trainers)]
     with closing(job.batches()) as reading:
         trainers = Trainers(config, made, reading, partial(open_views, job))
-        ended = trainers.run(lambda rank, batches: train_over(job, *made[rank][::2], batches, report, rank))
+        reports = [report, *[_unheard] * (config.trainers - 1)]
+        ended = trainers.run(lambda rank, batches: train_over(job, *made[rank][::2], batches, reports[rank], rank))
     state = ended[0][0]
     assert state is not None
     return state, joined_summary([summary for _, summary in ended])
+
+
+def _unheard(_done: int, _note: str) -> None:
+    """What trainers beside the first one say in one process."""
 
 
 def open_views(job: Job, layouts: Sequence[RowLayout], notify: Sequence[Callable[[], None]]) -> list[Store]:
@@ -226,7 +231,7 @@ def train_over(
 ) -> tuple[State | None, Summary]:
     """Train a model whose embedding layers are swapped, over the batches of the job.
 
-    Of several trainers all call it, and the first one evaluates, reports and has a state in the end.
+    Of several trainers all call it, and the first one evaluates and has a state in the end.
     """
     optimizer = layouts[0].optimizer
     dense = dense_optimizer(job.config.dense_optimizer)(list(model.parameters()))
@@ -243,7 +248,7 @@ def train_over(
             dense.step()
             optimizer.step()
             clock.loss = loss.item()
-            clock.tick(batch, report if rank == 0 else None)
+            clock.tick(batch, report)
         clock.stop()
         batches.barrier()
         if rank == 0:
@@ -322,13 +327,12 @@ class Clock:
         self.last_samples = 0
         self._start = time.perf_counter()
 
-    def tick(self, batch: Batch, report: Report | None) -> None:
+    def tick(self, batch: Batch, report: Report) -> None:
         """One more iteration."""
         self.iterations += 1
         self.last_samples = len(batch)
         self.samples += self.last_samples
-        if report is not None:
-            report(self.iterations, f"loss {self.loss:.4f}")
+        report(self.iterations, f"loss {self.loss:.4f}")
 
     def stop(self) -> None:
         """Training is over."""

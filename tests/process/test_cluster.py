@@ -15,16 +15,12 @@ from pathlib import Path
 import pytest
 
 from bagpipe.cluster import keeper
-from bagpipe.config import load_config
-from bagpipe.training import prepare, train
+from launched import Driver, bagpipe, expected, settings, title
 
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra"),
 ]
-
-BAGPIPE = [sys.executable, "-c", "from bagpipe.cli import main; main()"]
-TINY = ["data.preset=tiny", "data.samples=2000", "model.name=wide_deep", "model.dim=4", "batch_size=128", "threads=1"]
 
 NODES = """
 import ctypes, os, shutil, sys, tempfile
@@ -45,62 +41,6 @@ keeper.end_children()
 shutil.rmtree(files, ignore_errors=True)
 os._exit(0)
 """
-
-
-def settings(*more):
-    return [word for each in (*TINY, *more) for word in ("--set", each)]
-
-
-def expected(tmp_path, iterations):
-    config = load_config(None, [*TINY, f"iterations={iterations}"])
-    return train(prepare(config, tmp_path / "expected"), lambda *_: None)
-
-
-def bagpipe(*words, **environment):
-    return subprocess.run(
-        [*BAGPIPE, *words], capture_output=True, text=True, timeout=200, check=False, env=os.environ | environment
-    )
-
-
-class Driver:
-    """A launch under way, and the processes that it has started."""
-
-    def __init__(self, run_dir, *words):
-        self.said = run_dir.with_name("said")
-        with self.said.open("w") as said:
-            self.process = subprocess.Popen(
-                [*BAGPIPE, "launch", "--json", "--run-dir", str(run_dir), *words],
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-                start_new_session=True,
-            )
-
-    def wait_for(self, words, seconds=150):
-        until = time.monotonic() + seconds
-        while words not in self.said.read_text():
-            assert time.monotonic() < until, self.said.read_text()
-            assert self.process.poll() is None, self.process.communicate()[0]
-            time.sleep(0.1)
-        self.started = keeper.children_of(self.process.pid)
-        assert len(self.started) > 5
-
-    def end(self, number):
-        self.process.send_signal(number)
-        return self.process.communicate(timeout=60)[0]
-
-    def assert_nothing_is_left(self, seconds=30):
-        until = time.monotonic() + seconds
-        while left := [pid for pid in self.started if is_there(pid)]:
-            assert time.monotonic() < until, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
-            time.sleep(0.05)
-
-
-def is_there(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(autouse=True)
@@ -169,13 +109,6 @@ def test_three_nodes_give_the_same_and_are_left_as_they_were(three_nodes, tmp_pa
         assert time.monotonic() < until, roles
         time.sleep(0.1)
     assert sum("raylet" in title(each) for each in keeper.children_of(pid)) == 3
-
-
-def title(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
-    except OSError:
-        return ""
 
 
 def test_a_killed_driver_leaves_no_process_and_no_file_of_ray(tmp_path, scratch):

@@ -12,7 +12,7 @@ from bagpipe.cli.output import AsJson, Settings, errors, print_json, print_pairs
 from bagpipe.cli.train import RunDirectory
 
 Servers = Annotated[int | None, typer.Option(help="Embedding servers, which hold the rows; 1 if not configured.")]
-Trainers = Annotated[int | None, typer.Option(help="Trainers, which share each batch; one, so far.")]
+Trainers = Annotated[int | None, typer.Option(help="Trainers, which share each batch; 1 if not configured.")]
 Processors = Annotated[int, typer.Option(help="Data processors, which read batches.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="Configuration in TOML, as of bagpipe train.")]
 RayAddress = Annotated[
@@ -24,13 +24,13 @@ Interface = Annotated[
 ServerMemory = Annotated[str | None, typer.Option(help="What each server reserves and may take, such as 8GB.")]
 ServerCores = Annotated[float, typer.Option(min=0.0, help="What each server reserves.")]
 TrainerCores = Annotated[
-    int | None, typer.Option(min=1, help="What the trainer reserves and uses; all of this machine's.")
+    int | None, typer.Option(min=1, help="What each trainer reserves and uses; all of this machine's, shared.")
 ]
-TrainerGpus = Annotated[float, typer.Option(min=0.0, help="What the trainer reserves.")]
+TrainerGpus = Annotated[float, typer.Option(min=0.0, help="What each trainer reserves.")]
 Script = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SCRIPT] [ARGS]...", help="Run by the trainer instead; its bagpipe.accelerate finds the servers."
+        metavar="[SCRIPT] [ARGS]...", help="Run by every trainer instead; its bagpipe.accelerate finds the servers."
     ),
 ]
 
@@ -51,7 +51,7 @@ def launch(
     trainer_gpus: TrainerGpus = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Train with servers, data processors, oracle and trainer as processes of their own, here or on a Ray cluster."""
+    """Train with servers, data processors, oracle and trainers as processes of their own, here or on a Ray cluster."""
     from bagpipe.cluster.display import StatusLines
     from bagpipe.cluster.extra import require_ray
     from bagpipe.config import load_config, memory_bytes
@@ -81,5 +81,6 @@ def launch(
     if as_json:
         print_json(launched.summary)
     elif launched.trained is not None:
-        print_pairs(f"{chosen.model.name}, {request.servers} servers", launched.summary)
+        shared_by = f"{request.trainers} trainers, " if request.trainers > 1 else ""
+        print_pairs(f"{chosen.model.name}, {shared_by}{request.servers} servers", launched.summary)
     raise typer.Exit(launched.exit_code)

@@ -28,13 +28,13 @@ from bagpipe.cluster.resources import Need
 from bagpipe.cluster.role import Role
 from bagpipe.cluster.server_role import ServerRole
 from bagpipe.cluster.session import OwnRay, disconnect, exit_codes_kept, join
-from bagpipe.cluster.settings import Introduction, ScriptTask, TrainerTask, Wiring
+from bagpipe.cluster.settings import Introduction, ScriptTask, Team, TrainerTask, Wiring
 from bagpipe.cluster.trainer_role import Trained, TrainerRole
 from bagpipe.cluster.watch import Watch
 from bagpipe.config import Config, store_memory_bytes
 from bagpipe.errors import ClusterError, ConfigError
 from bagpipe.server.process import ServerOptions
-from bagpipe.training import Job, Summary, claim, prepare, write_summary
+from bagpipe.training import Job, Summary, claim, joined_summary, prepare, write_summary
 from bagpipe.wire.endpoint import Address, parse_address
 from bagpipe.wire.keys import Security, new_keys
 
@@ -42,7 +42,7 @@ START_S = 180.0
 STOP_S = 30.0
 SERVER_BYTES = 500_000_000
 """What a server holds of its node's memory in Ray's books, if nothing is said."""
-TRAINER, ORACLE = "trainer 0", "oracle"
+ORACLE = "oracle"
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,9 @@ class Request:
     """Bytes: reserved, and the most that a server takes. None: no limit, and a little is reserved."""
     server_cores: float = 1.0
     trainer_cores: int | None = None
-    """None: as many as torch uses here."""
+    """Of each trainer. None: as many as torch uses here; on this machine alone, trainers share them."""
     trainer_gpus: float = 0.0
+    """Of each trainer."""
 
     def __post_init__(self) -> None:
         for name, value in (("--servers", self.servers), ("--processors", self.processors)):
@@ -75,9 +76,16 @@ class Request:
             raise ConfigError(f"there is no script {self.script}: check the path")
 
     @property
+    def trainers(self) -> int:
+        """Who share each batch."""
+        return self.config.trainers
+
+    @property
     def threads(self) -> int:
-        """Of the trainer; bits can depend on it, so it is the same as in one process."""
-        return self.config.threads or self.trainer_cores or torch.get_num_threads()
+        """Of each trainer. Bits can depend on it: with one trainer it is the same as in one process."""
+        here = torch.get_num_threads()
+        share = here if self.address is not None else max(1, here // self.trainers)
+        return self.config.threads or self.trainer_cores or share
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class Launched:
 
     summary: Summary
     trained: Trained | None
-    """None for a script."""
+    """What the first trainer has said; None for a script."""
     reached_at: dict[str, float]
     """When it had come so far, by the clock of this machine: "ray" is connected, "roles" have begun, have "started"."""
     exit_code: int = 0
@@ -128,14 +136,16 @@ class _Run:
             Need(f"server {number}", request.server_cores, memory_bytes=request.server_memory or SERVER_BYTES)
             for number in range(request.servers)
         ]
-        self.trainer = Need(TRAINER, request.threads, request.trainer_gpus)
+        self.trainers = [
+            Need(f"trainer {number}", request.threads, request.trainer_gpus) for number in range(request.trainers)
+        ]
         fed = request.script is None
         self.processors = [Need(f"processor {number}", 1.0) for number in range(request.processors if fed else 0)]
         self.oracles = [Need(ORACLE, 1.0)] if fed else []
 
     def go(self, job: Job | None) -> Launched:
         """Place, start, follow and end all roles."""
-        placement = Placement(self.ray, self.servers, [self.trainer, *self.oracles, *self.processors])
+        placement = Placement(self.ray, self.servers, [*self.trainers, *self.oracles, *self.processors])
         try:
             self._make_actors(placement)
             introductions = self._introduce()
@@ -150,9 +160,9 @@ class _Run:
             placement.close()
 
     def _make_actors(self, placement: Placement) -> None:
-        """The trainer first, which takes longest to be ready."""
+        """Trainers first, which take longest to be ready."""
         kinds: list[tuple[type[Role], list[Need]]] = [
-            (TrainerRole, [self.trainer]),
+            (TrainerRole, self.trainers),
             (OracleRole, self.oracles),
             (ProcessorRole, self.processors),
             (ServerRole, self.servers),
@@ -182,7 +192,10 @@ class _Run:
 
     def _train(self, job: Job, introductions: dict[str, Introduction]) -> Launched:
         watch, config = self.watch, self.request.config
-        preparing = watch.ask(TRAINER, "prepare", config.model_dump(mode="json"), self.request.threads)
+        settings = config.model_dump(mode="json")
+        preparing = {
+            need.role: watch.ask(need.role, "prepare", settings, self.request.threads) for need in self.trainers
+        }
         hosts, wiring = wire(introductions, self.request.interface, config.wire.security)
         order = job.data_order()
         starting = self._start_servers(hosts, wiring) | {
@@ -193,32 +206,45 @@ class _Run:
         processors = [addresses[need.role] for need in self.processors]
         planning = watch.ask(ORACLE, "start", hosts[ORACLE], processors, order, job.plan_settings(), wiring)
         oracle = watch.gather({ORACLE: planning}, "start", START_S)[ORACLE]
-        watch.gather({TRAINER: preparing}, "open the data", START_S)
+        watch.gather(preparing, "open the data", START_S)
+        teams = self._teams(hosts)
         self.reached_at["started"] = time.time()
-        task = TrainerTask(wiring, tuple(addresses[need.role] for need in self.servers), oracle)
-        trained: Trained = watch.follow(TRAINER, watch.ask(TRAINER, "train", task, self._board()))
-        return Launched(write_summary(job, trained.summary), trained, self.reached_at)
+        servers = tuple(addresses[need.role] for need in self.servers)
+        tasks = {role: TrainerTask(wiring, servers, oracle, team) for role, team in teams.items()}
+        calls = {role: watch.ask(role, "train", task, self._board()) for role, task in tasks.items()}
+        trained: list[Trained] = [*watch.follow(calls).values()]
+        summary = trained[0].summary if len(trained) == 1 else joined_summary([each.summary for each in trained])
+        return Launched(write_summary(job, summary), trained[0], self.reached_at)
 
     def _run_script(self, introductions: dict[str, Introduction]) -> Launched:
         watch, request = self.watch, self.request
         assert request.script is not None
         hosts, wiring = wire(introductions, request.interface, request.config.wire.security)
         addresses = watch.gather(self._start_servers(hosts, wiring), "start", START_S)
-        task = ScriptTask(
-            wiring,
-            tuple(addresses[need.role] for need in self.servers),
-            str(request.script.resolve()),
-            request.arguments,
-            str(Path.cwd()),
-            request.config.model_dump(mode="json"),
-            request.threads,
-        )
-        code: int = watch.follow(TRAINER, watch.ask(TRAINER, "run_script", task, self._board()))
+        servers, script = tuple(addresses[need.role] for need in self.servers), str(request.script.resolve())
+        settings, here = request.config.model_dump(mode="json"), str(Path.cwd())
+        tasks = {
+            role: ScriptTask(wiring, servers, script, request.arguments, here, settings, request.threads, team)
+            for role, team in self._teams(hosts).items()
+        }
+        calls = {role: watch.ask(role, "run_script", task, self._board()) for role, task in tasks.items()}
+        codes: list[int] = [*watch.follow(calls).values()]
+        code = next((code for code in codes if code), 0)
         summary = {"script": str(request.script), "exit_code": code, "run_dir": str(self.run_dir)}
         return Launched(summary, None, self.reached_at, code)
 
+    def _teams(self, hosts: dict[str, str]) -> dict[str, Team]:
+        """For each trainer where all of them are, and where they meet: at the first one."""
+        roles = [need.role for need in self.trainers]
+        where = tuple(parse_address(hosts[role]).host for role in roles)
+        meeting = None
+        if len(roles) > 1:
+            first = roles[0]
+            meeting = self.watch.gather({first: self.watch.ask(first, "meet", where[0])}, "listen", START_S)[first]
+        return {role: Team(number, where, meeting) for number, role in enumerate(roles)}
+
     def _board(self) -> Any:
-        """Who keeps word of the trainer while it works."""
+        """Who keeps word of trainers while they work."""
         return self.watch.actors[self.servers[0].role]
 
     def _start_servers(self, hosts: dict[str, str], wiring: Wiring) -> dict[str, Any]:
@@ -274,8 +300,9 @@ def _resolved(config: Config, servers: int) -> Config:
 
 
 def _own_cores(request: Request) -> float:
-    """All roles share this machine, as threads of one process do; only the trainer is held to its cores."""
-    return len(os.sched_getaffinity(0)) + request.servers * request.server_cores + 1 + request.processors
+    """All roles share this machine, as threads of one process do; only each trainer by itself is held to its cores."""
+    trainers = request.trainers * min(request.threads, len(os.sched_getaffinity(0)))
+    return trainers + request.servers * request.server_cores + 1 + request.processors
 
 
 def _keep_logs(run_dir: Path, nothing: bool) -> None:

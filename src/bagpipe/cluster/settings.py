@@ -54,6 +54,22 @@ class Wiring:
 
 
 @dataclass(frozen=True)
+class Team:
+    """Which trainer this is, and where the others are."""
+
+    trainer: int = 0
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    """The address of each trainer, without a port."""
+    meeting: str | None = None
+    """Where they find each other: an address at the first one; None where there is only that."""
+
+    @property
+    def trainers(self) -> int:
+        """How many they are."""
+        return len(self.hosts)
+
+
+@dataclass(frozen=True)
 class TrainerTask:
     """What one trainer does."""
 
@@ -61,8 +77,7 @@ class TrainerTask:
     servers: tuple[str, ...]
     """Their addresses, in order."""
     oracle: str
-    trainer: int = 0
-    trainers: int = 1
+    team: Team = Team()
 
 
 @dataclass(frozen=True)
@@ -77,5 +92,4 @@ class ScriptTask:
     """Where the user was."""
     config: Mapping[str, Any]
     threads: int
-    trainer: int = 0
-    trainers: int = 1
+    team: Team = Team()

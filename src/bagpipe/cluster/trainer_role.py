@@ -1,7 +1,8 @@
-"""The trainer as a role: trains a configuration, or runs a script of the user's with the servers of the launch.
+"""A trainer as a role: trains a configuration, or runs a script of the user's with the servers of the launch.
 
 It does so in the main thread, as Python programs do, and so can't be asked meanwhile: a thread leaves word of it with
 another role every second. Nothing of an iteration goes through Ray; what its threads take of this process is measured.
+Trainers talk to each other over torch.distributed, and one that fails tells the others why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import ScriptTask, TrainerTask
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import ClusterError
+from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.remote_plans import RemotePlans
+from bagpipe.trainer.sync import Groups
 from bagpipe.training import Job, Summary, open_job, train_remote
 from bagpipe.wire.sockets import SocketNetwork
 
@@ -39,6 +42,7 @@ class Trained:
     """What a trainer gives back."""
 
     summary: Summary
+    """With `parameters_sha256` of the first one."""
     first_iteration_at: float
     """When it had finished, in seconds of the clock of its machine."""
     training_s: float
@@ -53,6 +57,7 @@ class TrainerRole(Role):
         super().__init__(name)
         self._line = "starts"
         self._job: Job | None = None
+        self._meeting: MeetingPoint | None = None
         self._ray_threads = _threads() - {threading.get_native_id()}
         """Those that were there before any of ours; later also the one that calls Ray."""
 
@@ -62,6 +67,12 @@ class TrainerRole(Role):
         keep_freed_memory()
         torch.set_num_threads(threads)
         self._job = open_job(parse_config(dict(config)), Path())
+
+    @told
+    def meet(self, host: str) -> str:
+        """Let other trainers find this one, the first; the address."""
+        self._meeting = MeetingPoint(host)
+        return self._meeting.address
 
     @told
     def train(self, task: TrainerTask, board: Any) -> Trained:
@@ -82,6 +93,8 @@ class TrainerRole(Role):
     @told
     def stop(self) -> None:
         """End what it has started; it is no longer needed."""
+        if self._meeting is not None:
+            self._meeting.close()
         for child in children_of(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -99,14 +112,17 @@ class TrainerRole(Role):
         with ExitStack() as stack:
             network = SocketNetwork(task.wiring.client)
             stack.callback(network.close)
-            plans = RemotePlans(network, task.oracle, run=task.wiring.run, trainer=task.trainer)
+            launch = self._launch(task, job.config)
+            plans = RemotePlans(network, task.oracle, run=task.wiring.run, trainer=launch.trainer)
             stack.callback(plans.close)
-            store = _launch_of(task, job.config).open_store(job.model()[2])
+            store = launch.open_store(job.model()[2])
+            stack.callback(store.close)
+            groups = stack.enter_context(_joined(launch)) if launch.trainers > 1 else None
             before = _processor_s(self._ray_threads)
-            state, summary = train_remote(job, plans, store, report)
+            state, summary = train_remote(job, plans, store, report, groups)
             ray_s = _processor_s(self._ray_threads) - before
-        assert state is not None
-        summary["parameters_sha256"] = state.sha256()
+        if state is not None:
+            summary["parameters_sha256"] = state.sha256()
         self._line = "is done"
         return Trained(summary, first_at[0], summary["seconds"], ray_s)
 
@@ -120,12 +136,26 @@ class TrainerRole(Role):
         sys.argv = [task.script, *task.arguments]
         sys.path.insert(0, str(Path(task.script).parent))
         try:
-            with context.within(_launch_of(task, parse_config(dict(task.config)))):
+            with context.within(self._launch(task, parse_config(dict(task.config)))):
                 runpy.run_path(task.script, run_name="__main__")
         except SystemExit as ended:
             return _exit_code(ended)
         self._line = "is done"
         return 0
+
+    def _launch(self, task: TrainerTask | ScriptTask, config: Config) -> context.Launch:
+        wiring, team = task.wiring, task.team
+        return context.Launch(
+            config,
+            task.servers,
+            wiring.run,
+            wiring.client,
+            team.trainer,
+            team.trainers,
+            team.hosts,
+            self._meeting or team.meeting,
+            wiring.listener,
+        )
 
     @contextmanager
     def _leaving_word(self, board: Any) -> Iterator[None]:
@@ -147,9 +177,15 @@ class TrainerRole(Role):
             thread.join()
 
 
-def _launch_of(task: TrainerTask | ScriptTask, config: Config) -> context.Launch:
-    wiring = task.wiring
-    return context.Launch(config, task.servers, wiring.run, wiring.client, task.trainer, task.trainers)
+@contextmanager
+def _joined(launch: context.Launch) -> Iterator[Groups]:
+    """Connected to all other trainers, who are told if this one fails."""
+    with closing(launch.open_groups()) as groups:
+        try:
+            yield groups
+        except BaseException as error:
+            groups.abort(error)
+            raise
 
 
 def _exit_code(ended: SystemExit) -> int:

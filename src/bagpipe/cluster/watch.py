@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from typing import Any
 from bagpipe import errors
 from bagpipe.cluster.log import LogPlace, Tail
 from bagpipe.cluster.settings import Failure, Report
-from bagpipe.errors import BagpipeError, ClusterError, DeadlineError
+from bagpipe.errors import BagpipeError, ClusterError, DeadlineError, PipelineError
 
 POLL_S = 1.0
 WAIT_S = 0.2
@@ -74,26 +74,31 @@ class Watch:
             raise named(answer, role, self.logs.path(role))
         return answer
 
-    def follow(self, role: str, call: Any) -> Any:
-        """The answer of a role that works for long; meanwhile all others are watched, and say how they are."""
+    def follow(self, calls: Mapping[str, Any]) -> dict[str, Any]:
+        """The answers of roles that work together for long; meanwhile all are watched, and say how they are.
+
+        When one fails, so do those who work with it. The error is that of a role that was lost, or else of the one that
+        did not only miss another. What the first one prints is echoed.
+        """
         reports: dict[str, Any] = {}
-        printed = Tail(self.logs.path(role))
+        printed = Tail(self.logs.path(next(iter(calls))))
+        answers: dict[str, Any] = {}
         next_poll = 0.0
-        while not self.is_done(call):
-            self._echo(printed)
-            if time.monotonic() >= next_poll:
-                next_poll = time.monotonic() + POLL_S
-                self._poll(role, reports)
-            self.ray.wait([call], timeout=min(max(next_poll - time.monotonic(), 0.01), WAIT_S))
         try:
-            answer = self.take(role, call)
+            while len(answers) < len(calls):
+                self._echo(printed)
+                if time.monotonic() >= next_poll:
+                    next_poll = time.monotonic() + POLL_S
+                    self._poll(calls, reports)
+                working = [call for role, call in calls.items() if role not in answers]
+                done, _ = self.ray.wait(working, timeout=min(max(next_poll - time.monotonic(), 0.01), WAIT_S))
+                for role, call in calls.items():
+                    if call in done:
+                        answers[role] = self._take_or_blame(role, calls, answers, reports)
             self.last_reports()
-        except BagpipeError:
-            self._blame_lost(reports)
-            raise
         finally:
             self._echo(printed)
-        return answer
+        return {role: answers[role] for role in calls}
 
     def last_reports(self) -> None:
         """Have everybody say once more how they are, and all that they have printed."""
@@ -106,21 +111,48 @@ class Watch:
                 self._note({role: reports[role]})
             asked = [role for role, reports in answers.items() if any(each.printed for each in reports.values())]
 
-    def _poll(self, busy: str, calls: dict[str, Any]) -> None:
-        """Ask all but the one that works; it leaves word with another."""
+    def _take_or_blame(
+        self, role: str, calls: Mapping[str, Any], answers: Mapping[str, Any], reports: dict[str, Any]
+    ) -> Any:
+        """The answer of a role; where it failed, the error of the one that is to blame."""
+        try:
+            return self.take(role, calls[role])
+        except BagpipeError as error:
+            if not self._was_lost(error):
+                others = {each: call for each, call in calls.items() if each != role and each not in answers}
+                self._blame_others(error, others, reports)
+            raise
+
+    def _blame_others(self, error: BagpipeError, calls: Mapping[str, Any], reports: dict[str, Any]) -> None:
+        """Raise what another role has told since, or that it was lost, if that is why a role failed."""
+        until = time.monotonic() + LOST_S
+        left, told = dict(calls), list[BagpipeError]()
+        while (left or reports) and time.monotonic() < until:
+            done, _ = self.ray.wait([*left.values(), *reports.values()], timeout=WAIT_S)
+            for role in [role for role, call in reports.items() if call in done]:
+                self._note(self.take(role, reports.pop(role)))
+            for role in [role for role, call in left.items() if call in done]:
+                try:
+                    self.take(role, left.pop(role))
+                except BagpipeError as other:
+                    if self._was_lost(other):
+                        raise
+                    told.append(other)
+        cause = next((each for each in told if not isinstance(each, PipelineError)), None)
+        if isinstance(error, PipelineError) and cause is not None:
+            raise cause
+
+    def _poll(self, busy: Container[str], calls: dict[str, Any]) -> None:
+        """Ask all but those that work; they leave word with another."""
         for role in self.actors:
             if role in calls and self.is_done(calls[role]):
                 self._note(self.take(role, calls.pop(role)))
-            if role not in calls and role != busy:
+            if role not in calls and role not in busy:
                 calls[role] = self.ask(role, "report")
 
-    def _blame_lost(self, reports: dict[str, Any]) -> None:
-        """If a role was lost, that is why another one failed."""
-        until = time.monotonic() + LOST_S
-        while reports and time.monotonic() < until:
-            done, _ = self.ray.wait(list(reports.values()), timeout=WAIT_S)
-            for role in [role for role, call in reports.items() if call in done]:
-                self._note(self.take(role, reports.pop(role)))
+    def _was_lost(self, error: BagpipeError) -> bool:
+        """Whether Ray has said it, and not the role itself."""
+        return isinstance(error.__cause__, self.ray.exceptions.RayError)
 
     def _echo(self, printed: Tail) -> None:
         if self.echo is not None and (text := printed.news()):

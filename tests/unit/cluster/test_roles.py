@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from threading import Lock
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +13,14 @@ from bagpipe.cluster import context, trainer_role
 from bagpipe.cluster.oracle_role import OracleRole
 from bagpipe.cluster.processor_role import ProcessorRole
 from bagpipe.cluster.server_role import ServerRole
-from bagpipe.cluster.settings import Failure, Report, ScriptTask, TrainerTask, Wiring
+from bagpipe.cluster.settings import Failure, Report, ScriptTask, Team, TrainerTask, Wiring
 from bagpipe.cluster.trainer_role import Trained, TrainerRole
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
 from bagpipe.server.process import ServerOptions
 from bagpipe.store.remote import RemoteStore
-from bagpipe.training import prepare, train
+from bagpipe.trainer.together import run_threads
+from bagpipe.training import Job, joined_summary, prepare, train
 from bagpipe.wire.keys import new_keys
 
 HERE = "tcp://127.0.0.1:0"
@@ -95,6 +98,39 @@ def test_roles_over_the_wire_end_with_the_parameters_of_one_process(servers, tmp
         assert role.stop() is None
 
 
+def test_two_trainers_meet_and_end_with_the_parameters_of_threads_of_one_process(servers, tmp_path, monkeypatch):
+    make, making = Job.model, Lock()
+
+    def model(job):
+        with making:  # of PyTorch's one random generator, where trainers are threads
+            return make(job)
+
+    monkeypatch.setattr(Job, "model", model)
+    config, wiring = parse_config(SETTINGS | {"trainers": 2, "batch_size": 33}), servers.wiring
+    job = prepare(config, tmp_path / "run")
+    processor, oracle = ProcessorRole("processor 0"), OracleRole("oracle")
+    source = processor.start(HERE, job.data_order(), wiring, 0, 1)
+    plans = oracle.start(HERE, [source], job.data_order(), job.plan_settings(), wiring)
+    trainers = [TrainerRole(f"trainer {rank}") for rank in range(2)]
+    for trainer in trainers:
+        assert trainer.prepare(config.model_dump(mode="json"), 1) is None
+    hosts, meeting = ("127.0.0.1", "127.0.0.1"), trainers[0].meet("127.0.0.1")
+    tasks = [TrainerTask(wiring, servers.addresses, plans, Team(rank, hosts, meeting)) for rank in range(2)]
+    boards = [Board(), Board()]
+    ended = run_threads([partial(trainers[rank].train, tasks[rank], boards[rank]) for rank in range(2)], 100)
+    assert all(isinstance(trained, Trained) for trained in ended), ended
+
+    alone = train(prepare(config, tmp_path / "alone"), lambda *_: None)
+    summary = joined_summary([trained.summary for trained in ended])
+    assert summary["parameters_sha256"] == alone["parameters_sha256"]
+    assert "parameters_sha256" not in ended[1].summary
+    assert summary.keys() - alone.keys() == {"plan_bytes"}
+    assert summary["plan_bytes"] > ended[0].summary["plan_bytes"]
+    assert all(trainer.line() == "is done" for trainer in trainers)
+    for role in (*trainers, oracle, processor):
+        assert role.stop() is None
+
+
 def test_a_script_finds_the_servers_of_its_launch_and_its_exit_code_is_told(servers, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["pytest"])
     monkeypatch.syspath_prepend(str(tmp_path))  # restores sys.path afterwards
@@ -149,3 +185,9 @@ def test_under_a_launch_rows_can_not_be_put_elsewhere(servers):
         with pytest.raises(ConfigError, match="bagpipe launch"):
             _open_store("mapped", [], 0)
     assert context.current() is None
+
+
+def test_a_trainer_of_several_that_does_not_know_where_to_meet_says_so():
+    launch = context.Launch(parse_config({}), (), b"", None, 1, 2, ("127.0.0.1", "127.0.0.1"))
+    with pytest.raises(ConfigError, match="trainer 1 of 2 knows no address"):
+        launch.open_groups()

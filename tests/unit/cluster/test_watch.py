@@ -10,7 +10,7 @@ from bagpipe.cluster import watch as module
 from bagpipe.cluster.log import LogPlace
 from bagpipe.cluster.settings import Failure, Report
 from bagpipe.cluster.watch import Watch, reason
-from bagpipe.errors import ClusterError, DataError, DeadlineError, StoreError
+from bagpipe.errors import ClusterError, DataError, DeadlineError, PipelineError, StoreError
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: ServerRole
@@ -117,20 +117,63 @@ def test_a_role_that_was_lost_ends_the_wait_for_another(watch):
         "server 0": Actor(report=[reports("server 0", "1 row"), Call(RayError(DIED))]),
     }
     with pytest.raises(ClusterError, match=r"^server 0 was lost: its process ended .*; see .*server-0.log"):
-        watch.follow("trainer 0", Call("never", after=10**6))
+        watch.follow({"trainer 0": Call("never", after=10**6)})
     assert ("server 0", "1 row") in watch.shown
 
 
 def test_the_role_that_was_lost_is_blamed_and_not_the_one_that_missed_it(watch):
     watch.actors = {"trainer 0": Actor(), "server 1": Actor(report=[Call(RayError(DIED), after=10)])}
     with pytest.raises(ClusterError, match=r"^server 1 was lost"):
-        watch.follow("trainer 0", Call(Failure("StoreError", "server 1 did not answer"), after=20))
+        watch.follow({"trainer 0": Call(Failure("StoreError", "server 1 did not answer"), after=20)})
 
 
 def test_an_error_of_the_trainer_is_its_own_where_all_others_are_well(watch):
     watch.actors = {"trainer 0": Actor(), "server 1": Actor(report=[reports("server 1", "fine")])}
     with pytest.raises(StoreError, match=r"^trainer 0: the disk is full"):
-        watch.follow("trainer 0", Call(Failure("StoreError", "the disk is full"), after=20))
+        watch.follow({"trainer 0": Call(Failure("StoreError", "the disk is full"), after=20)})
+
+
+def test_answers_of_trainers_come_in_their_order_whoever_is_done_first(watch):
+    watch.actors = {role: Actor(report=[reports(role, "is done")]) for role in ("trainer 0", "trainer 1")}
+    calls = {"trainer 0": Call("a", after=9), "trainer 1": Call("b", after=3)}
+    assert list(watch.follow(calls).items()) == [("trainer 0", "a"), ("trainer 1", "b")]
+
+
+MISSED = Failure("PipelineError", "trainer 0 can't exchange gradients of iteration 3: trainer 1 has stopped")
+
+
+@pytest.mark.parametrize("first", ["trainer 0", "trainer 1"])
+def test_the_trainer_that_failed_is_blamed_and_not_those_that_missed_it(watch, first):
+    watch.actors = {"trainer 0": Actor(), "trainer 1": Actor()}
+    failed = Failure("ClusterError", "trainer 1 failed with ValueError: odd")
+    calls = {"trainer 0": Call(MISSED, after=4), "trainer 1": Call(failed, after=4)}
+    calls[first].after = 2
+    with pytest.raises(ClusterError, match=r"^trainer 1 failed with ValueError: odd; see "):
+        watch.follow(calls)
+
+
+@pytest.mark.parametrize("first", ["trainer 0", "trainer 1"])
+def test_the_trainer_that_was_lost_is_blamed_whoever_else_says_so_first(watch, first):
+    watch.actors = {"trainer 0": Actor(), "trainer 1": Actor()}
+    calls = {"trainer 0": Call(MISSED, after=4), "trainer 1": Call(RayError(DIED), after=4)}
+    calls[first].after = 2
+    with pytest.raises(ClusterError, match=r"^trainer 1 was lost: its process ended"):
+        watch.follow(calls)
+
+
+def test_a_trainer_that_fails_while_others_know_nothing_of_it_does_not_wait_for_them(watch, clock):
+    watch.actors = {"trainer 0": Actor(), "trainer 1": Actor()}
+    calls = {"trainer 0": Call("never", after=10**6), "trainer 1": Call(Failure("StoreError", "the disk is full"))}
+    with pytest.raises(StoreError, match=r"^trainer 1: the disk is full"):
+        watch.follow(calls)
+    assert clock[0] < 10
+
+
+def test_where_all_only_missed_another_the_first_one_tells_it(watch):
+    watch.actors = {"trainer 0": Actor(), "trainer 1": Actor()}
+    calls = {"trainer 0": Call(MISSED, after=3), "trainer 1": Call(Failure("PipelineError", "the same"), after=9)}
+    with pytest.raises(PipelineError, match=r"^trainer 0: trainer 0 can't exchange gradients"):
+        watch.follow(calls)
 
 
 def test_what_roles_elsewhere_printed_is_in_their_logs_and_echoed_while_they_work(watch):
@@ -146,7 +189,7 @@ def test_what_roles_elsewhere_printed_is_in_their_logs_and_echoed_while_they_wor
             ]
         ),
     }
-    assert watch.follow("trainer 0", Call("summary", after=60)) == "summary"
+    assert watch.follow({"trainer 0": Call("summary", after=60)}) == {"trainer 0": "summary"}
     assert watch.logs.path("trainer 0").read_text() == "grüß\nende\n"
     assert watch.logs.path("server 0").read_text() == "hi\n"
     assert "".join(echoed) == "grüß\nende\n"
