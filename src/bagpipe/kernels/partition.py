@@ -1,9 +1,8 @@
-"""The loops that divide a plan among trainers: who fetches, updates and writes each row, and who sends it to whom.
+"""The loops that follow plans through the slots: who owns each row, how it comes to its users, who reads and writes it.
 
-All slot spaces lie end to end, table t's at bases[t]. `state` has four numbers for each slot: the iteration that last
-used its tenant (FRESH: none yet), the tenant's index among that batch's rows (-1: fetched, not used),
-the plan that freed the slot for it, and its owner (SHARED: all trainers). Lists of rows are flat over tables, in that
-order; lists for trainers lie end to end, and column t of their `bounds` says where table t of each begins.
+All slot spaces lie end to end, table t's at bases[t]. `state` has a word for each slot: in the upper half the plan that
+freed it for its tenant, in the lower the tenant's owner + 1 (0: all trainers have it) and LEAVES. Lists of rows are
+flat over tables, in that order.
 """
 
 from __future__ import annotations
@@ -15,18 +14,20 @@ from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
 from bagpipe.kernels.masks import lowest
+from bagpipe.kernels.plan import HALF
 from bagpipe.kernels.prefetch import FAR, prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Masks = NDArray[Any]
+"""Unsigned, one bit a trainer."""
 Ranks = NDArray[np.int8]
 
-LAST, INDEX, FREED, OWNER = range(4)
-WORDS = 4
-"""Numbers in `state` for each slot."""
-FRESH = -2
 SHARED = -1
+"""The owner of a row that all trainers have."""
+OWNER = 0xFF
+LEAVES = 0x100
+"""The tenant is evicted by the plan that is followed just now."""
 FETCHED, NEXT, LATER = 0, 1, 2
 """How a row comes to its users: from the store; after an update in the iteration before; after an earlier one."""
 NOW, AFTERWARDS = 0, 1
@@ -35,446 +36,143 @@ _ONE = np.uint64(1)
 
 
 @kernel
-def writers_of(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int32s, trainers: int, writers: Ranks) -> None:
-    """The trainers that write rows of the cache to the store: their owners, or what the slot says if all have them."""
+def mark_leaving(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s) -> None:
+    """Mark the rows that a plan evicts."""
     for t in range(bounds.shape[0] - 1):
         last = bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
-            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last)]) + OWNER)
-            owner = state[WORDS * (bases[t] + slots[i]) + OWNER]
+            prefetch(state, bases[t] + slots[min(i + FAR, last)])
+            state[bases[t] + slots[i]] |= LEAVES
+
+
+def mark_leaving_by_numpy(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s) -> None:
+    """Twin of `mark_leaving`."""
+    state[_places(bounds, slots, bases)] |= LEAVES
+
+
+@kernel
+def follow(
+    bounds: Int64s,
+    slots: Int32s,
+    users: Masks,
+    before: Int32s,
+    bounds_before: Int64s,
+    fetch_bounds: Int64s,
+    fetch_slots: Int32s,
+    fetch_freed: Int32s,
+    homes: Ranks,
+    bits: Masks,
+    users_read: bool,
+    bases: Int64s,
+    state: Int64s,
+    owners: Ranks,
+    kinds: Ranks,
+    freed: Int32s,
+    phases_before: Ranks,
+    takers: Masks,
+) -> int:
+    """Let a plan take its rows: those that it fetches move in, owned by their homes. About 6 ns a row.
+
+    Finds who owns each row and how it comes to its users; the trainers that read it from the store (its owner, with its
+    users if they read too; bits[SHARED] stands for all); and which rows of the plan before have to be updated NOW.
+    A row that LEAVES and has one user is that user's. Rows to fetch come in the order of rows; returns how many were
+    met.
+    """
+    met = 0
+    for t in range(bounds.shape[0] - 1):
+        f, last = fetch_bounds[t], bounds[t + 1] - 1
+        for i in range(bounds[t], bounds[t + 1]):
+            prefetch(state, bases[t] + slots[min(i + FAR, last)])
+            place = bases[t] + slots[i]
+            word = state[place]
+            mine = np.uint64(users[i])
+            fetched = f < fetch_bounds[t + 1] and fetch_slots[f] == slots[i]
+            if fetched:
+                word = (np.int64(fetch_freed[f]) << HALF) | (word & LEAVES) | (homes[f] + 1)
+            if word & LEAVES and mine & (mine - _ONE) == np.uint64(0):
+                word = (word & ~OWNER) | (lowest(mine) + 1)
+                state[place] = word
+            owner = (word & OWNER) - 1
+            if fetched:
+                state[place] = word
+                takers[f] = bits[owner] | users[i] if users_read else bits[owner]
+                f += 1
+                kinds[i] = FETCHED
+            elif before[i] >= 0:
+                kinds[i] = NEXT
+                phases_before[bounds_before[t] + before[i]] = NOW
+            else:
+                kinds[i] = LATER
+            owners[i] = owner
+            freed[i] = word >> HALF
+        met += f - fetch_bounds[t]
+    return met
+
+
+def follow_by_numpy(
+    bounds: Int64s,
+    slots: Int32s,
+    users: Masks,
+    before: Int32s,
+    bounds_before: Int64s,
+    fetch_bounds: Int64s,
+    fetch_slots: Int32s,
+    fetch_freed: Int32s,
+    homes: Ranks,
+    bits: Masks,
+    users_read: bool,
+    bases: Int64s,
+    state: Int64s,
+    owners: Ranks,
+    kinds: Ranks,
+    freed: Int32s,
+    phases_before: Ranks,
+    takers: Masks,
+) -> int:
+    """Twin of `follow`."""
+    places, fetched_places = _places(bounds, slots, bases), _places(fetch_bounds, fetch_slots, bases)
+    fetched = np.isin(places, fetched_places)
+    assert np.array_equal(places[fetched], fetched_places), "the twin knows no other order"
+    words = state[places]
+    words[fetched] = (fetch_freed.astype(np.int64) << HALF) | (words[fetched] & LEAVES) | (homes + 1)
+    single = users & (users - users.dtype.type(1)) == 0
+    own = single & (words & LEAVES != 0)
+    words[own] = (words[own] & ~OWNER) | (np.log2(users[own].astype(np.float64)).astype(np.int64) + 1)
+    state[places] = words
+    owners[:], freed[:] = (words & OWNER) - 1, words >> HALF
+    kinds[:] = np.where(fetched, FETCHED, np.where(before >= 0, NEXT, LATER))
+    begins = np.repeat(bounds_before[:-1], np.diff(bounds))
+    phases_before[(begins + before)[kinds == NEXT]] = NOW
+    takers[:] = bits[owners[fetched]] | (users[fetched] * users.dtype.type(users_read))
+    return int(fetched.sum())
+
+
+@kernel
+def writers_of(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s, trainers: int, writers: Ranks) -> None:
+    """The trainers that write rows of the cache to the store: their owners, or what the slot says if all have them.
+
+    They are no longer marked.
+    """
+    for t in range(bounds.shape[0] - 1):
+        last = bounds[t + 1] - 1
+        for i in range(bounds[t], bounds[t + 1]):
+            prefetch(state, bases[t] + slots[min(i + FAR, last)])
+            place = bases[t] + slots[i]
+            owner = (state[place] & OWNER) - 1
             writers[i] = slots[i] % trainers if owner == SHARED else owner
+            state[place] &= ~LEAVES
 
 
 def writers_of_by_numpy(
-    bounds: Int64s, slots: Int32s, bases: Int64s, state: Int32s, trainers: int, writers: Ranks
+    bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s, trainers: int, writers: Ranks
 ) -> None:
     """Twin of `writers_of`."""
-    owners = state.reshape(-1, WORDS)[_places(bounds, slots, bases), OWNER]
+    places = _places(bounds, slots, bases)
+    owners = (state[places] & OWNER) - 1
     writers[:] = np.where(owners == SHARED, slots % trainers, owners)
-
-
-@kernel
-def enter(bounds: Int64s, slots: Int32s, freed: Int32s, homes: Ranks, bases: Int64s, state: Int32s) -> None:
-    """Rows that a plan fetches take their slots, and homes[i] owns them."""
-    for t in range(bounds.shape[0] - 1):
-        last = bounds[t + 1] - 1
-        for i in range(bounds[t], bounds[t + 1]):
-            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last)]))
-            place = WORDS * (bases[t] + slots[i])
-            state[place + LAST] = FRESH
-            state[place + FREED] = freed[i]
-            state[place + OWNER] = homes[i]
-
-
-def enter_by_numpy(bounds: Int64s, slots: Int32s, freed: Int32s, homes: Ranks, bases: Int64s, state: Int32s) -> None:
-    """Twin of `enter`."""
-    rows, places = state.reshape(-1, WORDS), _places(bounds, slots, bases)
-    rows[places, LAST] = FRESH
-    rows[places, FREED] = freed
-    rows[places, OWNER] = homes
-
-
-@kernel
-def use(
-    iteration: int,
-    bounds: Int64s,
-    slots: Int32s,
-    bases: Int64s,
-    state: Int32s,
-    owners: Ranks,
-    kinds: Ranks,
-    freed: Int32s,
-    phases_before: Ranks,
-) -> None:
-    """Note that a plan uses its rows: who owns each, and how it comes to its users. About 4 ns a row.
-
-    The rows of the plan before that this one uses have to be updated NOW.
-    """
-    for t in range(bounds.shape[0] - 1):
-        last_row = bounds[t + 1] - 1
-        for i in range(bounds[t], bounds[t + 1]):
-            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last_row)]))
-            place = WORDS * (bases[t] + slots[i])
-            last = state[place + LAST]
-            owners[i] = state[place + OWNER]
-            freed[i] = state[place + FREED]
-            if last == iteration - 1:
-                kinds[i] = NEXT
-                if state[place + INDEX] >= 0:
-                    phases_before[state[place + INDEX]] = NOW
-            else:
-                kinds[i] = FETCHED if last == FRESH else LATER
-            state[place + LAST] = iteration
-            state[place + INDEX] = i
-
-
-def use_by_numpy(
-    iteration: int,
-    bounds: Int64s,
-    slots: Int32s,
-    bases: Int64s,
-    state: Int32s,
-    owners: Ranks,
-    kinds: Ranks,
-    freed: Int32s,
-    phases_before: Ranks,
-) -> None:
-    """Twin of `use`."""
-    rows, places = state.reshape(-1, WORDS), _places(bounds, slots, bases)
-    last, index, freed[:], owners[:] = rows[places].T
-    at_once = last == iteration - 1
-    kinds[:] = np.where(at_once, NEXT, np.where(last == FRESH, FETCHED, LATER))
-    phases_before[index[at_once & (index >= 0)]] = NOW
-    rows[places, LAST] = iteration
-    rows[places, INDEX] = np.arange(len(slots))
-
-
-@kernel
-def find_exclusive(
-    iteration: int, bounds: Int64s, slots: Int32s, bases: Int64s, state: Int32s, users: Masks, owners: Ranks
-) -> None:
-    """Rows of a plan's batch that leave after it and that one trainer uses: it owns them."""
-    for t in range(bounds.shape[0] - 1):
-        last = bounds[t + 1] - 1
-        for i in range(bounds[t], bounds[t + 1]):
-            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last)]))
-            place = WORDS * (bases[t] + slots[i])
-            if state[place + LAST] != iteration:
-                continue
-            row = state[place + INDEX]
-            mine = np.uint64(users[row])
-            if mine & (mine - _ONE) == np.uint64(0):
-                owners[row] = lowest(mine)
-                state[place + OWNER] = owners[row]
-
-
-def find_exclusive_by_numpy(
-    iteration: int, bounds: Int64s, slots: Int32s, bases: Int64s, state: Int32s, users: Masks, owners: Ranks
-) -> None:
-    """Twin of `find_exclusive`."""
-    rows, places = state.reshape(-1, WORDS), _places(bounds, slots, bases)
-    places = places[rows[places, LAST] == iteration]
-    index = rows[places, INDEX]
-    flags = _flags(users[index])
-    exclusive = flags.sum(1) == 1
-    owners[index[exclusive]] = rows[places[exclusive], OWNER] = flags[exclusive].argmax(1)
-
-
-@kernel
-def find_takers(
-    iteration: int,
-    bounds: Int64s,
-    slots: Int32s,
-    bases: Int64s,
-    state: Int32s,
-    users: Masks,
-    from_owner: bool,
-    bits: Masks,
-    everyone: Masks,
-    takers: Masks,
-) -> None:
-    """The trainers that read each fetched row from the store: all, its owner, or the owner and its first users.
-
-    A row that no batch has used yet counts as used in this iteration, by nobody. bits[r] is the mask of trainer r.
-    """
-    for t in range(bounds.shape[0] - 1):
-        last = bounds[t + 1] - 1
-        for i in range(bounds[t], bounds[t + 1]):
-            prefetch(state, WORDS * (bases[t] + slots[min(i + FAR, last)]))
-            place = WORDS * (bases[t] + slots[i])
-            owner = state[place + OWNER]
-            takers[i] = everyone[0] if owner == SHARED else bits[owner]
-            if state[place + LAST] == FRESH:
-                state[place + LAST] = iteration
-                state[place + INDEX] = -1
-            elif owner != SHARED and not from_owner:
-                takers[i] |= users[state[place + INDEX]]
-
-
-def find_takers_by_numpy(
-    iteration: int,
-    bounds: Int64s,
-    slots: Int32s,
-    bases: Int64s,
-    state: Int32s,
-    users: Masks,
-    from_owner: bool,
-    bits: Masks,
-    everyone: Masks,
-    takers: Masks,
-) -> None:
-    """Twin of `find_takers`."""
-    rows, places = state.reshape(-1, WORDS), _places(bounds, slots, bases)
-    last, index, _, owners = rows[places].T
-    takers[:] = np.where(owners == SHARED, everyone[0], bits[owners])
-    fresh = last == FRESH
-    with_users = ~fresh & (owners != SHARED) & (not from_owner)
-    takers[with_users] |= users[index[with_users]]
-    rows[places[fresh], LAST] = iteration
-    rows[places[fresh], INDEX] = -1
-
-
-@kernel
-def count_shares(users: Masks, owners: Ranks, phases: Ranks, owned: Int64s, pairs: Int64s) -> None:
-    """Add up how long the lists of `fill_shares` are: owned[p, o + 1] and pairs[p, o + 1, r]. About 2 ns a row."""
-    for i in range(users.shape[0]):
-        phase, owner = phases[i], owners[i] + 1
-        owned[phase, owner] += 1
-        left = np.uint64(users[i])
-        while left:
-            pairs[phase, owner, lowest(left)] += 1
-            left &= left - _ONE
-
-
-def count_shares_by_numpy(users: Masks, owners: Ranks, phases: Ranks, owned: Int64s, pairs: Int64s) -> None:
-    """Twin of `count_shares`."""
-    lists = phases, owners.astype(np.intp) + 1
-    np.add.at(owned, lists, 1)
-    np.add.at(pairs, lists, _flags(users)[:, : pairs.shape[2]])
-
-
-@kernel
-def fill_shares(
-    bounds: Int64s,
-    users: Masks,
-    owners: Ranks,
-    phases: Ranks,
-    trainers: int,
-    used_bounds: Int64s,
-    used: Int32s,
-    owned_bounds: Int64s,
-    owned: Int32s,
-    source_bounds: Int64s,
-    sources: Int32s,
-    target_bounds: Int64s,
-    targets: Int32s,
-) -> None:
-    """Write the lists, each from its first bound: rows by user, rows by phase and owner, and who adds what to what.
-
-    A source is a row's index among its user's rows of the table (lists by phase, user, owner), a target that among its
-    owner's (by phase, owner, user). Owner 0 stands for all trainers, and o + 1 for o. About 5 ns a row.
-    """
-    used_at, owned_at = used_bounds[:, 0].copy(), owned_bounds[:, 0].copy()
-    source_at, target_at = source_bounds[:, 0].copy(), target_bounds[:, 0].copy()
-    for t in range(bounds.shape[0] - 1):
-        for i in range(bounds[t], bounds[t + 1]):
-            phase, owner = phases[i], owners[i] + 1
-            own = phase * (trainers + 1) + owner
-            at = owned_at[own]
-            owned_at[own] = at + 1
-            owned[at] = i
-            target = at - owned_bounds[own, t]
-            left = np.uint64(users[i])
-            while left:
-                rank = lowest(left)
-                left &= left - _ONE
-                at = used_at[rank]
-                used_at[rank] = at + 1
-                used[at] = i
-                pair = (phase * trainers + rank) * (trainers + 1) + owner
-                sources[source_at[pair]] = at - used_bounds[rank, t]
-                source_at[pair] += 1
-                pair = own * trainers + rank
-                targets[target_at[pair]] = target
-                target_at[pair] += 1
-        used_bounds[:, t + 1], owned_bounds[:, t + 1] = used_at, owned_at
-        source_bounds[:, t + 1], target_bounds[:, t + 1] = source_at, target_at
-
-
-def fill_shares_by_numpy(
-    bounds: Int64s,
-    users: Masks,
-    owners: Ranks,
-    phases: Ranks,
-    trainers: int,
-    used_bounds: Int64s,
-    used: Int32s,
-    owned_bounds: Int64s,
-    owned: Int32s,
-    source_bounds: Int64s,
-    sources: Int32s,
-    target_bounds: Int64s,
-    targets: Int32s,
-) -> None:
-    """Twin of `fill_shares`."""
-    for t in range(len(bounds) - 1):
-        rows = np.arange(bounds[t], bounds[t + 1])
-        flags, owner, phase = _flags(users[rows])[:, :trainers], owners[rows] + 1, phases[rows]
-        own_list = phase * (trainers + 1) + owner
-        own_index = np.array([(own_list[:i] == own_list[i]).sum() for i in range(len(rows))], np.int32)
-        for own in range(2 * (trainers + 1)):
-            _extend(owned_bounds[own], t, owned, rows[own_list == own])
-        for rank in range(trainers):
-            mine = np.flatnonzero(flags[:, rank])
-            _extend(used_bounds[rank], t, used, rows[mine])
-            for own in range(2 * (trainers + 1)):
-                chosen = own_list[mine] == own
-                pair = (own // (trainers + 1) * trainers + rank) * (trainers + 1) + own % (trainers + 1)
-                _extend(source_bounds[pair], t, sources, np.flatnonzero(chosen))
-                _extend(target_bounds[own * trainers + rank], t, targets, own_index[mine][chosen])
-
-
-@kernel
-def count_values(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
-    """Add up in pairs[f, o, r] how many rows owner o sends to their other user r; flows[kind] is their f, or -1."""
-    for i in range(users.shape[0]):
-        owner, flow = owners[i], flows[kinds[i]]
-        if owner == SHARED or flow < 0:
-            continue
-        left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
-        while left:
-            pairs[flow, owner, lowest(left)] += 1
-            left &= left - _ONE
-
-
-def count_values_by_numpy(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
-    """Twin of `count_values`."""
-    flags = _flags(users)[:, : pairs.shape[2]] & (np.arange(pairs.shape[2]) != owners[:, None])
-    sent = (owners != SHARED) & (flows[kinds] >= 0)
-    np.add.at(pairs, (flows[kinds][sent], owners[sent]), flags[sent])
-
-
-@kernel
-def fill_values(
-    bounds: Int64s,
-    slots: Int32s,
-    users: Masks,
-    owners: Ranks,
-    kinds: Ranks,
-    freed: Int32s,
-    flows: Int64s,
-    trainers: int,
-    send_bounds: Int64s,
-    send: Int32s,
-    receive_bounds: Int64s,
-    receive: Int32s,
-    after: Int32s,
-) -> None:
-    """The slots of those rows by flow, owner and user, and by flow, user and owner, each list from its first bound.
-
-    after[f, r]: the last plan that freed one of the slots that r receives.
-    """
-    send_at, receive_at = send_bounds[:, 0].copy(), receive_bounds[:, 0].copy()
-    for t in range(bounds.shape[0] - 1):
-        for i in range(bounds[t], bounds[t + 1]):
-            owner, flow = owners[i], flows[kinds[i]]
-            if owner == SHARED or flow < 0:
-                continue
-            left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
-            while left:
-                rank = lowest(left)
-                left &= left - _ONE
-                pair = (flow * trainers + owner) * trainers + rank
-                send[send_at[pair]] = slots[i]
-                send_at[pair] += 1
-                pair = (flow * trainers + rank) * trainers + owner
-                receive[receive_at[pair]] = slots[i]
-                receive_at[pair] += 1
-                after[flow, rank] = max(after[flow, rank], freed[i])
-        send_bounds[:, t + 1], receive_bounds[:, t + 1] = send_at, receive_at
-
-
-def fill_values_by_numpy(
-    bounds: Int64s,
-    slots: Int32s,
-    users: Masks,
-    owners: Ranks,
-    kinds: Ranks,
-    freed: Int32s,
-    flows: Int64s,
-    trainers: int,
-    send_bounds: Int64s,
-    send: Int32s,
-    receive_bounds: Int64s,
-    receive: Int32s,
-    after: Int32s,
-) -> None:
-    """Twin of `fill_values`."""
-    flags, flow_of = _flags(users), flows[kinds]
-    for t in range(len(bounds) - 1):
-        here = np.arange(len(slots)) - bounds[t] < bounds[t + 1] - bounds[t]
-        here &= np.arange(len(slots)) >= bounds[t]
-        for flow, owner, rank in np.ndindex(len(after), trainers, trainers):
-            chosen = here & (flow_of == flow) & (owners == owner) & flags[:, rank] & (owner != rank)
-            _extend(send_bounds[(flow * trainers + owner) * trainers + rank], t, send, slots[chosen])
-            _extend(receive_bounds[(flow * trainers + rank) * trainers + owner], t, receive, slots[chosen])
-            after[flow, rank] = freed[chosen].max(initial=after[flow, rank])
-
-
-@kernel
-def gather_rows(ids: Int64s, slots: Int32s, items: Int32s, own_ids: Int64s, own_slots: Int32s) -> None:
-    """The ids and slots that a list names."""
-    for i in range(items.shape[0]):
-        own_ids[i] = ids[items[i]]
-        own_slots[i] = slots[items[i]]
-
-
-def gather_rows_by_numpy(ids: Int64s, slots: Int32s, items: Int32s, own_ids: Int64s, own_slots: Int32s) -> None:
-    """Twin of `gather_rows`."""
-    own_ids[:], own_slots[:] = ids[items], slots[items]
-
-
-@kernel
-def localise(
-    inverse: Int32s,
-    cuts: Int64s,
-    rank: int,
-    tables: Int64s,
-    bounds: Int64s,
-    used: Int32s,
-    used_bounds: Int64s,
-    index: Int32s,
-    own: Int32s,
-) -> None:
-    """A trainer's ids as indices into its own rows of their table, feature by feature. About 1 ns an id.
-
-    `inverse` has all ids of feature 0, then of feature 1, and so on; tables[f] is the table of feature f. `index` has
-    room for a number for each row.
-    """
-    for t in range(bounds.shape[0] - 1):
-        for k in range(used_bounds[t], used_bounds[t + 1]):
-            index[used[k]] = k - used_bounds[t]
-    start = at = 0
-    for f in range(cuts.shape[0]):
-        begin = bounds[tables[f]]
-        for i in range(start + cuts[f, rank], start + cuts[f, rank + 1]):
-            own[at] = index[begin + inverse[i]]
-            at += 1
-        start += cuts[f, -1]
-
-
-def localise_by_numpy(
-    inverse: Int32s,
-    cuts: Int64s,
-    rank: int,
-    tables: Int64s,
-    bounds: Int64s,
-    used: Int32s,
-    used_bounds: Int64s,
-    index: Int32s,
-    own: Int32s,
-) -> None:
-    """Twin of `localise`."""
-    index[used] = np.arange(len(used)) - np.repeat(used_bounds[:-1], np.diff(used_bounds))
-    starts = np.cumsum(cuts[:, -1]) - cuts[:, -1]
-    parts = [
-        index[bounds[tables[f]] + inverse[starts[f] + cuts[f, rank] : starts[f] + cuts[f, rank + 1]]]
-        for f in range(len(cuts))
-    ]
-    own[:] = np.concatenate(parts)
+    state[places] &= ~LEAVES
 
 
 def _places(bounds: Int64s, slots: Int32s, bases: Int64s) -> Int64s:
     """Where the slots of a flat list are noted."""
-    return np.repeat(bases[: len(bounds) - 1], np.diff(bounds)) + slots
-
-
-def _flags(users: Masks) -> NDArray[np.bool_]:
-    """[i, r]: whether bit r of users[i] is set."""
-    return (users.astype(np.uint64)[:, None] >> np.arange(64, dtype=np.uint64)) & _ONE != 0
-
-
-def _extend(bounds: Int64s, table: int, items: Int32s, values: NDArray[Any]) -> None:
-    """Append a table's part to one of the lists."""
-    bounds[table + 1] = bounds[table] + len(values)
-    items[bounds[table] : bounds[table + 1]] = values
+    return np.repeat(bases, np.diff(bounds)) + slots

@@ -1,8 +1,8 @@
 """The loops that find out which trainers use which rows, and who owns a row for its stay in the cache.
 
 A trainer's samples are contiguous in a batch, so each feature's ids fall into one stretch a trainer. *Users* of a row
-are a bit mask over trainers. In the window, `nexts` leads from a use of a row to the next one: the row's index among
-those of its table in the batch that its stay names.
+are a bit mask over trainers. In the window, `previous` has a row's word before each use of it, which leads to the use
+before that one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
+from bagpipe.kernels.masks import lowest
 from bagpipe.kernels.plan import HALF, KEEP, LOWER
+from bagpipe.kernels.prefetch import prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -21,6 +23,7 @@ Masks = NDArray[Any]
 """Unsigned, one bit a trainer."""
 Ranks = NDArray[np.int8]
 Stays = NDArray[np.uint16]
+_ONE = np.uint64(1)
 
 
 @kernel
@@ -38,69 +41,83 @@ def mark_users_by_numpy(inverse: Int32s, cuts: Int64s, bits: Masks, users: Masks
 
 
 @kernel
-def link_users(
+def keep_users(
     tables: Int64s,
     starts: Int64s,
     counts: Int64s,
-    previous: Int64s,
     iteration: int,
-    window: int,
     begins: Int64s,
-    stays: Stays,
     users: Masks,
+    previous: Int64s,
     window_users: Masks,
-    nexts: Int32s,
+    window_previous: Int64s,
 ) -> None:
-    """Move the users of a batch's rows into the window, and lead from the uses that stay until this one to it."""
-    mask = begins.shape[1] - 1
-    column = iteration & mask
+    """Move the users of a batch's rows, and their words before it, into the window."""
+    column = iteration & (begins.shape[1] - 1)
     for t in tables:
         target = begins[t, column] - starts[t]
         for i in range(starts[t], starts[t] + counts[t]):
             window_users[target + i] = users[i]
-            gap = iteration + 1 - (previous[i] >> HALF)
-            if gap <= window:
-                there = begins[t, (iteration - gap) & mask] + (previous[i] & LOWER)
-                if stays[there] == gap:
-                    nexts[there] = i - starts[t]
+            window_previous[target + i] = previous[i]
 
 
-def link_users_by_numpy(
+def keep_users_by_numpy(
     tables: Int64s,
     starts: Int64s,
     counts: Int64s,
-    previous: Int64s,
     iteration: int,
-    window: int,
     begins: Int64s,
-    stays: Stays,
     users: Masks,
+    previous: Int64s,
     window_users: Masks,
-    nexts: Int32s,
+    window_previous: Int64s,
 ) -> None:
-    """Twin of `link_users`."""
-    mask = begins.shape[1] - 1
+    """Twin of `keep_users`."""
     for t in tables:
         here = slice(starts[t], starts[t] + counts[t])
-        begin = begins[t, iteration & mask]
+        begin = begins[t, iteration & (begins.shape[1] - 1)]
         window_users[begin : begin + counts[t]] = users[here]
-        gap = iteration + 1 - (previous[here] >> HALF)
-        index = np.flatnonzero(gap <= window)
-        there = begins[t, (iteration - gap[index]) & mask] + (previous[here][index] & LOWER)
-        staying = stays[there] == gap[index]
-        nexts[there[staying]] = index[staying]
+        window_previous[begin : begin + counts[t]] = previous[here]
+
+
+@kernel
+def find_before(previous: Int64s, iteration: int, before: Int32s) -> None:
+    """Rows that the batch before uses too: their index in it, -1 for others."""
+    for i in range(previous.shape[0]):
+        before[i] = previous[i] & LOWER if previous[i] >> HALF == iteration else -1
+
+
+def find_before_by_numpy(previous: Int64s, iteration: int, before: Int32s) -> None:
+    """Twin of `find_before`."""
+    before[:] = np.where(previous >> HALF == iteration, previous & LOWER, -1)
+
+
+@kernel
+def _one_of(users: Any, number: int) -> int:
+    """One of the users, by a number that spreads them evenly."""
+    count, left = 0, np.uint64(users)
+    while left:
+        count += 1
+        left &= left - _ONE
+    left = np.uint64(users)
+    for _ in range(number % count):
+        left &= left - _ONE
+    return int(lowest(left))
 
 
 @kernel
 def choose_owners(
     tables: Int64s,
     bounds: Int64s,
+    entries: Int32s,
     places: Int32s,
     iteration: int,
+    length: int,
+    words: Int64s,
     begins: Int64s,
     stays: Stays,
     users: Masks,
-    nexts: Int32s,
+    previous: Int64s,
     trainers: int,
     fetch_bounds: Int64s,
     fetch_slots: Int32s,
@@ -110,52 +127,72 @@ def choose_owners(
 
     The first use counts half: whoever owns the row, its users read it from the store then and send a gradient only,
     where at a later use they are sent a vector too. Among equals the row's slot decides, which spreads them evenly.
+    A row's word leads to its last use in the window of that many batches, and from there `previous` to the one before.
     """
     mask = begins.shape[1] - 1
+    most_absent = 0
+    for t in tables:
+        most_absent = max(most_absent, fetch_bounds[t + 1] - fetch_bounds[t])
+    missing, again = np.empty((2, most_absent + 1), np.int32)
     tally = np.zeros(trainers, np.int32)
     for t in tables:
-        fetched = fetch_bounds[t]
-        first = begins[t, iteration & mask]
-        for i in range(bounds[t + 1] - bounds[t]):
-            if places[bounds[t] + i] > 0:
-                continue
-            at, when = first + i, iteration
+        first, start, fetched = begins[t, iteration & mask], bounds[t], fetch_bounds[t]
+        absent = used_again = 0
+        for i in range(bounds[t + 1] - start):
+            missing[absent] = i
+            absent += places[start + i] <= 0
+        for k in range(absent):
+            i = missing[k]
+            if stays[first + i] == 0 or stays[first + i] == KEEP:
+                owners[fetched + k] = _one_of(users[first + i], fetch_slots[fetched + k])
+            else:
+                again[used_again] = k
+                used_again += 1
+                prefetch(words, entries[start + i])
+        for k in again[:used_again]:
+            word = words[entries[start + missing[k]]]
+            if word >> HALF <= iteration + length:
+                last = begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)
+                prefetch(users, last)
+                prefetch(previous, last)
+        for k in again[:used_again]:
+            i = missing[k]
             tally[:] = 0
-            weight = 1
-            while True:
-                mine = np.uint64(users[at])
-                for rank in range(trainers):
-                    if (mine >> np.uint64(rank)) & np.uint64(1):
-                        tally[rank] += weight
-                weight = 2
-                stay = stays[at]
-                if stay == 0 or stay == KEEP:
-                    break
-                when += stay
-                at = begins[t, when & mask] + nexts[at]
-            most = tally.max()
-            equals = 0
-            for rank in range(trainers):
-                equals += tally[rank] == most
-            skip = fetch_slots[fetched] % equals
+            word = words[entries[start + i]]
+            if word >> HALF > iteration + length:  # by a batch that was given up: what follows is not known
+                word = ((iteration + 1) << HALF) | i
+            while word >> HALF > iteration + 1:
+                at = begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)
+                left = np.uint64(users[at])
+                while left:
+                    tally[lowest(left)] += 2
+                    left &= left - _ONE
+                word, gap = previous[at], (word >> HALF) - (previous[at] >> HALF)
+                if stays[begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)] != gap:
+                    tally[:] = 0  # it leaves in between
+            left = np.uint64(users[first + i])
+            while left:
+                tally[lowest(left)] += 1
+                left &= left - _ONE
+            most, equals = tally.max(), np.uint64(0)
             for rank in range(trainers):
                 if tally[rank] == most:
-                    if skip == 0:
-                        owners[fetched] = rank
-                        break
-                    skip -= 1
-            fetched += 1
+                    equals |= _ONE << np.uint64(rank)
+            owners[fetched + k] = _one_of(equals, fetch_slots[fetched + k])
 
 
 def choose_owners_by_numpy(
     tables: Int64s,
     bounds: Int64s,
+    entries: Int32s,
     places: Int32s,
     iteration: int,
+    length: int,
+    words: Int64s,
     begins: Int64s,
     stays: Stays,
     users: Masks,
-    nexts: Int32s,
+    previous: Int64s,
     trainers: int,
     fetch_bounds: Int64s,
     fetch_slots: Int32s,
@@ -166,14 +203,15 @@ def choose_owners_by_numpy(
     for t in tables:
         missing = np.flatnonzero(places[bounds[t] : bounds[t + 1]] <= 0)
         for place, row in enumerate(missing.tolist(), int(fetch_bounds[t])):
-            at, when, seen = begins[t, iteration & mask] + row, iteration, []
-            while True:
-                seen.append(int(users[at]))
-                if stays[at] in (0, KEEP):
-                    break
-                when += int(stays[at])
-                at = begins[t, when & mask] + nexts[at]
-            seen += seen[1:]
-            tally = np.array([sum(mine >> rank & 1 for mine in seen) for rank in range(trainers)])
+            word, uses = int(words[entries[bounds[t] + row]]), []
+            while iteration + 1 < word >> HALF <= iteration + length:
+                at = begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)
+                uses.append(int(users[at]))
+                gap = (word >> HALF) - (int(previous[at]) >> HALF)
+                word = int(previous[at])
+                if stays[begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)] != gap:
+                    uses = []
+            uses += [*uses, int(users[begins[t, iteration & mask] + row])]
+            tally = np.array([sum(mine >> rank & 1 for mine in uses) for rank in range(trainers)])
             equals = np.flatnonzero(tally == tally.max())
             owners[place] = equals[fetch_slots[place] % len(equals)]

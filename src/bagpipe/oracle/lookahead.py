@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels.plan import KEEP, count_gaps, find_uniques, link, look_up, settle
-from bagpipe.kernels.sharing import choose_owners, link_users, mark_users
+from bagpipe.kernels.sharing import choose_owners, find_before, keep_users, mark_users
 from bagpipe.oracle.batch import CheckedIds, CutIds, check_ids
 from bagpipe.oracle.lingering import Lingering
 from bagpipe.oracle.parts import Part, Workers, make_parts
@@ -152,9 +152,9 @@ class Oracle:
                 limited, KEEP if self.policy.keeps else 0, window.begins, window.entries, window.stays,
             )  # fmt: skip
             if cuts is not None:
-                link_users(
-                    part.tables, batch.starts, counts, scratch.previous, iteration, length, window.begins,
-                    window.stays, scratch.users, window.users, window.nexts,
+                keep_users(
+                    part.tables, batch.starts, counts, iteration, window.begins, scratch.users, scratch.previous,
+                    window.users, window.previous,
                 )  # fmt: skip
 
         self._workers.run(note_stays, self._parts)
@@ -180,7 +180,7 @@ class Oracle:
         self._workers.run(find_places, self._parts)
         fetch = _unfilled_fetch(misses)
         victims = self._assign_slots(iteration, rows, entries, fetch)
-        sharing = self._sharing(iteration, rows, fetch)
+        sharing = self._sharing(iteration, rows, entries, fetch)
         evict = _unfilled_list(leaves)
 
         def settle_rows(part: Part) -> None:
@@ -252,22 +252,23 @@ class Oracle:
             assert cuts[feature, -1] == len(mine), f"the cuts of feature {feature} do not fit its ids"
             mark_users(mine, cuts[feature], self._bits, users)
 
-    def _sharing(self, iteration: int, rows: RowList, fetch: Fetch) -> Sharing | None:
+    def _sharing(self, iteration: int, rows: RowList, entries: Int32s, fetch: Fetch) -> Sharing | None:
         """What trainers have to do with the rows of the oldest batch; `rows` hold places."""
         if self._bits is None:
             return None
-        window, homes = self._window, np.empty(len(fetch), np.int8)
+        window, homes, before = self._window, np.empty(len(fetch), np.int8), np.empty(len(rows), np.int32)
         begin = window.begins[0, iteration & window.mask]
-        users = window.users[begin : begin + len(rows)].copy()
+        here = slice(begin, begin + len(rows))
+        find_before(window.previous[here], iteration, before)
 
         def choose(part: Part) -> None:
             choose_owners(
-                part.tables, rows.bounds, rows.slots, iteration, window.begins, window.stays, window.users,
-                window.nexts, self.trainers, fetch.bounds, fetch.slots, homes,
+                part.tables, rows.bounds, entries, rows.slots, iteration, len(window), part.rows.words, window.begins,
+                window.stays, window.users, window.previous, self.trainers, fetch.bounds, fetch.slots, homes,
             )  # fmt: skip
 
         self._workers.run(choose, self._parts)
-        return Sharing(users, homes, *self._cuts.popleft())
+        return Sharing(window.users[here].copy(), before, homes, *self._cuts.popleft())
 
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:
         for group in self.groups:

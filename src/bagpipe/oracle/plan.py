@@ -30,6 +30,9 @@ class Fetch(RowList):
     slot_after: Int32s
     """For each row: inserting it waits until this plan's evictions are copied out; -1: no wait beyond the order of the
     prefetch stage, in which the plan's own victims leave before its rows are inserted and plans come one by one."""
+    whole: NDArray[np.bool_] | None = None
+    """For each row whether it is read with its optimizer state, or its vectors only, since another trainer updates it
+    as long as it is in the cache. None: all are read whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +49,8 @@ class Sharing:
 
     users: NDArray[Any]
     """For each row of the batch a bit mask of the trainers that use it."""
+    before: Int32s
+    """For each row its index among those of its table in the batch before; -1: that does not use it."""
     homes: NDArray[np.int8]
     """For each row to fetch the trainer that uses it most while it will be in the cache."""
     cuts: Int64s

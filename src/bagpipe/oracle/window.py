@@ -31,8 +31,8 @@ class Window:
         self._masks = masks
         self.users: Masks = np.empty(0, masks or np.uint8)
         """The trainers that use each row, if there are several."""
-        self.nexts: Int32s = np.empty(0, np.int32)
-        """Index of each row in the batch of its next use, if there are several trainers."""
+        self.previous: Int64s = np.empty(0, np.int64)
+        """The word of each row before this use of it, if there are several trainers."""
         self.inverses: deque[tuple[Int32s, ...]] = deque()
         self.first = first
         """Iteration of the oldest batch."""
@@ -52,7 +52,7 @@ class Window:
     def nbytes(self) -> int:
         """Memory in use."""
         inverses = sum(array.nbytes for inverse in self.inverses for array in inverse)
-        rings = (self.begins, self.entries, self.stays, self.users, self.nexts)
+        rings = (self.begins, self.entries, self.stays, self.users, self.previous)
         return sum(ring.nbytes for ring in rings) + inverses
 
     def push(self, counts: Int64s, inverse: tuple[Int32s, ...]) -> None:
@@ -93,7 +93,7 @@ class Window:
         """Move all batches to the beginning of larger rings; the end of them."""
         used = self.num_rows
         size = 64 + (used + count) * 3 // 2
-        olds: list[Any] = [self.entries, self.stays] + ([] if self._masks is None else [self.users, self.nexts])
+        olds: list[Any] = [self.entries, self.stays] + ([] if self._masks is None else [self.users, self.previous])
         news: list[Any] = [np.empty(size, old.dtype) for old in olds]
         end = 0
         for iteration in range(self.first, self.first + len(self)):
@@ -105,5 +105,5 @@ class Window:
             end += length
         self.entries, self.stays = news[:2]
         if self._masks is not None:
-            self.users, self.nexts = news[2:]
+            self.users, self.previous = news[2:]
         return end

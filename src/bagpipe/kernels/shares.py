@@ -1,0 +1,288 @@
+"""The loops that cut a plan into trainers' parts: who adds which gradients to which rows, who sends vectors to whom.
+
+Lists of rows are flat over tables, in that order. Lists for trainers lie end to end; row k of their `bounds` says where
+each table of list k begins, and one more where the list ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagpipe.kernels import kernel
+from bagpipe.kernels.masks import lowest
+from bagpipe.kernels.partition import SHARED
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Masks = NDArray[Any]
+"""Unsigned, one bit a trainer."""
+Ranks = NDArray[np.int8]
+_ONE = np.uint64(1)
+
+
+@kernel
+def count_shares(users: Masks, owners: Ranks, phases: Ranks, owned: Int64s, pairs: Int64s) -> None:
+    """Add up how long the lists of `fill_shares` are: owned[p, o + 1] and pairs[p, o + 1, r]. About 2 ns a row."""
+    for i in range(users.shape[0]):
+        phase, owner = phases[i], owners[i] + 1
+        owned[phase, owner] += 1
+        left = np.uint64(users[i])
+        while left:
+            pairs[phase, owner, lowest(left)] += 1
+            left &= left - _ONE
+
+
+def count_shares_by_numpy(users: Masks, owners: Ranks, phases: Ranks, owned: Int64s, pairs: Int64s) -> None:
+    """Twin of `count_shares`."""
+    lists = phases, owners.astype(np.intp) + 1
+    np.add.at(owned, lists, 1)
+    np.add.at(pairs, lists, _flags(users)[:, : pairs.shape[2]])
+
+
+@kernel
+def fill_shares(
+    bounds: Int64s,
+    users: Masks,
+    owners: Ranks,
+    phases: Ranks,
+    trainers: int,
+    used_bounds: Int64s,
+    used: Int32s,
+    owned_bounds: Int64s,
+    owned: Int32s,
+    source_bounds: Int64s,
+    sources: Int32s,
+    target_bounds: Int64s,
+    targets: Int32s,
+) -> None:
+    """Write the lists, each from its first bound: rows by user, rows by phase and owner, and who adds what to what.
+
+    A source is a row's index among its user's rows of the table (lists by phase, user, owner), a target that among its
+    owner's (by phase, owner, user). Owner 0 stands for all trainers, and o + 1 for o. About 5 ns a row.
+    """
+    used_at, owned_at = used_bounds[:, 0].copy(), owned_bounds[:, 0].copy()
+    source_at, target_at = source_bounds[:, 0].copy(), target_bounds[:, 0].copy()
+    for t in range(bounds.shape[0] - 1):
+        for i in range(bounds[t], bounds[t + 1]):
+            phase, owner = phases[i], owners[i] + 1
+            own = phase * (trainers + 1) + owner
+            at = owned_at[own]
+            owned_at[own] = at + 1
+            owned[at] = i
+            target = at - owned_bounds[own, t]
+            left = np.uint64(users[i])
+            while left:
+                rank = lowest(left)
+                left &= left - _ONE
+                at = used_at[rank]
+                used_at[rank] = at + 1
+                used[at] = i
+                pair = (phase * trainers + rank) * (trainers + 1) + owner
+                sources[source_at[pair]] = at - used_bounds[rank, t]
+                source_at[pair] += 1
+                pair = own * trainers + rank
+                targets[target_at[pair]] = target
+                target_at[pair] += 1
+        used_bounds[:, t + 1], owned_bounds[:, t + 1] = used_at, owned_at
+        source_bounds[:, t + 1], target_bounds[:, t + 1] = source_at, target_at
+
+
+def fill_shares_by_numpy(
+    bounds: Int64s,
+    users: Masks,
+    owners: Ranks,
+    phases: Ranks,
+    trainers: int,
+    used_bounds: Int64s,
+    used: Int32s,
+    owned_bounds: Int64s,
+    owned: Int32s,
+    source_bounds: Int64s,
+    sources: Int32s,
+    target_bounds: Int64s,
+    targets: Int32s,
+) -> None:
+    """Twin of `fill_shares`."""
+    for t in range(len(bounds) - 1):
+        rows = np.arange(bounds[t], bounds[t + 1])
+        flags, owner, phase = _flags(users[rows])[:, :trainers], owners[rows] + 1, phases[rows]
+        own_list = phase * (trainers + 1) + owner
+        own_index = np.array([(own_list[:i] == own_list[i]).sum() for i in range(len(rows))], np.int32)
+        for own in range(2 * (trainers + 1)):
+            _extend(owned_bounds[own], t, owned, rows[own_list == own])
+        for rank in range(trainers):
+            mine = np.flatnonzero(flags[:, rank])
+            _extend(used_bounds[rank], t, used, rows[mine])
+            for own in range(2 * (trainers + 1)):
+                chosen = own_list[mine] == own
+                pair = (own // (trainers + 1) * trainers + rank) * (trainers + 1) + own % (trainers + 1)
+                _extend(source_bounds[pair], t, sources, np.flatnonzero(chosen))
+                _extend(target_bounds[own * trainers + rank], t, targets, own_index[mine][chosen])
+
+
+@kernel
+def count_values(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
+    """Add up in pairs[f, o, r] how many rows owner o sends to their other user r; flows[kind] is their f, or -1."""
+    for i in range(users.shape[0]):
+        owner, flow = owners[i], flows[kinds[i]]
+        if owner == SHARED or flow < 0:
+            continue
+        left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
+        while left:
+            pairs[flow, owner, lowest(left)] += 1
+            left &= left - _ONE
+
+
+def count_values_by_numpy(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
+    """Twin of `count_values`."""
+    flags = _flags(users)[:, : pairs.shape[2]] & (np.arange(pairs.shape[2]) != owners[:, None])
+    sent = (owners != SHARED) & (flows[kinds] >= 0)
+    np.add.at(pairs, (flows[kinds][sent], owners[sent]), flags[sent])
+
+
+@kernel
+def fill_values(
+    bounds: Int64s,
+    slots: Int32s,
+    users: Masks,
+    owners: Ranks,
+    kinds: Ranks,
+    freed: Int32s,
+    flows: Int64s,
+    trainers: int,
+    send_bounds: Int64s,
+    send: Int32s,
+    receive_bounds: Int64s,
+    receive: Int32s,
+    after: Int32s,
+) -> None:
+    """The slots of those rows by flow, owner and user, and by flow, user and owner, each list from its first bound.
+
+    after[f, r]: the last plan that freed one of the slots that r receives.
+    """
+    send_at, receive_at = send_bounds[:, 0].copy(), receive_bounds[:, 0].copy()
+    for t in range(bounds.shape[0] - 1):
+        for i in range(bounds[t], bounds[t + 1]):
+            owner, flow = owners[i], flows[kinds[i]]
+            if owner == SHARED or flow < 0:
+                continue
+            left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
+            while left:
+                rank = lowest(left)
+                left &= left - _ONE
+                pair = (flow * trainers + owner) * trainers + rank
+                send[send_at[pair]] = slots[i]
+                send_at[pair] += 1
+                pair = (flow * trainers + rank) * trainers + owner
+                receive[receive_at[pair]] = slots[i]
+                receive_at[pair] += 1
+                after[flow, rank] = max(after[flow, rank], freed[i])
+        send_bounds[:, t + 1], receive_bounds[:, t + 1] = send_at, receive_at
+
+
+def fill_values_by_numpy(
+    bounds: Int64s,
+    slots: Int32s,
+    users: Masks,
+    owners: Ranks,
+    kinds: Ranks,
+    freed: Int32s,
+    flows: Int64s,
+    trainers: int,
+    send_bounds: Int64s,
+    send: Int32s,
+    receive_bounds: Int64s,
+    receive: Int32s,
+    after: Int32s,
+) -> None:
+    """Twin of `fill_values`."""
+    flags, flow_of = _flags(users), flows[kinds]
+    for t in range(len(bounds) - 1):
+        here = np.arange(len(slots)) - bounds[t] < bounds[t + 1] - bounds[t]
+        here &= np.arange(len(slots)) >= bounds[t]
+        for flow, owner, rank in np.ndindex(len(after), trainers, trainers):
+            chosen = here & (flow_of == flow) & (owners == owner) & flags[:, rank] & (owner != rank)
+            _extend(send_bounds[(flow * trainers + owner) * trainers + rank], t, send, slots[chosen])
+            _extend(receive_bounds[(flow * trainers + rank) * trainers + owner], t, receive, slots[chosen])
+            after[flow, rank] = freed[chosen].max(initial=after[flow, rank])
+
+
+@kernel
+def gather_rows(ids: Int64s, slots: Int32s, items: Int32s) -> tuple[Int64s, Int32s]:
+    """The ids and slots that a list names."""
+    own_ids, own_slots = np.empty(items.shape[0], np.int64), np.empty(items.shape[0], np.int32)
+    for i in range(items.shape[0]):
+        own_ids[i] = ids[items[i]]
+        own_slots[i] = slots[items[i]]
+    return own_ids, own_slots
+
+
+def gather_rows_by_numpy(ids: Int64s, slots: Int32s, items: Int32s) -> tuple[Int64s, Int32s]:
+    """Twin of `gather_rows`."""
+    return ids[items], slots[items]
+
+
+@kernel
+def localise(
+    inverse: Int32s,
+    cuts: Int64s,
+    rank: int,
+    tables: Int64s,
+    bounds: Int64s,
+    used: Int32s,
+    used_bounds: Int64s,
+) -> Int32s:
+    """A trainer's ids as indices into its own rows of their table, feature by feature. About 1 ns an id.
+
+    `inverse` has all ids of feature 0, then of feature 1, and so on; tables[f] is the table of feature f.
+    """
+    index, count = np.empty(bounds[-1], np.int32), 0
+    for t in range(bounds.shape[0] - 1):
+        for k in range(used_bounds[t], used_bounds[t + 1]):
+            index[used[k]] = k - used_bounds[t]
+    for f in range(cuts.shape[0]):
+        count += cuts[f, rank + 1] - cuts[f, rank]
+    own = np.empty(count, np.int32)
+    start = at = 0
+    for f in range(cuts.shape[0]):
+        begin = bounds[tables[f]]
+        for i in range(start + cuts[f, rank], start + cuts[f, rank + 1]):
+            own[at] = index[begin + inverse[i]]
+            at += 1
+        start += cuts[f, -1]
+    return own
+
+
+def localise_by_numpy(
+    inverse: Int32s,
+    cuts: Int64s,
+    rank: int,
+    tables: Int64s,
+    bounds: Int64s,
+    used: Int32s,
+    used_bounds: Int64s,
+) -> Int32s:
+    """Twin of `localise`."""
+    index = np.empty(bounds[-1], np.int32)
+    index[used] = np.arange(len(used)) - np.repeat(used_bounds[:-1], np.diff(used_bounds))
+    starts = np.cumsum(cuts[:, -1]) - cuts[:, -1]
+    parts = [
+        index[bounds[tables[f]] + inverse[starts[f] + cuts[f, rank] : starts[f] + cuts[f, rank + 1]]]
+        for f in range(len(cuts))
+    ]
+    return np.concatenate(parts)
+
+
+def _flags(users: Masks) -> NDArray[np.bool_]:
+    """[i, r]: whether bit r of users[i] is set."""
+    flags: NDArray[np.bool_] = (users.astype(np.uint64)[:, None] >> np.arange(64, dtype=np.uint64)) & _ONE != 0
+    return flags
+
+
+def _extend(bounds: Int64s, table: int, items: Int32s, values: NDArray[Any]) -> None:
+    """Append a table's part to one of the lists."""
+    bounds[table + 1] = bounds[table] + len(values)
+    items[bounds[table] : bounds[table + 1]] = values
