@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 from bagpipe.cluster.interface import LOOPBACK
@@ -49,14 +50,22 @@ class Launch:
     """Where trainers find each other: an address, and for the first one the point itself."""
     listener: Security = None
     """Of a trainer that listens itself, on a port of its own host."""
+    meetings: Iterator[int] = field(default_factory=count, compare=False)
+    """Numbers them: all trainers meet equally often."""
 
     def open_groups(self) -> Groups:
-        """Connect to all other trainers; to be closed, once."""
+        """Connect to all other trainers, who do the same; to be closed."""
         from bagpipe.trainer.process_group import open_groups
 
         if self.trainers > 1 and self.meeting is None:
             raise ConfigError(f"trainer {self.trainer} of {self.trainers} knows no address of the others: give one")
-        opened = open_groups(self.trainer, self.trainers, self.meeting or "", interface=self.hosts[self.trainer])
+        opened = open_groups(
+            self.trainer,
+            self.trainers,
+            self.meeting or "",
+            interface=self.hosts[self.trainer],
+            generation=next(self.meetings),
+        )
         return OpenedGroups(opened.critical, opened.delayed, opened.dense, opened)
 
     def open_store(self, tables: Sequence[RowSource]) -> RemoteStore:

@@ -8,8 +8,9 @@ rows have 64 bits, everything else 32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +26,25 @@ from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.plan_messages import BatchHead, Planned, PlannedPart
 
 Int32s = NDArray[np.int32]
+Sent = TypeVar("Sent")
+Received = TypeVar("Received")
+PackBatch = Callable[[Sent, Packing, Collection[str]], BatchHead]
+"""Adds the numbers of a batch, but for the ids of these features."""
+UnpackBatch = Callable[[BatchHead, Unpacking, Collection[str]], Received]
+"""Takes them again."""
 
 
 def pack_plan(
     plan: Plan, batches: Sequence[Batch], features: Sequence[str], fingerprint: str = ""
 ) -> tuple[Planned | PlannedPart, list[memoryview]]:
     """A plan, or one trainer's part of it, and its batches, whose ids of these features are in the plan."""
+    return pack_plan_of(plan, batches, pack_batch, features, fingerprint)
+
+
+def pack_plan_of(
+    plan: Plan, batches: Sequence[Sent], pack: PackBatch[Sent], features: Sequence[str], fingerprint: str
+) -> tuple[Planned | PlannedPart, list[memoryview]]:
+    """The same for batches of another kind."""
     packing = Packing()
     for rows in (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush):
         pack_rows(rows, packing)
@@ -38,7 +52,7 @@ def pack_plan(
     packing.add(plan.fetch.slot_after)
     for inverse in plan.inverse:
         packing.add(inverse)
-    heads = [pack_batch(batch, packing, features) for batch in batches]
+    heads = [pack(batch, packing, features) for batch in batches]
     record = Planned(
         plan.iteration, fingerprint, plan.lookahead, plan.hits, plan.victims.evict_after, len(plan.rows),
         len(plan.fetch), len(plan.evict), len(plan.victims), len(plan.flush), heads,
@@ -53,13 +67,24 @@ def unpack_plan(
     body: Planned | PlannedPart, buffers: Sequence[memoryview], shape: PlanShape, iteration: int
 ) -> tuple[Plan, list[Batch]]:
     """The plan of this iteration and its batches; WireError if anything about it can't be."""
+    return unpack_plan_of(body, buffers, unpack_batch, shape, iteration)
+
+
+def unpack_plan_of(
+    body: Planned | PlannedPart,
+    buffers: Sequence[memoryview],
+    unpack: UnpackBatch[Received],
+    shape: PlanShape,
+    iteration: int,
+) -> tuple[Plan, list[Received]]:
+    """The same for batches of another kind."""
     name = f"the plan of iteration {iteration}"
     record, head = (body.plan, body.sync) if isinstance(body, PlannedPart) else (body, None)
     _check_record(record, shape, name, iteration)
     if (head is None) != (shape.division is None):
         raise WireError(f"{name} is {'whole' if head is None else 'divided'}, and was described as the opposite")
     unpacking = Unpacking(name, buffers)
-    plan, batches = _unpack(record, unpacking, shape, name)
+    plan, batches = _unpack(record, unpacking, unpack, shape, name)
     if head is not None:
         sync = unpack_sync(head, unpacking, shape, name, iteration, plan.rows, record.batches)
         plan = replace(plan, sync=sync)
@@ -81,7 +106,9 @@ def _check_record(record: Planned, shape: PlanShape, name: str, iteration: int) 
         raise WireError(f"{name} has evict_after {record.evict_after}: an earlier iteration is allowed")
 
 
-def _unpack(record: Planned, unpacking: Unpacking, shape: PlanShape, name: str) -> tuple[Plan, list[Batch]]:
+def _unpack(
+    record: Planned, unpacking: Unpacking, unpack: UnpackBatch[Received], shape: PlanShape, name: str
+) -> tuple[Plan, list[Received]]:
     iteration = record.iteration
     lists = [
         unpack_rows(unpacking, shape, f"{name}, {what}", count)
@@ -101,7 +128,7 @@ def _unpack(record: Planned, unpacking: Unpacking, shape: PlanShape, name: str) 
     victims = Victims(leaving.ids, leaving.slots, leaving.bounds, record.evict_after)
     inverse = _inverse(unpacking, shape, name, rows, record.batches)
     names = [feature for feature, _ in shape.features]
-    batches = [unpack_batch(head, unpacking, names) for head in record.batches]
+    batches = [unpack(head, unpacking, names) for head in record.batches]
     plan = Plan(iteration, rows, inverse, fetch, evict, victims, flush, record.lookahead, record.hits)
     return plan, batches
 

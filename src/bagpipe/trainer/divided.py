@@ -40,7 +40,11 @@ class Divided(Source):
         """For each iteration the ids, trainer by trainer, and what else each has."""
         micro: list[Sequence[tuple[Any, int]]] = []
         for _, batch in self._numbered():
-            micro.append(self._divide(batch))
+            try:
+                micro.append(self._divide(batch))
+            except Exception as error:  # as if the loader had failed: what came before is trained
+                self._error = error
+                break
             if len(micro) == self._accumulate:
                 yield self._cut(micro)
                 micro = []

@@ -18,6 +18,7 @@ from bagpipe.errors import ConfigError
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
+from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import unpack_plan
 from bagpipe.store import Store
@@ -57,6 +58,7 @@ class RemotePlans:
         """Connects, and returns once the oracle has described its plans: it has read a batch then."""
         self._name, self._trainer = f"the oracle at {address}", trainer
         self._num_batches = 0
+        self._adapter: Adapter | None = None
         self.described = self._describe(network, address, run, patience)
         """What the plans are like: tables, row widths, slots."""
         self._shape = PlanShape.of(self.described, trainer)
@@ -89,8 +91,6 @@ class RemotePlans:
 
     def plans(self) -> Plans:
         """All plans, as they come."""
-        adapter: Adapter | None = None
-        names = [name for name, _ in self._shape.features]
         iteration = 0
         while (message := self._answers.take()) is not None:
             body = message.body
@@ -100,12 +100,10 @@ class RemotePlans:
                 raise named_error(body, self._name)
             if not isinstance(body, Planned | PlannedPart):
                 raise unexpected(body, f"plan {iteration}")
-            plan, batches = unpack_plan(body, message.buffers, self._shape, iteration)
-            if adapter is None:
-                adapter = Adapter(batches[0])
-                adapter.require(names)
-            self._num_batches += len(batches)
-            yield plan, rewrite(plan, _group(batches, names), self._shape.tables, adapter)
+            plan, group = self._read(body, message.buffers, iteration)
+            self._num_batches += len(group.batches)
+            assert self._adapter is not None
+            yield plan, rewrite(plan, group, self._shape.tables, self._adapter)
             iteration += 1
 
     def waited_s(self) -> float:
@@ -137,6 +135,15 @@ class RemotePlans:
         """What has come, and how long it was waited for."""
         answers = self._answers
         return {"plans": answers.next, "bytes_received": answers.bytes_received, "waited_s": answers.waited_s}
+
+    def _read(self, body: Planned | PlannedPart, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
+        """The plan of an iteration and its batches."""
+        plan, batches = unpack_plan(body, buffers, self._shape, iteration)
+        names = [name for name, _ in self._shape.features]
+        if self._adapter is None:
+            self._adapter = Adapter(batches[0])
+            self._adapter.require(names)
+        return plan, _group(batches, names)
 
     def _request(self, iteration: int) -> Body:
         return NextPlan(self._trainer, iteration, self._answers.next - 1)
