@@ -42,6 +42,7 @@ MODULES = (
     "servers",
     "train",
     "overlap",
+    "trainers",
     "terabyte",
     "start",
     "cluster",

@@ -65,10 +65,12 @@ def heard(process: Process) -> bytes:
     return line
 
 
-def call(processes: Sequence[Process], do: str, **given: Any) -> list[Any]:
-    """Ask all processes for the same at once; what each has answered."""
-    for process in processes:
-        say(process, Call(do, given))
+def call(
+    processes: Sequence[Process], do: str, own: Sequence[Mapping[str, Any]] | None = None, **given: Any
+) -> list[Any]:
+    """Ask all processes for the same at once, each with arguments of its `own`; what each has answered."""
+    for number, process in enumerate(processes):
+        say(process, Call(do, {**given, **(own[number] if own else {})}))
     return [msgspec.json.decode(heard(process)) for process in processes]
 
 

@@ -29,8 +29,9 @@ import numpy as np
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.bench import Benchmark, Results
 from bagpipe.bench.children import child, end_with_parent, heard, say, tell
+from bagpipe.bench.idle import wait_until_idle
 from bagpipe.bench.namespaces import SERVERS, TRAINER, NamespaceError, Namespaces, counted_bytes, joined_namespaces
-from bagpipe.bench.train import CACHE_SHARE, IDLE_SHARE, POLL_S, Ours, Size, Work
+from bagpipe.bench.train import CACHE_SHARE, Ours, Size, Work
 from bagpipe.data import Generated, find_preset
 from bagpipe.errors import PipelineError
 from bagpipe.layout import RowLayout
@@ -47,10 +48,6 @@ from bagpipe.wire.sockets import SocketNetwork
 
 BITS_PER_SECOND = 100_000_000
 NUM_SERVERS = 2
-SETTLE_S = 0.1
-"""A turn is over when nothing has moved for so long; the time is that of the last movement."""
-HEARTBEAT_BYTES = 4_000
-"""Between two polls of an idle link."""
 NAMESPACES, SIMULATED = "namespaces", "simulated"
 PLAIN, KEYS = "plain", "keys"
 OURS, OURS_WITH_KEYS, NOCACHE, IDEAL = "lookahead", "lookahead with keys", "nocache", "ideal"
@@ -259,7 +256,7 @@ class Contestant:
         """Train some iterations, and count what they take."""
         moved, start = np.array(link.counted()), time.perf_counter()
         self.ours.train(self.turn)
-        self.seconds.append((_wait_until_idle(link) - start) / self.turn)
+        self.seconds.append((wait_until_idle(link.counted) - start) / self.turn)
         self.moved += np.array(link.counted()) - moved
 
     def figures(self) -> dict[str, Any]:
@@ -291,7 +288,7 @@ def measure(model: str, names: Sequence[str], quick: bool, link: Link) -> Result
             stack.callback(contestants[name].ours.close)
         link.limit(BITS_PER_SECOND)
         stack.callback(link.limit, None)  # to close means to write back what is cached
-        _wait_until_idle(link)
+        wait_until_idle(link.counted)
         order = list(contestants.values())
         for _ in range(work.size.rounds[model]):
             for contestant in order:
@@ -345,18 +342,6 @@ def _work(model: str, size: Size) -> CompactWork:
         touched[table.name] = np.arange(num_rows)
         compact.append(replace(table, rows=num_rows))
     return CompactWork(model, size, data, lambda: cycle(prepared), touched, tables=compact)
-
-
-def _wait_until_idle(link: Link) -> float:
-    """Wait until neither background threads nor the link have anything to do; the time when they came to rest."""
-    busy_until, used, moved = time.perf_counter(), time.process_time(), sum(link.counted())
-    while time.perf_counter() - busy_until < SETTLE_S:
-        time.sleep(POLL_S)
-        now, used_now, moved_now = time.perf_counter(), time.process_time(), sum(link.counted())
-        if used_now - used > IDLE_SHARE * POLL_S or moved_now - moved > HEARTBEAT_BYTES:
-            busy_until = now
-        used, moved = used_now, moved_now
-    return busy_until
 
 
 def _serve() -> None:

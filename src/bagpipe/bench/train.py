@@ -30,6 +30,7 @@ from torch import nn
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.api import OpenStore, accelerate
 from bagpipe.bench import Benchmark, Results
+from bagpipe.bench.idle import IDLE_SHARE, POLL_S
 from bagpipe.data import Generated, Loader, Shards, find_preset, write
 from bagpipe.initial import Uniform
 from bagpipe.models import build_model
@@ -39,9 +40,6 @@ from bagpipe.types import Batch, Table
 
 LR = 0.01
 CACHE_SHARE = 0.03
-POLL_S = 0.004
-IDLE_SHARE = 0.2
-"""Background threads are at rest when the process used less than this share of one core between two polls."""
 PREPARED, LIVE, SHARDS = "prepared", "live", "shards"
 PROCESSES = 2
 OURS, IDEAL, PYTORCH = "bagpipe", "ideal", "pytorch"
