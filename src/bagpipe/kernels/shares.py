@@ -108,8 +108,8 @@ def fill_shares_by_numpy(
     """Twin of `fill_shares`."""
     for t in range(len(bounds) - 1):
         rows = np.arange(bounds[t], bounds[t + 1])
-        flags, owner, phase = _flags(users[rows])[:, :trainers], owners[rows] + 1, phases[rows]
-        own_list = phase * (trainers + 1) + owner
+        flags = _flags(users[rows])[:, :trainers]
+        own_list = phases[rows].astype(np.intp) * (trainers + 1) + owners[rows] + 1
         own_index = np.array([(own_list[:i] == own_list[i]).sum() for i in range(len(rows))], np.int32)
         for own in range(2 * (trainers + 1)):
             _extend(owned_bounds[own], t, owned, rows[own_list == own])

@@ -1,0 +1,108 @@
+"""The kernels that find out who uses rows, and who owns them, against their plain twins: same bits for any trainers."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+from bagpipe.kernels import sharing
+from bagpipe.kernels.plan import HALF, KEEP
+from bagpipe.oracle.lookahead import mask_type
+
+SEEDS = range(25)
+TRAINERS = [2, 8, 9, 33, 64]
+NUM_TABLES, NUM_IDS, FIRST, COLUMNS = 3, 12, 20, 16
+
+
+def assert_twins(kernel, twin, *arguments):
+    """The same arrays afterwards."""
+    others = copy.deepcopy(arguments)
+    kernel(*arguments)
+    twin(*others)
+    for ours, theirs in zip(arguments, others, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def random_users(random, trainers, count):
+    """Masks with some bits of `trainers`, at least one; the highest often."""
+    flags = random.random((count, trainers)) < random.choice([0.05, 0.5])
+    flags[np.arange(count), random.choice([trainers - 1, *random.integers(0, trainers, 3)], count)] = True
+    bits = np.uint64(1) << np.arange(trainers, dtype=np.uint64)
+    return np.bitwise_or.reduce(np.where(flags, bits, np.uint64(0)), axis=1).astype(mask_type(trainers))
+
+
+@pytest.mark.parametrize("trainers", TRAINERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_each_trainer_marks_the_rows_of_its_ids(seed, trainers):
+    random = np.random.default_rng(seed)
+    cuts = np.sort(random.integers(0, 200, trainers + 1))
+    cuts[[0, -1]] = 0, 200
+    bits = mask_type(trainers)(1) << np.arange(trainers, dtype=mask_type(trainers))
+    inverse, users = random.integers(0, 30, 200).astype(np.int32), np.zeros(40, bits.dtype)
+    assert_twins(sharing.mark_users, sharing.mark_users_by_numpy, inverse, cuts, bits, users)
+
+
+@pytest.mark.parametrize("trainers", TRAINERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_users_move_into_the_window(seed, trainers):
+    random = np.random.default_rng(seed)
+    counts, starts, tables = random.integers(0, 9, 3), np.array([0, 10, 20]), np.array([0, 2])
+    begins = np.add.outer(np.arange(4) * 10, np.arange(8) * 40)
+    users, previous = random_users(random, trainers, 30), random.integers(0, 2**62, 30)
+    rings = np.zeros(320, users.dtype), np.zeros(320, np.int64)
+    assert_twins(
+        sharing.keep_users, sharing.keep_users_by_numpy, tables, starts, counts, 21, begins, users, previous, *rings
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_rows_of_the_batch_before_are_known_by_their_index(count):
+    random = np.random.default_rng(count)
+    previous = (random.integers(5, 9, count) << HALF) | random.choice([0, 1, 2**31 - 1], count)
+    assert_twins(sharing.find_before, sharing.find_before_by_numpy, previous, 7, np.zeros(count, np.int32))
+
+
+def random_window(random, length, given_up):
+    """Batches of some rows of each table: words, begins, stays and previous words; where the first batch stands.
+
+    Some rows do not stay until their next use, and some were read by a batch that was given up.
+    """
+    words, begins = np.zeros(NUM_TABLES * NUM_IDS, np.int64), np.zeros((NUM_TABLES + 1, COLUMNS), np.int64)
+    stays, previous, entries, position = np.zeros(600, np.uint16), np.zeros(600, np.int64), [], {}
+    end = 7
+    for number in range(FIRST, FIRST + length):
+        for t in range(NUM_TABLES):
+            begins[t, number % COLUMNS] = end
+            for index, row in enumerate(random.permutation(NUM_IDS)[: random.integers(0, NUM_IDS)].tolist()):
+                entry = t * NUM_IDS + row
+                if entry in position and random.random() < 0.8:
+                    stays[position[entry]] = number + 1 - (words[entry] >> HALF)
+                previous[end], stays[end] = words[entry], random.choice([0, KEEP])
+                words[entry], position[entry] = (number + 1) << HALF | index, end
+                entries += [entry] if number == FIRST else []
+                end += 1
+        begins[NUM_TABLES, number % COLUMNS] = end
+    if given_up:
+        words[random.random(len(words)) < 0.3] = (FIRST + length + 1) << HALF | 5
+    return words, begins, stays, previous, np.array(entries, np.int32)
+
+
+@pytest.mark.parametrize("trainers", TRAINERS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_trainer_that_uses_a_row_most_becomes_its_owner(seed, trainers):
+    random = np.random.default_rng(seed)
+    length = int(random.choice([1, 2, COLUMNS - 1]))
+    words, begins, stays, previous, entries = random_window(random, length, given_up=seed % 5 == 0)
+    bounds = begins[:, FIRST % COLUMNS] - begins[0, FIRST % COLUMNS]
+    places = random.integers(-2, 2, len(entries)).astype(np.int32)
+    before = np.concatenate([[0], np.cumsum(places <= 0)])
+    fetch_slots = random.integers(0, 1000, before[-1]).astype(np.int32)
+    users, owners = random_users(random, trainers, 600), np.full(before[-1], -5, np.int8)
+    assert_twins(
+        sharing.choose_owners, sharing.choose_owners_by_numpy, np.array([0, 2] if seed % 2 else [0, 1, 2]), bounds,
+        entries, places, FIRST, length, words, begins, stays, users, previous, trainers, before[bounds], fetch_slots,
+        owners,
+    )  # fmt: skip
+    assert owners.max(initial=-5) < trainers
