@@ -5,6 +5,7 @@ Vectors of several layers that are fed by the same ids share a row, so one slot 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,11 +45,18 @@ class RowLayout:
         object.__setattr__(self, "columns", tuple(sum(self.dims[:i]) for i in range(len(self.dims))))
 
     def initialise(self, ids: Ids, out: Floats) -> None:
-        """Write the row of each id as it is before its first update into out (ids, width)."""
-        self.initial.fill(ids, out[:, : self.dim])
-        out[:, self.dim :] = self.optimizer.initial_state(self.dims)
+        """Write the row of each id as it is before its first update into out (ids, width), or its first columns."""
+        self._write(self.initial.fill, ids, out)
 
     def define(self, ids: Ids, out: Floats) -> None:
         """What `initialise` must write, in plain NumPy."""
-        self.initial.define(ids, out[:, : self.dim])
-        out[:, self.dim :] = self.optimizer.initial_state(self.dims)
+        self._write(self.initial.define, ids, out)
+
+    def _write(self, fill: Callable[[Ids, Floats], None], ids: Ids, out: Floats) -> None:
+        if out.shape[1] < self.dim:
+            vectors = np.empty((len(ids), self.dim), np.float32)
+            fill(ids, vectors)
+            out[:] = vectors[:, : out.shape[1]]
+            return
+        fill(ids, out[:, : self.dim])
+        out[:, self.dim :] = self.optimizer.initial_state(self.dims)[: out.shape[1] - self.dim]

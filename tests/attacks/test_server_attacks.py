@@ -111,6 +111,8 @@ def test_a_frame_of_an_impossible_length_ends_the_connection_that_announced_it(a
 IMPOSSIBLE = {
     "a read of more rows than ids": (Read([Part(0, 2**40)]), (bytes(8),)),
     "a read of a table that is not there": (Read([Part(7, 1)]), (bytes(8),)),
+    "a read of more columns than there are": (Read([Part(0, 1, 2**62)]), (bytes(8),)),
+    "a write of some columns": (Write(0, 10**6, 0, [Part(0, 1, 1)]), (bytes(8), bytes(4))),
     "a scan of everything at once": (Scan(0, 0, 2**62), ()),
     "a write of more rows than values": (Write(0, 10**6, 0, [Part(0, 2**30)]), (bytes(8), bytes(4 * WIDTH))),
     "a write of a trainer that is not there": (Write(9, 10**6, 0, [Part(0, 1)]), (bytes(8), bytes(4 * WIDTH))),
@@ -145,7 +147,7 @@ def test_memory_that_is_not_the_clients_is_not_shared(attacked):
 def test_a_wrong_version_is_told_both_numbers(attacked):
     header, *rest = frames_of(Read([Part(0, 1)]), bytes(8))
     with raw_peer.greet(attacked) as peer:
-        assert b"version 9, this is version 1" in told(peer, header[:4] + b"\x09" + header[5:], *rest)
+        assert b"version 9, this is version 2" in told(peer, header[:4] + b"\x09" + header[5:], *rest)
 
 
 class Trap:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bagpipe.errors import ConfigError
-from bagpipe.initial import Normal, Uniform
+from bagpipe.initial import Constant, Given, Joined, Normal, Uniform
 from bagpipe.layout import RowLayout
 from bagpipe.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from bagpipe.types import Table
@@ -33,6 +33,22 @@ def test_a_fresh_row_is_its_initial_vector_and_its_initial_state(optimizer: SGD 
     assert np.array_equal(rows.view(np.int32), defined.view(np.int32))
     assert np.array_equal(rows[:, :7], expected)
     assert (rows[:, 7:] == 0.5).all()
+
+
+def test_the_first_columns_of_a_fresh_row_are_those_of_the_whole_one() -> None:
+    weights = [np.arange(20, dtype=np.float32).reshape(4, 5), np.arange(8, dtype=np.float32).reshape(4, 2)]
+    joined = Joined([Uniform(0, "ad", 0.1), Constant(0.5)], (5, 2))
+    for initial in (Normal(3, "ad"), Given(weights), joined):
+        layout = RowLayout(Table("ad"), (5, 2), Adagrad(initial_accumulator_value=0.5), initial)
+        ids = np.array([3, 0, 1])
+        whole = np.empty((3, layout.width), np.float32)
+        layout.initialise(ids, whole)
+        for columns in range(1, layout.width + 1):
+            rows, defined = np.full((2, 3, columns), np.nan, np.float32)
+            layout.initialise(ids, rows)
+            layout.define(ids, defined)
+            assert np.array_equal(rows.view(np.int32), whole[:, :columns].view(np.int32))
+            assert np.array_equal(defined.view(np.int32), rows.view(np.int32))
 
 
 @pytest.mark.parametrize("dims", [(), (0,), (8, -1)])

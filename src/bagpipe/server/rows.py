@@ -15,7 +15,7 @@ from bagpipe.errors import StoreError, WireError
 from bagpipe.server.shared import Regions, regions
 from bagpipe.store.base import Int64s, TablePart
 from bagpipe.store.local import LocalStore
-from bagpipe.wire.checks import check_read, check_write
+from bagpipe.wire.checks import check_read, check_write, columns_of, totals
 from bagpipe.wire.messages import Part, Read, Rows, Scan, Scanned, Write
 
 Buffers = Sequence[memoryview]
@@ -59,15 +59,15 @@ class RowAccess:
         return parts
 
     def read(self, body: Read, ids: Int64s, memory: memoryview | None) -> tuple[Rows, Buffers]:
-        """The rows that were ever written."""
+        """The rows that were ever written, or of each the columns asked for."""
         flags = np.empty(len(ids), np.bool_)
         found, row = [], 0
         for part in body.parts:
             positions, _ = self.store.find(part.table, ids[row : row + part.count])
             there = np.greater_equal(positions, 0, out=flags[row : row + part.count])
-            found.append((part.table, positions if there.all() else positions[there]))
+            found.append((part, positions if there.all() else positions[there]))
             row += part.count
-        num_floats = sum(len(positions) * self.widths[table] for table, positions in found)
+        num_floats = sum(len(positions) * columns_of(part, self.widths) for part, positions in found)
         layout = self._layout(body.parts)
         if memory is None:
             values = np.empty(num_floats, np.float32)
@@ -76,11 +76,11 @@ class RowAccess:
             memory[layout.flags] = flags.view(np.uint8).data
         number = 0
         with self._copying:
-            for table, positions in found:
-                size = len(positions) * self.widths[table]
+            for part, positions in found:
+                size = len(positions) * columns_of(part, self.widths)
                 if size:
                     out = values[number : number + size].reshape(len(positions), -1)
-                    self.store.gather(table, positions, out)
+                    self.store.gather(part.table, positions, out)
                 number += size
         count = sum(len(positions) for _, positions in found)
         with self._lock:
@@ -109,10 +109,7 @@ class RowAccess:
 
     def _layout(self, parts: Sequence[Part]) -> Regions:
         """What the parts take, which is refused before anything of them is allocated."""
-        for part in parts:
-            if not 0 <= part.table < len(self.widths):
-                raise WireError(f"a request names table {part.table}: there are {len(self.widths)}, counted from 0")
-        layout = regions(sum(part.count for part in parts), sum(part.count * self.widths[part.table] for part in parts))
+        layout = regions(*totals("a request", parts, self.widths))
         if layout.num_bytes > self._bytes_max:
             raise StoreError(
                 f"a request of {layout.num_bytes:,} B: {self._bytes_max:,} are allowed, ask for fewer rows at once"

@@ -28,7 +28,7 @@ NO_ITERATION = -1
 """Before the first one."""
 
 TablePart = tuple[int, Int64s, Floats]
-"""Rows of one table: its number, their ids, their values (ids, width)."""
+"""Rows of one table: its number, their ids, their values (ids, width); to be read, maybe only their first columns."""
 
 
 class RowSource(Protocol):
@@ -39,7 +39,10 @@ class RowSource(Protocol):
         """Float32 numbers a row, vector and optimizer state together."""
 
     def initialise(self, ids: Int64s, out: Floats) -> None:
-        """Write the initial row of each id into `out`, (ids, width): a pure function of table and id."""
+        """Write the initial row of each id into `out`: a pure function of table and id.
+
+        Where `out` has fewer columns than a row, those are its first ones.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,10 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, table: int, ids: Int64s, out: Floats) -> None:
-        """Fill `out`, (ids, width): the row of each id as last written, else its initial value. Stores nothing."""
+        """Fill `out`, (ids, columns): the row of each id as last written, else its initial value. Stores nothing.
+
+        Columns are 1 to `width`, the first ones of a row: all, or only its vectors and not the state behind them.
+        """
 
     @abstractmethod
     def write(self, table: int, ids: Int64s, values: Floats) -> None:
@@ -75,7 +81,8 @@ class Store(ABC):
     def read_many(self, parts: Sequence[TablePart], after: int = NO_ITERATION) -> None:  # noqa: ARG002
         """Fill the values of several tables' rows, once every trainer has passed iteration `after`.
 
-        Where a store has one trainer only, that one knows what it has passed, and `after` says nothing.
+        A table may be named twice, as where some of its rows are read whole and of others the first columns only. Where
+        a store has one trainer only, that one knows what it has passed, and `after` says nothing.
         """
         for part in parts:
             self.read(*part)
@@ -142,13 +149,12 @@ def check_table(tables: Sequence[RowSource], table: int) -> RowSource:
     return tables[table]
 
 
-def check_rows(tables: Sequence[RowSource], table: int, ids: Int64s, rows: Floats, name: str) -> None:
-    """Refuse ids or rows that do not have the announced type and shape; `name` is what the caller calls the rows."""
+def check_write(tables: Sequence[RowSource], table: int, ids: Int64s, values: Floats) -> None:
+    """Refuse ids or values that do not have the announced type and shape."""
     width = check_table(tables, table).width
-    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1:
-        raise StoreError(f"table {table}: ids are {_described(ids)}: give a one-dimensional int64 array")
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.float32 or rows.shape != (len(ids), width):
-        raise StoreError(f"table {table}: {name} is {_described(rows)}: give float32 of shape ({len(ids)}, {width})")
+    _check_ids(table, ids)
+    if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.shape != (len(ids), width):
+        raise StoreError(f"table {table}: values is {_described(values)}: give float32 of shape ({len(ids)}, {width})")
 
 
 def check_chunk(table: int, rows_per_chunk: int) -> None:
@@ -157,8 +163,15 @@ def check_chunk(table: int, rows_per_chunk: int) -> None:
         raise StoreError(f"table {table}: rows_per_chunk is {rows_per_chunk}: give at least 1")
 
 
-def check_readable(table: int, out: Floats) -> None:
-    """Refuse an output that rows can't be copied into."""
+def check_read(tables: Sequence[RowSource], table: int, ids: Int64s, out: Floats) -> None:
+    """Refuse ids of another type, and an output that rows, or their first columns, can't be copied into."""
+    width = check_table(tables, table).width
+    _check_ids(table, ids)
+    fits = isinstance(out, np.ndarray) and out.dtype == np.float32 and out.ndim == 2
+    if not fits or len(out) != len(ids) or not 1 <= out.shape[1] <= width:
+        raise StoreError(
+            f"table {table}: out is {_described(out)}: give float32 of shape ({len(ids)}, {width}), or fewer columns"
+        )
     if not (out.flags.c_contiguous and out.flags.writeable):
         raise StoreError(f"table {table}: out is read-only or strided: give a C-contiguous array to write into")
 
@@ -179,6 +192,11 @@ def check_distinct(table: int, ids: Int64s) -> None:
         raise StoreError(
             f"table {table}: id {in_order[1:][repeated][0]} is written twice in one call: give each row once"
         )
+
+
+def _check_ids(table: int, ids: Int64s) -> None:
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1:
+        raise StoreError(f"table {table}: ids are {_described(ids)}: give a one-dimensional int64 array")
 
 
 def _described(value: object) -> str:

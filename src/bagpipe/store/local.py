@@ -27,11 +27,11 @@ from bagpipe.store.base import (
     TablePart,
     check_chunk,
     check_distinct,
-    check_readable,
-    check_rows,
+    check_read,
     check_table,
     check_tables_differ,
     check_widths,
+    check_write,
 )
 
 _BYTES_PER_ID = 25
@@ -46,7 +46,10 @@ class Backing(ABC):
 
     @abstractmethod
     def gather(self, positions: Int64s, out: Floats) -> None:
-        """Copy the row at each position into `out`; where the position is -1, leave `out` as it is."""
+        """Copy the row at each position into `out`; where the position is -1, leave `out` as it is.
+
+        Where `out` has fewer columns than a row, those are its first ones.
+        """
 
     @abstractmethod
     def scatter(self, positions: Int64s, values: Floats) -> None:
@@ -88,10 +91,9 @@ class LocalStore(Store):
         return self._sources
 
     def read(self, table: int, ids: Int64s, out: Floats) -> None:
-        """Fill `out` with the row of each id: as last written, else its initial value."""
+        """Fill `out` with the row of each id, or its first columns: as last written, else its initial value."""
         self._check_usable()
-        check_rows(self._sources, table, ids, out, "out")
-        check_readable(table, out)
+        check_read(self._sources, table, ids, out)
         if not len(ids):
             return
         part = self._tables[table]
@@ -103,7 +105,7 @@ class LocalStore(Store):
             part.source.initialise(ids, out)
         elif num_missing:
             missing = np.flatnonzero(positions < 0)
-            initial = np.empty((num_missing, part.source.width), np.float32)
+            initial = np.empty((num_missing, out.shape[1]), np.float32)
             part.source.initialise(ids[missing], initial)
             out[missing] = initial
 
@@ -116,7 +118,7 @@ class LocalStore(Store):
             return positions, part.positions.find(ids, positions)
 
     def gather(self, table: int, positions: Int64s, out: Floats) -> None:
-        """Copy the rows that `find` has found into `out`, (positions, width)."""
+        """Copy the rows that `find` has found, or their first columns, into `out`, (positions, columns)."""
         self._check_usable()
         self._tables[table].backing.gather(positions, out)
 
@@ -129,7 +131,7 @@ class LocalStore(Store):
         self._check_usable()
         check_tables_differ(parts)
         for table, ids, values in parts:
-            check_rows(self._sources, table, ids, values, "values")
+            check_write(self._sources, table, ids, values)
             check_distinct(table, ids)
         contiguous = [(table, np.ascontiguousarray(ids), np.ascontiguousarray(values)) for table, ids, values in parts]
         written = sorted((part for part in contiguous if len(part[1])), key=lambda part: part[0])

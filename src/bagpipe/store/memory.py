@@ -29,12 +29,13 @@ def _address(chunks: Int64s, shift: int, row_bytes: int, position: int) -> int:
 
 @kernel
 def _gather(chunks: Int64s, shift: int, row_bytes: int, positions: Int64s, out: Floats) -> None:
-    """The copy, at about half of memory's speed: the cache misses of eight rows overlap."""
+    """The copy of as many columns as `out` has, at about half of memory's speed: the misses of eight rows overlap."""
+    size = out.shape[1] * 4
     for i in range(positions.shape[0]):
         if i + _AHEAD < positions.shape[0] and positions[i + _AHEAD] >= 0:
-            prefetch_bytes(_address(chunks, shift, row_bytes, positions[i + _AHEAD]), row_bytes)
+            prefetch_bytes(_address(chunks, shift, row_bytes, positions[i + _AHEAD]), size)
         if positions[i] >= 0:
-            memcpy(out.ctypes.data + i * row_bytes, _address(chunks, shift, row_bytes, positions[i]), row_bytes)
+            memcpy(out.ctypes.data + i * size, _address(chunks, shift, row_bytes, positions[i]), size)
 
 
 @kernel
@@ -50,7 +51,7 @@ def gather_by_numpy(chunks: Sequence[Floats], positions: Int64s, out: Floats) ->
     """Twin of `_gather`."""
     for i, position in enumerate(positions.tolist()):
         if position >= 0:
-            out[i] = chunks[position // len(chunks[0])][position % len(chunks[0])]
+            out[i] = chunks[position // len(chunks[0])][position % len(chunks[0]), : out.shape[1]]
 
 
 def scatter_by_numpy(chunks: Sequence[Floats], positions: Int64s, values: Floats) -> None:
@@ -80,7 +81,7 @@ class ChunkedRows(Backing):
         self._num_rows = max(self._num_rows, num_rows)
 
     def gather(self, positions: Int64s, out: Floats) -> None:
-        """Copy the row at each position into `out`; where the position is -1, leave `out` as it is."""
+        """Copy the row at each position, or its first columns, into `out`; where it is -1, leave `out` as it is."""
         _gather(self._addresses, self._shift, self._width * 4, positions, out)
 
     def scatter(self, positions: Int64s, values: Floats) -> None:

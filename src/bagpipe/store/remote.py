@@ -27,11 +27,11 @@ from bagpipe.store.base import (
     TablePart,
     check_chunk,
     check_distinct,
-    check_readable,
-    check_rows,
+    check_read,
     check_table,
     check_tables_differ,
     check_widths,
+    check_write,
 )
 from bagpipe.store.links import Asking, Link, Patience, Request, Session, exchange
 from bagpipe.store.requests import (
@@ -107,18 +107,17 @@ class RemoteStore(Store):
         return len(self._session.addresses)
 
     def read(self, table: int, ids: Int64s, out: Floats) -> None:
-        """Fill `out` with the row of each id: as last written, else its initial value."""
+        """Fill `out` with the row of each id, or its first columns: as last written, else its initial value."""
         self.read_many([(table, ids, out)])
 
     def read_many(self, parts: Sequence[TablePart], after: int = NO_ITERATION) -> None:
         """Fill the values of several tables' rows, once every trainer has passed iteration `after`."""
         self._check_usable()
         for table, ids, out in parts:
-            check_rows(self._sources, table, ids, out, "out")
-            check_readable(table, out)
+            check_read(self._sources, table, ids, out)
         parts = [(table, np.ascontiguousarray(ids), out) for table, ids, out in parts]
         call = ReadCall(self._sources, parts, after)
-        pieces = cut(parts, self.num_servers, self._bytes_max)
+        pieces = cut(parts, call.widths, self.num_servers, self._bytes_max)
         self._ask([call.requests(of_server) for of_server in pieces])
         call.finish()
 
@@ -131,7 +130,7 @@ class RemoteStore(Store):
         self._check_usable()
         check_tables_differ(parts)
         for table, ids, values in parts:
-            check_rows(self._sources, table, ids, values, "values")
+            check_write(self._sources, table, ids, values)
             check_distinct(table, ids)
         parts = [(table, np.ascontiguousarray(ids), np.ascontiguousarray(values)) for table, ids, values in parts]
         with self._writing:
@@ -141,7 +140,7 @@ class RemoteStore(Store):
                     for piece in pieces
                     if piece.num_rows or passed != NO_ITERATION
                 ]
-                for pieces in cut(parts, self.num_servers, self._bytes_max)
+                for pieces in cut(parts, self._session.widths, self.num_servers, self._bytes_max)
             ]
             try:
                 self._ask(list(map(iter, requests)))

@@ -16,8 +16,9 @@ from bagpipe.server.shards import divide, pick, place
 from bagpipe.server.shared import Regions, regions
 from bagpipe.store.base import Floats, Int64s, RowSource, TablePart
 from bagpipe.store.links import Buffers, Link, Request
-from bagpipe.wire.checks import check_rows, check_scanned
+from bagpipe.wire.checks import check_rows, check_scanned, columns_of, totals
 from bagpipe.wire.messages import (
+    ALL_COLUMNS,
     AskStats,
     Body,
     Failed,
@@ -60,18 +61,18 @@ class Piece:
         return sum(part.count for part in self.parts)
 
 
-def cut(parts: Sequence[TablePart], num_servers: int, bytes_max: int) -> list[list[Piece]]:
-    """For each server the pieces of a call that go to it; at least one, which may be empty."""
+def cut(parts: Sequence[TablePart], widths: Sequence[int], num_servers: int, bytes_max: int) -> list[list[Piece]]:
+    """For each server the pieces of a call that go to it; at least one, which may be empty. `widths` are by table."""
     shares: list[list[Share]] = [[] for _ in range(num_servers)]
     for number, (table, ids, _) in enumerate(parts):
         order, starts = divide(table, ids, num_servers)
         for server in range(num_servers):
             if starts[server] < starts[server + 1]:
                 shares[server].append(Share(number, order[starts[server] : starts[server + 1]]))
-    return [_pieces(parts, of_server, bytes_max) for of_server in shares]
+    return [_pieces(parts, widths, of_server, bytes_max) for of_server in shares]
 
 
-def _pieces(parts: Sequence[TablePart], shares: Sequence[Share], bytes_max: int) -> list[Piece]:
+def _pieces(parts: Sequence[TablePart], widths: Sequence[int], shares: Sequence[Share], bytes_max: int) -> list[Piece]:
     groups: list[list[Share]] = [[]]
     margin = regions(0, 0).num_bytes + 3 * 64
     free = bytes_max - margin
@@ -88,13 +89,16 @@ def _pieces(parts: Sequence[TablePart], shares: Sequence[Share], bytes_max: int)
             groups[-1].append(Share(share.part, share.order[start : start + count]))
             free -= count * row_bytes
             start += count
-    return [_piece(parts, group, last=group is groups[-1]) for group in groups]
+    return [_piece(parts, widths, group, last=group is groups[-1]) for group in groups]
 
 
-def _piece(parts: Sequence[TablePart], shares: Sequence[Share], last: bool) -> Piece:
-    named = [Part(parts[share.part][0], len(share.order)) for share in shares]
-    num_floats = sum(len(share.order) * parts[share.part][2].shape[1] for share in shares)
-    return Piece(tuple(shares), named, regions(sum(part.count for part in named), num_floats), last)
+def _piece(parts: Sequence[TablePart], widths: Sequence[int], shares: Sequence[Share], last: bool) -> Piece:
+    named = []
+    for share in shares:
+        table, _, values = parts[share.part]
+        columns = values.shape[1]
+        named.append(Part(table, len(share.order), columns if columns < widths[table] else ALL_COLUMNS))
+    return Piece(tuple(shares), named, regions(*totals("a request", named, widths)), last)
 
 
 class ReadCall:
@@ -164,7 +168,7 @@ class ReadRequest(Request):
         flags = memory[self._piece.layout.flags]
         there, row, num_floats = np.frombuffer(flags, np.uint8), 0, 0
         for part in self._piece.parts:
-            num_floats += int(np.count_nonzero(there[row : row + part.count])) * self._call.widths[part.table]
+            num_floats += int(np.count_nonzero(there[row : row + part.count])) * columns_of(part, self._call.widths)
             row += part.count
         return flags, memory[self._piece.layout.rows][: num_floats * 4]
 

@@ -51,9 +51,9 @@ def _end_of_run(positions: Int64s, start: int, row_bytes: int, gap_bytes: int, r
 def _deliver(
     positions: Int64s, order: Int64s, start: int, stop: int, row_bytes: int, buffer: Bytes, out: Floats
 ) -> None:
-    source, target = buffer.ctypes.data, out.ctypes.data
+    source, target, size = buffer.ctypes.data, out.ctypes.data, out.shape[1] * 4
     for k in range(start, stop):
-        memcpy(target + order[k] * row_bytes, source + (positions[k] - positions[start]) * row_bytes, row_bytes)
+        memcpy(target + order[k] * size, source + (positions[k] - positions[start]) * row_bytes, size)
 
 
 @kernel
@@ -137,11 +137,11 @@ def _write(fd: int, positions: Int64s, order: Int64s, row_bytes: int, buffer: By
     return 0
 
 
-def read_by_numpy(path: Path, positions: Int64s, out: Floats) -> None:
+def read_by_numpy(path: Path, positions: Int64s, width: int, out: Floats) -> None:
     """Twin of `_read_cached` and `_read_cold`."""
     rows = np.fromfile(path, np.float32)
-    rows = rows[: rows.size // out.shape[1] * out.shape[1]].reshape(-1, out.shape[1])
-    out[positions >= 0] = rows[positions[positions >= 0]]
+    rows = rows[: rows.size // width * width].reshape(-1, width)
+    out[positions >= 0] = rows[positions[positions >= 0], : out.shape[1]]
 
 
 def write_by_numpy(path: Path, positions: Int64s, values: Floats) -> None:
@@ -182,7 +182,10 @@ class RowFile(Backing):
                 raise no_room(self.path, needed, error) from error
 
     def gather(self, positions: Int64s, out: Floats) -> None:
-        """Copy the row at each position into `out`; where the position is -1, leave `out` as it is."""
+        """Copy the row at each position into `out`; where the position is -1, leave `out` as it is.
+
+        Pages are what a disk reads, so rows are read whole, and cut where `out` has fewer columns.
+        """
         buffer = np.empty(self._buffer_bytes, np.uint8)
         for ascending, order in self._slices(positions):
             cold = np.empty(len(ascending), np.int64)

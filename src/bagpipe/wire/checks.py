@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bagpipe.errors import WireError
 from bagpipe.store.base import Floats, Int64s
-from bagpipe.wire.messages import Part, Read, Rows, Scan, Scanned, Write
+from bagpipe.wire.messages import ALL_COLUMNS, Part, Read, Rows, Scan, Scanned, Write
 
 Buffers = Sequence[memoryview]
 
@@ -20,14 +20,17 @@ Buffers = Sequence[memoryview]
 def check_read(read: Read, buffers: Buffers, widths: Sequence[int]) -> Int64s:
     """The ids asked for, part after part."""
     _check_number("Read", buffers, 1)
-    num_rows, _ = _totals("Read", read.parts, widths)
+    num_rows, _ = totals("Read", read.parts, widths)
     return _ids("Read", buffers[0], num_rows)
 
 
 def check_write(write: Write, buffers: Buffers, widths: Sequence[int]) -> tuple[Int64s, Floats]:
     """The ids written and all their values in one dimension, part after part."""
     _check_number("Write", buffers, 2)
-    num_rows, num_floats = _totals("Write", write.parts, widths)
+    num_rows, num_floats = totals("Write", write.parts, widths)
+    for part in write.parts:
+        if part.columns != ALL_COLUMNS:
+            raise WireError(f"Write has {part.columns} columns of rows of table {part.table}: rows are written whole")
     return _ids("Write", buffers[0], num_rows), _floats("Write", buffers[1], num_floats)
 
 
@@ -36,7 +39,7 @@ def check_rows(
 ) -> tuple[NDArray[np.bool_], Floats]:
     """Which of the ids asked for were ever written, and the values of those in one dimension."""
     _check_number("Rows", buffers, 2)
-    num_rows, _ = _totals("Rows", asked, widths)
+    num_rows, _ = totals("Rows", asked, widths)
     if buffers[0].nbytes != num_rows:
         raise WireError(f"Rows has flags for {buffers[0].nbytes} ids: {num_rows} were asked for")
     flags = np.frombuffer(buffers[0], np.uint8)
@@ -48,7 +51,7 @@ def check_rows(
         start += part.count
     if rows.count != sum(there):
         raise WireError(f"Rows announces {rows.count} rows: its flags name {sum(there)}")
-    num_floats = sum(count * widths[part.table] for part, count in zip(asked, there, strict=True))
+    num_floats = sum(count * columns_of(part, widths) for part, count in zip(asked, there, strict=True))
     return flags.view(np.bool_), _floats("Rows", buffers[1], num_floats)
 
 
@@ -63,19 +66,28 @@ def check_scanned(scanned: Scanned, buffers: Buffers, asked: Scan, width: int) -
     return ids, _floats("Scanned", buffers[1], scanned.count * width).reshape(scanned.count, width)
 
 
-def _check_number(name: str, buffers: Buffers, expected: int) -> None:
-    if len(buffers) != expected:
-        raise WireError(f"{name} has {len(buffers)} buffers: it needs {expected}")
+def columns_of(part: Part, widths: Sequence[int]) -> int:
+    """How many columns of its rows a part has."""
+    return widths[part.table] if part.columns == ALL_COLUMNS else part.columns
 
 
-def _totals(name: str, parts: Sequence[Part], widths: Sequence[int]) -> tuple[int, int]:
-    """Rows and floats of all parts."""
+def totals(name: str, parts: Sequence[Part], widths: Sequence[int]) -> tuple[int, int]:
+    """Rows and floats of all parts, which name tables and columns that there are."""
     for part in parts:
         if not 0 <= part.table < len(widths):
             raise WireError(f"{name} names table {part.table}: there are {len(widths)}, counted from 0")
         if part.count < 0:
             raise WireError(f"{name} has {part.count} rows of table {part.table}: 0 or more are allowed")
-    return sum(part.count for part in parts), sum(part.count * widths[part.table] for part in parts)
+        if not 0 <= part.columns <= widths[part.table]:
+            raise WireError(
+                f"{name} has {part.columns} columns of rows of table {part.table}: there are {widths[part.table]}"
+            )
+    return sum(part.count for part in parts), sum(part.count * columns_of(part, widths) for part in parts)
+
+
+def _check_number(name: str, buffers: Buffers, expected: int) -> None:
+    if len(buffers) != expected:
+        raise WireError(f"{name} has {len(buffers)} buffers: it needs {expected}")
 
 
 def _ids(name: str, buffer: memoryview, num_rows: int) -> Int64s:

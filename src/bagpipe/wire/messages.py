@@ -19,12 +19,17 @@ from bagpipe.wire.plan_messages import PlanBody
 from bagpipe.wire.records import NO_ITERATION as NO_ITERATION
 from bagpipe.wire.records import Count, Iteration, Positive, Record
 
+ALL_COLUMNS = 0
+"""Of a part."""
+
 
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Some rows of one table; their ids and values lie in the buffers, part after part."""
 
     table: Count
     count: Count
+    columns: Count = ALL_COLUMNS
+    """Of a read: how many columns of each row, the first ones. Rows are written whole."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bagpipe.errors import StoreError
 from bagpipe.server.core import EmbeddingServer
@@ -196,6 +198,17 @@ def test_parts_of_several_tables_come_one_after_the_other(peer: Peer) -> None:
     assert np.frombuffer(rows, np.float32).tolist() == [4, 5, 6, 2, 3]
 
 
+def test_of_each_part_the_columns_asked_for_travel(peer: Peer) -> None:
+    parts = [Part(1, 2), Part(0, 2)]
+    assert peer.ask(Write(0, 1, -1, parts), array([5, 6, 5, 6]), np.arange(10, dtype=np.float32)) == Written(1)
+    asked = [Part(0, 2, 2), Part(1, 2, 1), Part(0, 1, 3), Part(1, 1, 2), Part(0, 1)]
+    number = peer.send(Read(asked), array([6, 9, 5, 6, 5, 6, 5]))
+    body, (flags, rows) = peer.heard[number]
+    assert body == Rows(6)
+    assert flags == bytes([1, 0, 1, 1, 1, 1, 1])
+    assert np.frombuffer(rows, np.float32).tolist() == [7, 8, 0, 2, 4, 5, 6, 2, 3, 4, 5, 6]
+
+
 def test_rows_are_scanned_in_order_of_first_write(peer: Peer) -> None:
     peer.write(1, [7, 3, 5], 1.0)
     number = peer.send(Scan(0, 1, 10))
@@ -215,6 +228,11 @@ BAD = {
     "too many buffers": (Read([Part(0, 1)]), [array([1])] * 2, "2 buffers"),
     "too few values": (Write(0, 1, -1, [Part(0, 1)]), [array([1]), np.zeros(2, np.float32)], "8 bytes of values"),
     "no values": (Write(0, 1, -1, [Part(0, 1)]), [array([1])], "1 buffers"),
+    "too many columns": (Read([Part(0, 1, 4)]), [array([1])], "has 4 columns of rows of table 0: there are 3"),
+    "columns of another table": (Read([Part(0, 1, 3), Part(1, 1, 3)]), [array([1, 1])], "table 1: there are 2"),
+    "columns without end": (Read([Part(0, 0, 1 << 62)]), [], "has 4611686018427387904 columns"),
+    "a part of a row": (Write(0, 1, -1, [Part(0, 1, 1)]), [array([1]), np.zeros(1, np.float32)], "written whole"),
+    "a whole row as a part": (Write(0, 1, -1, [Part(0, 1, 3)]), [array([1]), np.zeros(3, np.float32)], "written whole"),
     "a table that is not there": (Scan(7, 0, 1), [], "table 7"),
     "another trainer": (Write(1, 1, -1, []), [], "a write of trainer 1 from trainer 0"),
     "a write too early": (Write(0, 3, -1, []), [], "1 is missing"),
@@ -230,7 +248,15 @@ def test_what_does_not_fit_is_refused_and_decides_nothing(peer: Peer, name: str)
     assert peer.write(1, [1], 1.0) == Written(1)
 
 
-@pytest.mark.parametrize("body", [Read([Part(0, 1 << 40)]), Write(0, 1, -1, [Part(0, 1 << 40)]), Scan(0, 0, 1 << 40)])
+@pytest.mark.parametrize(
+    "body",
+    [
+        Read([Part(0, 1 << 40)]),
+        Read([Part(0, 1 << 40, 1)]),
+        Write(0, 1, -1, [Part(0, 1 << 40)]),
+        Scan(0, 0, 1 << 40),
+    ],
+)
 def test_a_request_beyond_the_limit_is_refused_before_anything_is_allocated(peer: Peer, body: Body) -> None:
     assert "67,108,864 are allowed" in refused(peer.ask(body))
 
@@ -243,6 +269,46 @@ def test_a_table_or_a_row_twice_in_one_write_is_refused_for_good(peer: Peer) -> 
     assert "id 4 is written twice" in refused(peer.write(2, [4, 4], 1.0))
     assert peer.read([1, 2, 4]) == {}
     assert peer.write(3, [4], 1.0) == Written(3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 4), st.one_of(st.integers(0, 4), st.integers(0, 2**62))), max_size=4
+    ),
+    num_ids=st.one_of(st.none(), st.integers(0, 8)),
+    shared=st.booleans(),
+)
+def test_any_columns_give_the_rows_asked_for_or_a_typed_error(parts, num_ids, shared) -> None:
+    server = EmbeddingServer()
+    peer = Sharing(server) if shared else Peer(server)
+    if not shared:
+        peer.open()
+    peer.ask(Write(0, 1, -1, [Part(0, 2), Part(1, 2)]), array([0, 2, 0, 2]), np.arange(10, dtype=np.float32))
+    stored = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(6, 10, dtype=np.float32).reshape(2, 2)
+    total = sum(count for _, count, _ in parts)
+    fits = all(table < 2 and columns <= WIDTHS[table] for table, _, columns in parts)
+    ids = np.arange(total if num_ids is None or shared else num_ids)
+    wanted = [np.arange(count) + sum(c for _, c, _ in parts[:k]) for k, (_, count, _) in enumerate(parts)]
+    layout = regions(total, sum(count * (columns or WIDTHS[t]) for t, count, columns in parts) if fits else 0)
+    if shared:
+        peer.own.memory[layout.ids] = ids.data.cast("B") if total else b""
+    number = peer.send(Read([Part(*part) for part in parts]), *([] if shared else [ids]))
+    body, buffers = peer.heard[number]
+    if not fits or len(ids) != total:
+        refused(body, "WireError")
+    else:
+        rows = np.frombuffer(peer.own.memory[layout.rows] if shared and total else b"".join(buffers[1:]), np.float32)
+        expected = [
+            stored[table][np.isin((0, 2), mine), : columns or None].ravel()
+            for (table, _, columns), mine in zip(parts, wanted, strict=True)
+        ]
+        expected = np.concatenate([np.empty(0, np.float32), *expected])
+        assert body == Rows(int(np.isin(ids, (0, 2)).sum()))
+        assert rows[: len(expected)].tolist() == expected.tolist()
+    server.close()
+    if shared:
+        peer.own.close()
 
 
 # Writes are decided once
@@ -440,6 +506,12 @@ def test_ids_and_rows_lie_in_shared_memory(server: EmbeddingServer) -> None:
     layout = regions(3, 9)
     assert bytes(peer.own.memory[layout.flags]) == bytes([1, 0, 1])
     assert np.frombuffer(peer.own.memory[layout.rows], np.float32)[:6].tolist() == [3, 4, 5, 0, 1, 2]
+    peer.lay([5, 6, 4], np.full(9, 7, np.float32))
+    number = peer.send(Read([Part(0, 1, 2), Part(0, 2, 1)]))
+    assert peer.heard[number] == (Rows(2), ())
+    layout = regions(3, 4)
+    assert bytes(peer.own.memory[layout.flags]) == bytes([1, 0, 1])
+    assert np.frombuffer(peer.own.memory[layout.rows], np.float32)[:3].tolist() == [3, 4, 0]
     assert peer.ask(Scan(0, 0, 5)) == Scanned(2)
     layout = regions(5, 15)
     assert np.frombuffer(peer.own.memory[layout.ids], np.int64)[:2].tolist() == [4, 5]

@@ -32,9 +32,11 @@ class Rows:
 
     def initialise(self, ids: np.ndarray, out: np.ndarray) -> None:
         assert ids.dtype == np.int64
-        assert out.shape == (len(ids), self.width)
+        assert len(out) == len(ids)
+        assert 1 <= out.shape[1] <= self.width
         assert out.flags.c_contiguous
-        out[:] = (ids % 1000).astype(np.float32)[:, None] + np.arange(self.width, dtype=np.float32) / 128 + self.table
+        columns = np.arange(out.shape[1], dtype=np.float32)
+        out[:] = (ids % 1000).astype(np.float32)[:, None] + columns / 128 + self.table
 
 
 TABLES = tuple(Rows(number, width) for number, width in enumerate(WIDTHS))
@@ -87,8 +89,8 @@ def initial(table: int, ids: np.ndarray) -> np.ndarray:
     return out
 
 
-def read(store: Store, table: int, ids: np.ndarray) -> np.ndarray:
-    out = np.full((len(ids), WIDTHS[table]), np.nan, np.float32)
+def read(store: Store, table: int, ids: np.ndarray, columns: int | None = None) -> np.ndarray:
+    out = np.full((len(ids), columns or WIDTHS[table]), np.nan, np.float32)
     store.read(table, ids, out)
     return out
 
@@ -136,6 +138,36 @@ def test_rows_of_several_tables_are_written_and_read_in_one_call(store: Store) -
     store.write_many([], passed=4)
     store.read_many([], after=4)
     assert store.stats().num_rows == 6
+
+
+@pytest.mark.parametrize("columns", [1, 16, 47, 48])
+def test_the_first_columns_of_rows_are_read_alone(store: Store, columns: int) -> None:
+    some = np.random.default_rng(0).permutation(5000)
+    store.write(0, some[:4000], random_values(0, 4000))
+    expected = initial(0, some)
+    expected[:4000] = random_values(0, 4000)
+    for asked in (np.arange(5000), np.arange(4000), np.arange(4000, 5000), np.array([4999, 0, 4999]), np.arange(0)):
+        found = read(store, 0, some[asked], columns)
+        assert np.array_equal(found.view(np.uint32), expected[asked, :columns].view(np.uint32))
+    assert store.num_rows(0) == 4000
+
+
+def test_whole_rows_and_first_columns_of_one_table_are_read_in_one_call(store: Store) -> None:
+    store.write_many([(table, np.arange(40), random_values(table, 40, table)) for table in (0, 2)], passed=0)
+    asked = [
+        (0, array(3, 50, 7), 48),
+        (0, array(8, 3, 51), 16),
+        (1, array(9), 1),
+        (2, array(1, 60), 3),
+        (2, array(2), 7),
+    ]
+    parts = [(table, ids, np.full((len(ids), columns), np.nan, np.float32)) for table, ids, columns in asked]
+    store.read_many(parts, after=0)
+    for table, ids, out in parts:
+        assert np.array_equal(out, read(store, table, ids)[:, : out.shape[1]])
+        written = ids[ids < 40]
+        if table != 1:
+            assert np.array_equal(out[ids < 40], random_values(table, 40, table)[written, : out.shape[1]])
 
 
 def test_a_table_twice_in_one_write_is_refused_and_changes_nothing(store: Store) -> None:
@@ -231,7 +263,8 @@ OK = np.empty((2, 48), np.float32)
         (0, [1, 2], OK, r"ids are list"),
         (0, array(1, 2), OK.astype(np.float64), r"float64 of shape \(2, 48\).*float32"),
         (0, array(1, 2), OK[:1], r"shape \(1, 48\).*\(2, 48\)"),
-        (0, array(1, 2), OK[:, :47], r"shape \(2, 47\).*\(2, 48\)"),
+        (0, array(1, 2), np.empty((2, 49), np.float32), r"shape \(2, 49\).*\(2, 48\)"),
+        (0, array(1, 2), np.empty((2, 0), np.float32), r"shape \(2, 0\).*\(2, 48\)"),
         (0, array(1, 2), OK.ravel(), r"shape \(96,\)"),
         (0, array(1, 2), None, r"is NoneType"),
     ],
@@ -242,6 +275,12 @@ def test_wrong_arguments_are_refused_by_name_and_change_nothing(
     for call in (store.read, store.write):
         with pytest.raises(StoreError, match=named):
             call(table, ids, rows)  # type: ignore[arg-type]
+    assert store.stats().num_rows == 0
+
+
+def test_a_part_of_a_row_can_not_be_written(store: Store) -> None:
+    with pytest.raises(StoreError, match=r"values is float32 of shape \(2, 47\): give float32 of shape \(2, 48\)"):
+        store.write(0, array(1, 2), np.empty((2, 47), np.float32))
     assert store.stats().num_rows == 0
 
 
@@ -349,6 +388,8 @@ def test_it_equals_a_dict_after_any_calls(name: str, calls: list[tuple[int, bool
             expected = initial(table, ids)
             for k, key in enumerate(ids.tolist()):
                 expected[k] = model[table].get(key, expected[k])
+            columns = 1 + number % WIDTHS[table]
+            assert np.array_equal(read(store, table, ids, columns), expected[:, :columns])
             assert np.array_equal(read(store, table, ids), expected)
         for table, rows in enumerate(model):
             listed = array(*rows)

@@ -33,10 +33,11 @@ def test_kernels_copy_what_their_twins_copy(width: int, chunk_bytes: int) -> Non
         rows.scatter(positions, values)
         scatter_by_numpy(twin.chunks, positions, values)
         wanted = rng.integers(-1, 300, 500)
-        out, expected = np.full((2, 500, width), 7, np.float32)
-        rows.gather(wanted, out)
-        gather_by_numpy(twin.chunks, wanted, expected)
-        assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
+        for columns in {1, -(-width // 3), width}:
+            out, expected = np.full((2, 500, columns), 7, np.float32)
+            rows.gather(wanted, out)
+            gather_by_numpy(twin.chunks, wanted, expected)
+            assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
 
 
 def test_growth_moves_no_row() -> None:

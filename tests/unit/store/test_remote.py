@@ -108,8 +108,8 @@ def values(seed: int, num_rows: int, table: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((num_rows, TABLES[table].width), np.float32)
 
 
-def read(store, some: np.ndarray, table: int = 0, after: int = -1) -> np.ndarray:
-    out = np.full((len(some), TABLES[table].width), np.nan, np.float32)
+def read(store, some: np.ndarray, table: int = 0, after: int = -1, columns: int | None = None) -> np.ndarray:
+    out = np.full((len(some), columns or TABLES[table].width), np.nan, np.float32)
     store.read_many([(table, some, out)], after)
     return out
 
@@ -158,9 +158,39 @@ def test_a_call_that_no_message_holds_is_cut_into_pieces(worlds, shared_memory: 
             each.write_many([(1, some[:200], values(1, 200, 1)), (0, some[100:], values(2, 200))], passed=0)
         for table in (0, 1):
             assert np.array_equal(read(store, some, table, after=0), read(plain, some, table))
+            assert np.array_equal(read(store, some, table, columns=3), read(plain, some, table)[:, :3])
             chunks = list(store.iterate(table, 90))
             assert [len(part) for part, _ in chunks] == [90, 90, 20]
             assert sorted(store.ids(table).tolist()) == sorted(plain.ids(table).tolist())
+
+
+def test_only_the_columns_that_are_asked_for_travel(worlds) -> None:
+    world = worlds(1)
+    store, sent = world.store(), []
+
+    def spied(peer: bytes, message: Message, reply: Callable[[Message], None]) -> None:
+        def noted(answer: Message) -> None:
+            sent.append(answer.buffers[1].nbytes if isinstance(message.body, Read) and message.body.parts else None)
+            reply(answer)
+
+        world.servers[0].handle(peer, message, noted)
+
+    store.write(1, np.arange(100), values(0, 100, 1))
+    world.replace(0, spied)
+    for columns in (7, 2):
+        del sent[:]
+        assert np.array_equal(read(store, np.arange(150), 1, columns=columns)[:100], values(0, 100, 1)[:, :columns])
+        assert sent[-1] == 100 * columns * 4
+
+
+def test_first_columns_are_cut_into_fewer_pieces_than_whole_rows(worlds) -> None:
+    world = worlds(1, ServerLimits(bytes_max=2000))
+    store, requests = world.store([Rows(64)]), []
+    for columns in (64, 4):
+        before = world.servers[0].stats().requests
+        store.read(0, np.arange(500), np.empty((500, columns), np.float32))
+        requests.append(world.servers[0].stats().requests - before)
+    assert requests[0] > 4 * requests[1] > 4
 
 
 def test_a_row_that_is_longer_than_any_message_is_refused(worlds) -> None:

@@ -65,12 +65,13 @@ def test_kernels_copy_what_their_twins_copy(tmp_path: Path, fd: int, width: int,
         file.scatter(part, rows)
         write_by_numpy(twin, part, rows)
     for wanted in (rng.integers(-1, num_rows, 300), np.arange(num_rows), np.full(3, -1), np.array([num_rows - 1] * 2)):
-        out, expected = np.full((2, len(wanted), width), 7, np.float32)
-        if cold:
-            forget(path)
-        file.gather(wanted, out)
-        read_by_numpy(twin, wanted, expected)
-        assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
+        for columns in {-(-width // 3), width}:
+            out, expected = np.full((2, len(wanted), columns), 7, np.float32)
+            if cold:
+                forget(path)
+            file.gather(wanted, out)
+            read_by_numpy(twin, wanted, width, expected)
+            assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
 
 
 def test_errors_of_the_system_calls_come_back_by_number(tmp_path: Path, fd: int) -> None:

@@ -47,7 +47,7 @@ def a_write():
 
 SAMPLES = [
     message(Open(0, 2, [4, 8], SharedMemory("boot", 12, 3, 4096, b"token"))),
-    message(Read([Part(0, 2)], 9), np.arange(2)),
+    message(Read([Part(0, 2), Part(1, 1, 3)], 9), np.arange(3)),
     message(Rows(1), np.array([0, 1], np.uint8), np.ones((1, 4), np.float32)),
     a_write(),
     message(Written(3)),
@@ -81,7 +81,7 @@ def test_the_format_is_what_the_documentation_says():
     header, body, ids = encode(message(Read([Part(2, 1)], 9), np.array([5])))
     number = 3
     assert header == MAGIC + struct.pack("<BBHIIQ", VERSION, number, 1, 3, len(body), 7) + RUN + struct.pack("<Q", 8)
-    assert msgspec.msgpack.decode(body) == ["Read", [[2, 1]], 9]
+    assert msgspec.msgpack.decode(body) == ["Read", [[2, 1, 0]], 9]
     assert bytes(ids) == struct.pack("<q", 5)
 
 
@@ -105,7 +105,7 @@ def test_what_the_other_side_would_refuse_is_not_sent(wrong, text):
         encode(wrong, SMALL)
 
 
-def header(magic=MAGIC, version=VERSION, number=3, buffers=1, body=13, lengths=(8,), run=RUN):
+def header(magic=MAGIC, version=VERSION, number=3, buffers=1, body=14, lengths=(8,), run=RUN):
     packed = struct.pack("<4sBBHIIQ16s", magic, version, number, buffers, 3, body, 7, run)
     return packed + b"".join(struct.pack("<Q", length) for length in lengths)
 
@@ -125,7 +125,8 @@ IDS = bytes(8)
         ([header()] * 7, "a message of 7 frames: 2 to 4 are allowed"),
         ([b"x", b""], "a header of 1 bytes"),
         ([header(magic=b"HTTP"), body(), IDS], "begins with b'HTTP'"),
-        ([header(version=2), body(), IDS], "the peer speaks version 2, this is version 1"),
+        ([header(version=1), body(), IDS], "the peer speaks version 1, this is version 2: run the same release"),
+        ([header(version=3), body(), IDS], "the peer speaks version 3, this is version 2"),
         ([header(number=200), body(), IDS], "message type 200 is unknown"),
         ([header(lengths=(8, 8)), body(), IDS], "a header of 56 bytes: with 1 buffers it has 48"),
         ([header(body=len(body())), body()], "announces 1 buffers, 0 came"),
@@ -147,6 +148,10 @@ def test_what_is_wrong_is_named(frames, text):
         ["Read", [[0, -1]], 0],
         ["Read", [[-1, 1]], 0],
         ["Read", [[0, 1]], -2],
+        ["Read", [[0, 1, -1]], 0],
+        ["Read", [[0, 1, 1.5]], 0],
+        ["Read", [[0, 1, None]], 0],
+        ["Read", [[0, 1, 1, 1]], 0],
         ["Read", [[0, 1.5]], 0],
         ["Read", [[0, "1"]], 0],
         ["Read", [[0, 1]], 0, "more"],
@@ -184,7 +189,7 @@ def test_records_keep_their_numbers():
     assert names == [
         "Open", "Opened", "Unopened", "Read", "Rows", "Waiting", "Write", "Written", "Scan", "Scanned", "Sync",
         "Synced", "AskStats", "Stats", "Failed", "GetBatch", "GotBatch", "NotYet", "DescribePlans", "PlansDescribed",
-        "NextPlan", "Planned", "NoMorePlans",
+        "NextPlan", "Planned", "NoMorePlans", "PlannedPart",
     ]  # fmt: skip
 
 
@@ -277,6 +282,10 @@ def test_buffers_that_hold_what_the_record_says_become_arrays():
     flags, values = check_rows(Rows(2), views(b"\0\1\1", np.ones(6, np.float32)), read.parts, WIDTHS)
     assert flags.tolist() == [False, True, True]
     assert values.size == 6
+    flags, values = check_rows(
+        Rows(2), views(b"\0\1\1", np.ones(4, np.float32)), [Part(1, 2, 3), Part(0, 1, 1)], WIDTHS
+    )
+    assert (flags.tolist(), values.size) == ([False, True, True], 4)
     ids, rows = check_scanned(Scanned(1), views(np.arange(1), np.ones(4, np.float32)), Scan(1, 0, 9), 4)
     assert rows.shape == (1, 4)
     ids, rows = check_scanned(Scanned(1), views(np.arange(1)), Scan(1, 0, 9, values=False), 4)
@@ -299,6 +308,13 @@ def test_arrays_are_aligned_wherever_their_bytes_lie():
         (lambda: check_read(Read([Part(0, 2)]), views(np.arange(3)), WIDTHS), "24 bytes of ids: 2 rows need 16"),
         (lambda: check_read(Read([Part(2, 1)]), views(np.arange(1)), WIDTHS), "names table 2: there are 2"),
         (lambda: check_read(Read([Part(0, -1), Part(0, 2)]), views(np.arange(1)), WIDTHS), "has -1 rows of table 0"),
+        (
+            lambda: check_read(Read([Part(1, 1, 5)]), views(np.arange(1)), WIDTHS),
+            "5 columns of rows of table 1: there are 4",
+        ),
+        (lambda: check_read(Read([Part(0, 1, -1)]), views(np.arange(1)), WIDTHS), "has -1 columns"),
+        (lambda: check_rows(Rows(1), views(b"\1", bytes(8)), [Part(0, 1, 1)], WIDTHS), "8 bytes of values: .* need 4"),
+        (lambda: check_write(Write(0, 1, 0, [Part(0, 1, 1)]), views(np.arange(1), bytes(4)), WIDTHS), "written whole"),
         (lambda: check_read(Read([Part(0, 1)]), [], WIDTHS), "has 0 buffers: it needs 1"),
         (lambda: check_read(Read([Part(0, 1 << 62)]), views(np.arange(1)), WIDTHS), "8 bytes of ids"),
         (lambda: check_write(Write(0, 1, 0, [Part(1, 1)]), views(np.arange(1), bytes(8)), WIDTHS), "rows need 16"),
