@@ -242,7 +242,7 @@ def test_a_stage_that_fails_ends_all(scheduled, monkeypatch, design, kind, metho
     fails((Planned, PipelineError), "stage", several, lambda one: [one.train(b) for b in one.batches], Planned)
 
 
-@pytest.mark.parametrize(("design", "idle"), zip(DESIGNS, [{0}, {1}, {2}, {0, 2}], strict=True))
+@pytest.mark.parametrize(("design", "idle"), [*zip(DESIGNS, [{0}, {1}, {2}, {0, 2}], strict=True)])
 def test_a_trainer_without_a_step_while_others_make_one_is_an_error_on_all(scheduled, design, idle):
     heard = {}
 
