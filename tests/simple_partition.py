@@ -1,0 +1,198 @@
+"""The division of plans once more, with dictionaries and lists: slow, short, and meant to be obviously right.
+
+It cuts the same parts as `bagpipe.oracle.partition`, and tests compare the two field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bagpipe.oracle.plan import Fetch, Plan, Victims
+from bagpipe.oracle.row_list import RowList
+from bagpipe.oracle.sync_plan import Gradients, Lists, Sync, Values
+from bagpipe.oracle.tables import OracleTable
+
+Place = tuple[int, int]
+"""Slot space and slot."""
+
+
+@dataclass
+class _Use:
+    """A row in a batch."""
+
+    table: int
+    index: int
+    """Among the rows of the batch."""
+    slot: int
+    users: set[int]
+    owner: int | None
+    """None: everybody."""
+    kind: str
+    freed: int
+    now: bool = True
+    """Whether it is updated before the next iteration."""
+
+
+class SimplePartition:
+    """The twin of `Partition`, for a list of plans that is at hand as a whole."""
+
+    def __init__(self, trainers: int, tables: Sequence[OracleTable], design: str, delayed: bool) -> None:
+        self.trainers, self.tables, self.design, self.delayed = trainers, tables, design, delayed
+        self.features = [t for t, table in enumerate(tables) for _ in table.features]
+        self.replicas = design in ("replicated", "lrpp")
+        self.owner: dict[Place, int | None] = {}
+        self.freed: dict[Place, int] = {}
+        self.last_use: dict[Place, int] = {}
+
+    def parts(self, plans: Sequence[Plan], samples: Sequence[tuple[int, ...]]) -> list[list[Plan]]:
+        """For each plan the part of each trainer."""
+        followed = [self.follow(plan) for plan in plans]
+        uses = [of_plan for of_plan, _ in followed]
+        for x, of_plan in enumerate(uses):
+            again = {(u.table, u.slot) for u in (uses[x + 1] if x + 1 < len(uses) else []) if u.kind == "next"}
+            for use in of_plan:
+                use.now = not self.delayed or (use.table, use.slot) in again
+        uses += [[], []]
+        return [
+            [self.part(plan, uses[x : x + 3], followed[x][1], rank, samples[x]) for rank in range(self.trainers)]
+            for x, plan in enumerate(plans)
+        ]
+
+    def follow(self, plan: Plan) -> tuple[list[_Use], dict[str, list[Any]]]:
+        """How each row comes to its users; and who reads, evicts and flushes."""
+        assert plan.sharing is not None
+        who: dict[str, list[Any]] = {"victims": self.writers(plan.victims)}
+        homes = plan.sharing.homes.tolist()
+        for (t, slot, freed), home in zip(self.listed(plan.fetch, plan.fetch.slot_after), homes, strict=True):
+            place = (self.tables[t].group, slot)
+            self.owner[place] = {"owned": home, "partitioned": slot % self.trainers}.get(self.design)
+            self.freed[place] = freed
+            self.last_use.pop(place, None)
+        leaving = {(t, slot) for t, slot, _ in self.listed(plan.evict, plan.evict.slots)}
+        uses = []
+        for index, (t, slot, _) in enumerate(self.listed(plan.rows, plan.rows.slots)):
+            place, users = (self.tables[t].group, slot), self.users(plan, t, index)
+            last = self.last_use.get(place)
+            kind = "fetched" if last is None else "next" if last == plan.iteration - 1 else "later"
+            if self.design == "lrpp" and (t, slot) in leaving and len(users) == 1:
+                (self.owner[place],) = users
+            self.last_use[place] = plan.iteration
+            uses.append(_Use(t, index, slot, users, self.owner[place], kind, self.freed[place]))
+        who["takers"] = [self.takers(use) for use in uses if use.kind == "fetched"]
+        return uses, who | {"evict": self.writers(plan.evict), "flush": self.writers(plan.flush)}
+
+    def users(self, plan: Plan, table: int, index: int) -> set[int]:
+        """The trainers one of whose ids is the row."""
+        assert plan.sharing is not None
+        return {
+            rank
+            for f, inverse in enumerate(plan.inverse)
+            for rank in range(self.trainers)
+            if self.features[f] == table
+            and index - plan.rows.bounds[table] in inverse[slice(*plan.sharing.cuts[f, rank : rank + 2])]
+        }
+
+    def takers(self, use: _Use) -> set[int]:
+        """Who reads a row from the store."""
+        if use.owner is None:
+            return set(range(self.trainers))
+        return {use.owner} if self.design == "partitioned" else {use.owner} | use.users
+
+    def writers(self, rows: RowList) -> list[int]:
+        """Who writes a row to the store."""
+        owners = [(self.owner[self.tables[t].group, slot], slot) for t, slot, _ in self.listed(rows, rows.slots)]
+        return [slot % self.trainers if owner is None else owner for owner, slot in owners]
+
+    def listed(self, rows: RowList, values: Any) -> list[tuple[int, int, int]]:
+        """Table, slot and one more number of each row."""
+        tables = np.repeat(np.arange(len(self.tables)), np.diff(rows.bounds))
+        return list(zip(tables.tolist(), rows.slots.tolist(), values.tolist(), strict=True))
+
+    def part(self, plan: Plan, uses: list[list[_Use]], who: dict[str, list[Any]], rank: int, samples: Any) -> Plan:
+        """What one trainer does; `uses` of the plan, and of the next two."""
+        mine = [use for use in uses[0] if rank in use.users]
+        delayed_kinds = ("next",) if self.delayed else ("next", "later")
+        drops = {name: [self.replicas and by != rank for by in who[name]] for name in ("evict", "victims")}
+        sync = Sync(
+            rank, (samples,), self.values(uses[0], rank, ("fetched",) if self.design == "partitioned" else ()),
+            self.gradients(plan, uses[0], rank, True), self.values(uses[1], rank, delayed_kinds),
+            self.gradients(plan, uses[0], rank, False), self.values(uses[2] if self.delayed else [], rank, ("later",)),
+            self.rows(plan.evict, drops["evict"]), self.rows(plan.victims, drops["victims"]),
+        )  # fmt: skip
+        taken = [rank in takers for takers in who["takers"]]
+        fetch, victims = self.rows(plan.fetch, taken), self.rows(plan.victims, [by == rank for by in who["victims"]])
+        return replace(
+            plan, rows=self.rows(plan.rows, [rank in use.users for use in uses[0]]),
+            inverse=self.inverse(plan, rank, mine),
+            fetch=Fetch(fetch.ids, fetch.slots, fetch.bounds, plan.fetch.after[taken], plan.fetch.slot_after[taken]),
+            evict=self.rows(plan.evict, [by == rank for by in who["evict"]]),
+            victims=Victims(victims.ids, victims.slots, victims.bounds, plan.victims.evict_after),
+            flush=self.rows(plan.flush, [by == rank for by in who["flush"]]),
+            hits=sum(use.kind != "fetched" for use in mine), sharing=None, sync=sync,
+        )  # fmt: skip
+
+    def inverse(self, plan: Plan, rank: int, mine: list[_Use]) -> tuple[np.ndarray, ...]:
+        """The trainer's ids as indices into its rows of their table."""
+        assert plan.sharing is not None
+        own = []
+        for f, inverse in enumerate(plan.inverse):
+            t, cuts = self.features[f], plan.sharing.cuts[f]
+            numbers = [use.index - plan.rows.bounds[t] for use in mine if use.table == t]
+            own.append(np.array([numbers.index(i) for i in inverse[cuts[rank] : cuts[rank + 1]]], np.int32))
+        return tuple(own)
+
+    def gradients(self, plan: Plan, uses: list[_Use], rank: int, now: bool) -> Gradients:
+        """Who adds what to what, in a phase."""
+        mine = [use for use in uses if rank in use.users]
+        updated = [use for use in uses if use.now == now and use.owner == rank]
+        shared = [use for use in uses if use.now == now and use.owner is None]
+
+        def positions(among: list[_Use], chosen: Callable[[_Use], bool]) -> list[tuple[int, int]]:
+            """Table, and index among those of the table, of some of the rows."""
+            of_table = {use.index: [o.index for o in among if o.table == use.table] for use in among}
+            return [(use.table, of_table[use.index].index(use.index)) for use in among if chosen(use)]
+
+        def send_to(owner: int | None) -> list[tuple[int, int]]:
+            return positions(mine, lambda use: use.now == now and use.owner == owner)
+
+        ranks = range(self.trainers)
+        return Gradients(
+            self.rows(plan.rows, [use in updated for use in uses]),
+            self.lists([send_to(owner) for owner in ranks]),
+            self.lists([positions(updated, lambda use, sender=sender: sender in use.users) for sender in ranks]),
+            self.rows(plan.rows, [use in shared for use in uses]),
+            self.lists([send_to(None)]),
+            self.lists([positions(shared, lambda use: rank in use.users)]).items,
+        )
+
+    def values(self, uses: list[_Use], rank: int, kinds: tuple[str, ...]) -> Values:
+        """Vectors of rows that come to their users in these ways."""
+
+        def sent(owner: int, user: int) -> list[_Use]:
+            return [u for u in uses if u.kind in kinds and u.owner == owner != user and user in u.users]
+
+        ranks = range(self.trainers)
+        return Values(
+            self.lists([[(use.table, use.slot) for use in sent(rank, user)] for user in ranks]),
+            self.lists([[(use.table, use.slot) for use in sent(owner, rank)] for owner in ranks]),
+            max([use.freed for owner in ranks for use in sent(owner, rank)], default=-1),
+        )
+
+    def rows(self, rows: RowList, flags: list[bool]) -> RowList:
+        """Those whose flag is set."""
+        chosen = np.array(flags, bool)
+        bounds = [int(chosen[:bound].sum()) for bound in rows.bounds]
+        return RowList(rows.ids[chosen], rows.slots[chosen], np.array(bounds, np.int64))
+
+    def lists(self, lists: list[list[tuple[int, int]]]) -> Lists:
+        """Lists of (table, item), end to end."""
+        bounds, end = [], 0
+        for items in lists:
+            bounds.append([end + sum(table < t for table, _ in items) for t in range(len(self.tables) + 1)])
+            end += len(items)
+        flat = [item for items in lists for _, item in items]
+        return Lists(np.array(flat, np.int32), np.array(bounds, np.int64))

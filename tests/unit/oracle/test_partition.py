@@ -1,0 +1,108 @@
+"""Plans divided among trainers, beside a division with dictionaries, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import pytest
+
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.partition import DESIGNS, Partition
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies import POLICIES
+from bagpipe.policies.lookahead import RAMP
+from division import cut
+from simple_partition import SimplePartition
+
+TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
+SIZES = (24, 30, 30, 5)
+
+
+def random_batches(random, trainers, count):
+    """For each batch the samples of each trainer; some have none."""
+    return [
+        [
+            [tuple(int(random.integers(0, size)) for size in SIZES) for _ in range(random.integers(rank == 0, 3))]
+            for rank in range(trainers)
+        ]
+        for _ in range(count)
+    ]
+
+
+def planned(batches, trainers, *, lookahead, policy, capacity, threads=1):
+    """The whole plans of these batches, with the samples of each trainer."""
+    oracle = Oracle(TABLES, capacity, lookahead, policy, trainers=trainers, threads=threads)
+    source = ((cut(parts, len(SIZES)), tuple(map(len, parts))) for parts in batches)
+    found = list(oracle.plans(source))
+    oracle.close()
+    return found
+
+
+def differing(ours, theirs, name=""):
+    """The names of all fields that differ."""
+    if is_dataclass(ours):
+        assert type(ours) is type(theirs)
+        return [
+            each
+            for field in fields(ours)
+            for each in differing(getattr(ours, field.name), getattr(theirs, field.name), f"{name}.{field.name}")
+        ]
+    if isinstance(ours, tuple):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [each for i, (mine, other) in pairs for each in differing(mine, other, f"{name}[{i}]")]
+    if isinstance(ours, np.ndarray):
+        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape and np.array_equal(ours, theirs)
+        return [] if same else [name]
+    return [] if ours == theirs else [name]
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_are_those_of_a_division_with_dictionaries(design, delayed, seed):
+    random = np.random.default_rng([seed, delayed, DESIGNS.index(design)])
+    trainers, policy = int(random.integers(2, 5)), str(random.choice(sorted(POLICIES)))
+    lookahead = [1, 2, 3, 7, "auto"][random.integers(5)]
+    batches = random_batches(random, trainers, int(random.integers(1, 12)))
+    capacity = [40, 60] if policy == "ideal" else [16, 17]
+    found = planned(batches, trainers, lookahead=lookahead, policy=policy, capacity=capacity, threads=1 + seed % 2)
+    partition = Partition(trainers, TABLES, capacity, design=design, delayed=delayed)
+    ours = [[d.part(rank, samples) for rank in range(trainers)] for d, samples in partition.plans(found)]
+    twin = SimplePartition(trainers, TABLES, design, delayed)
+    theirs = twin.parts([plan for plan, _ in found], [samples for _, samples in found])
+    assert [differing(*pair) for pairs in zip(ours, theirs, strict=True) for pair in zip(*pairs, strict=True)] == [
+        [] for _ in batches for _ in range(trainers)
+    ]
+
+
+@pytest.mark.parametrize("lookahead", [1, 4, 8])
+def test_a_row_is_owned_by_the_trainer_that_uses_it_most_as_far_as_the_oracle_sees(lookahead):
+    random = np.random.default_rng(lookahead)
+    batches = random_batches(random, 3, 30)
+    found = planned(batches, 3, lookahead=lookahead, policy="lookahead", capacity=[40, 60])
+    features = [t for t, table in enumerate(TABLES) for _ in table.features]
+
+    def uses(number, rank, table, row):
+        """Whether a trainer uses a row in a batch."""
+        return any(s[f] == row for s in batches[number][rank] for f in range(len(SIZES)) if features[f] == table)
+
+    for plan, _ in found:
+        x, homes = plan.iteration, iter(plan.sharing.homes.tolist())
+        for t in range(len(TABLES)):
+            for row, slot in zip(*(column.tolist() for column in plan.fetch.of_table(t)), strict=True):
+                seen = range(x, min(x + lookahead, x + RAMP * (x + 1), len(batches)))
+                tally = [sum(uses(y, rank, t, row) * (1 if y == x else 2) for y in seen) for rank in range(3)]
+                equals = [rank for rank in range(3) if tally[rank] == max(tally)]
+                assert next(homes) == equals[slot % len(equals)]
+
+
+def test_divided_plans_do_not_depend_on_the_oracles_threads_or_on_who_asks_first():
+    batches = random_batches(np.random.default_rng(3), 4, 10)
+    parts = []
+    for threads, order in (1, range(4)), (3, (2, 0, 3, 1)):
+        found = planned(batches, 4, lookahead=5, policy="lookahead", capacity=[40, 60], threads=threads)
+        divisions = list(Partition(4, TABLES, [40, 60]).plans(found))
+        cut_later = [{rank: d.part(rank, samples) for rank in order} for d, samples in reversed(divisions)]
+        parts.append([of_plan[rank] for of_plan in cut_later for rank in range(4)])
+    assert not [name for ours, theirs in zip(*parts, strict=True) for name in differing(ours, theirs)]
