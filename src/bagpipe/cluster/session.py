@@ -113,21 +113,23 @@ def disconnect() -> None:
 
 @contextmanager
 def exit_codes_kept() -> Iterator[None]:
-    """What a handler of SIGTERM raises leaves this block as it is: calls of Ray make SystemExit(1) of any exit."""
-    before = signal.getsignal(signal.SIGTERM)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
+    """What a handler of SIGTERM or Ctrl-C raises leaves this block as it is: calls of Ray make SystemExit(1) of it."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     raised: list[BaseException] = []
+    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: handler for number, handler in found.items() if callable(handler)}
 
     def handle(number: int, frame: FrameType | None) -> None:
         try:
-            before(number, frame)
+            before[signal.Signals(number)](number, frame)
         except BaseException as error:
             raised.append(error)
             raise
 
-    signal.signal(signal.SIGTERM, handle)
+    for number in before:
+        signal.signal(number, handle)
     try:
         yield
     except SystemExit:
@@ -135,7 +137,8 @@ def exit_codes_kept() -> Iterator[None]:
             raise raised[0] from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _connect(ray: ModuleType, address: str) -> None:

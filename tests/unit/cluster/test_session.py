@@ -59,6 +59,15 @@ def test_the_exit_code_of_sigterm_survives_calls_that_make_another_of_it():
         signal.signal(signal.SIGTERM, before)
 
 
+def test_ctrl_c_survives_calls_that_make_an_exit_of_it():
+    with pytest.raises(KeyboardInterrupt), exit_codes_kept():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise SystemExit(1) from None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("wrong", [{"servers": 0}, {"processors": 0}])
 def test_a_launch_has_at_least_one_of_each_role(wrong):
     with pytest.raises(ConfigError, match="give at least 1"):
