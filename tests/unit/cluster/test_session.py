@@ -59,12 +59,16 @@ def test_the_exit_code_of_sigterm_survives_calls_that_make_another_of_it():
         signal.signal(signal.SIGTERM, before)
 
 
+def interrupted_within_ray():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise SystemExit(1) from None
+
+
 def test_ctrl_c_survives_calls_that_make_an_exit_of_it():
     with pytest.raises(KeyboardInterrupt), exit_codes_kept():
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            raise SystemExit(1) from None
+        interrupted_within_ray()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
