@@ -65,8 +65,8 @@ class SimplePartition:
     def follow(self, plan: Plan) -> tuple[list[_Use], dict[str, list[Any]]]:
         """How each row comes to its users; and who reads, evicts and flushes."""
         assert plan.sharing is not None
-        who: dict[str, list[Any]] = {"victims": self.writers(plan.victims)}
         homes = plan.sharing.homes.tolist()
+        who: dict[str, list[Any]] = {"victims": self.writers(plan.victims), "homes": homes}
         for (t, slot, freed), home in zip(self.listed(plan.fetch, plan.fetch.slot_after), homes, strict=True):
             place = (self.tables[t].group, slot)
             self.owner[place] = {"owned": home, "partitioned": slot % self.trainers}.get(self.design)
@@ -128,7 +128,10 @@ class SimplePartition:
         return replace(
             plan, rows=self.rows(plan.rows, [rank in use.users for use in uses[0]]),
             inverse=self.inverse(plan, rank, mine),
-            fetch=Fetch(fetch.ids, fetch.slots, fetch.bounds, plan.fetch.after[taken], plan.fetch.slot_after[taken]),
+            fetch=Fetch(
+                fetch.ids, fetch.slots, fetch.bounds, plan.fetch.after[taken], plan.fetch.slot_after[taken],
+                np.array([by == rank for by in who["homes"]], bool)[taken] if self.design == "owned" else None,
+            ),
             evict=self.rows(plan.evict, [by == rank for by in who["evict"]]),
             victims=Victims(victims.ids, victims.slots, victims.bounds, plan.victims.evict_after),
             flush=self.rows(plan.flush, [by == rank for by in who["flush"]]),
