@@ -29,12 +29,16 @@ from bagpipe.layers import Binding, FeatureMap, bind, embedding_layers
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, PerTable, RowOptimizer
 from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.service import PlanSettings
+from bagpipe.several import open_loader, share_batches
 from bagpipe.store import MappedStore, MemoryStore, Store
+from bagpipe.store.later import LaterStore
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.pipeline import DEPTH
-from bagpipe.trainer.source import LocalPlans, Source
+from bagpipe.trainer.source import LocalPlans, PlanSource, Source
 from bagpipe.trainer.stages import Driver, Threads
+from bagpipe.trainer.sync import Peers
 from bagpipe.types import Table
 
 OpenStore = Callable[[Sequence[RowLayout]], Store]
@@ -118,7 +122,12 @@ def accelerate(
         if callable(store):
             raise ConfigError(f"store_memory ({store_memory!r}) is for the function that opens the store: leave it out")
         resident_bytes_max = store_memory_bytes(store_memory, store)
-    source = Source(loader, epochs, accumulate)
+    launch = current()
+    if launch is not None and launch.trainers > 1:
+        _refuse_with_several(check)
+        source = open_loader(launch, loader, epochs, accumulate)
+    else:
+        source = Source(loader, epochs, accumulate)
     if source.empty:
         raise BatchError("the loader is empty: there is nothing to train on")
     binding = _bind(model, source.adapter, features, tables, keep)
@@ -129,19 +138,27 @@ def accelerate(
     source.tables = binding.tables
     layouts = _layouts(binding, rows, initial, seed, earlier)
     widths = [layout.width for layout in layouts]
-    oracle = make_oracle(binding.tables, widths, size, source.first_ids(), lookahead=lookahead, policy=policy)
-    row_cache = RowCache(widths, oracle.capacity, place)
-    opened = _open_store(store, layouts, resident_bytes_max) if earlier is None else _same_store(store, earlier)
-    threads = threads or torch.get_num_threads()
-    try:
-        return Batches(
-            model, binding, rows, layouts, LocalPlans(source, oracle), row_cache, opened, driver or Threads(),
-            depth=depth, threads=threads, check=check,
-        )  # fmt: skip
-    except BaseException:
-        if earlier is None:
-            opened.close()
-        raise
+    used_driver, used_threads = driver or Threads(), threads or torch.get_num_threads()
+
+    def make(plans: PlanSource, capacity: Sequence[int], peers: Peers | None = None) -> Batches:
+        row_cache = RowCache(widths, capacity, place)
+        opened = _open_store(store, layouts, resident_bytes_max) if earlier is None else _same_store(store, earlier)
+        try:
+            return Batches(
+                model, binding, rows, layouts, plans, row_cache, opened, used_driver,
+                depth=depth, threads=used_threads, check=check, peers=peers,
+            )  # fmt: skip
+        except BaseException:
+            if earlier is None:
+                opened.close()
+            raise
+
+    if launch is None or launch.trainers == 1:
+        oracle = make_oracle(binding.tables, widths, size, source.first_ids(), lookahead=lookahead, policy=policy)
+        return make(LocalPlans(source, oracle), oracle.capacity)
+    settings = PlanSettings(binding.tables, tuple(widths), cache, lookahead, policy, accumulate)
+    wanted = {"epochs": epochs, "rows": [_wanted(layout) for layout in layouts]}
+    return share_batches(launch, source, binding, settings, wanted, used_driver, make)
 
 
 def _bind(
@@ -278,6 +295,19 @@ def _is_occupied(path: Path) -> bool:
         raise StoreError(f"can't look into {path}: {error.strerror}: give a directory for the files") from error
 
 
+def _wanted(layout: RowLayout) -> str:
+    """What the rows of a table are, and how they will be updated."""
+    optimizer = layout.optimizer
+    lr = "by a schedule" if callable(optimizer.lr) else optimizer.lr
+    settings = {name: getattr(optimizer, name) for name in optimizer.settings}
+    return f"{_label(layout)}, lr {lr}, {settings}, after {optimizer.updates} updates"
+
+
+def _refuse_with_several(check: bool) -> None:
+    if check:
+        raise ConfigError("check=True follows the rows of one trainer: leave it out where there are several")
+
+
 def _label(layout: RowLayout) -> str:
     """What the rows of a table are; its first values are told by those of a few ids."""
     last = (layout.table.rows or 2**63) - 1
@@ -297,6 +327,8 @@ def _same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
         raise ConfigError("store is a function, but this model's rows are in a store already: leave store out")
     if store not in ("memory", "mapped") and Path(store).resolve() != held:
         raise ConfigError(f"store={str(store)!r}: this model's rows are in a store already: leave store out")
+    if earlier.trainers > 1:
+        return LaterStore(earlier.store, earlier.stats()["iterations"])
     return earlier.store
 
 

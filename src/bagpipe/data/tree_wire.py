@@ -154,7 +154,8 @@ class _Packer:
         if value.dtype not in _NAMES or value.layout != torch.strided or not value.is_cpu:
             raise self._refusal(path, f"is {described(value)}, and only plain tensors of numbers on the CPU travel")
         self.nodes.append(TensorNode(_NAMES[value.dtype], list(value.shape)))
-        self.bytes.append(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if value.numel():  # strides of one without elements can be anything
+            self.bytes.append(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def _add_array(self, value: Any, path: Path) -> None:
         array = np.asarray(value)

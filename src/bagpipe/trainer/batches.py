@@ -22,7 +22,7 @@ from torch import nn
 from bagpipe.cache import RowCache
 from bagpipe.checker import Checker
 from bagpipe.embedding import CachedLayer, Lookups, TableView
-from bagpipe.errors import ModelError
+from bagpipe.errors import DeadlineError, ModelError
 from bagpipe.handles import training_base
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, swap
@@ -133,15 +133,20 @@ class Batches:
                 self._finish_iteration()
             self._source.interrupt()
             self._joint.stop()
-            self._pipeline.close()
+            stuck = False
             try:
+                self._pipeline.close()
                 self.cache.release()
                 if self._checker is not None:
                     self._checker.finished()
                 self.store.sync()
                 self._joint.end(early=not self._ended)
+            except DeadlineError:
+                stuck = True  # a stage may still read plans
+                raise
             finally:
-                self._source.close()  # last: other trainers may still ask it for plans
+                if not stuck:
+                    self._source.close()  # last: other trainers may still ask it for theirs
         finally:
             self._joint.release()
             self._abandoned()

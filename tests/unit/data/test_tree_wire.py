@@ -137,6 +137,11 @@ def test_numbers_of_numpy_and_mappings_of_other_kinds_stay_what_they_are():
     assert type(found["n"]) is np.float32
 
 
+def test_tensors_without_elements_arrive_whatever_their_strides():
+    odd = torch.empty_strided((0,), (0,))
+    assert same({"a": torch.empty(0, 3), "b": odd}, sent({"a": torch.empty(0, 3), "b": odd}))
+
+
 def test_what_arrives_is_writable_and_contiguous():
     found = sent({"t": torch.arange(12).reshape(3, 4).T, "a": np.arange(12).reshape(3, 4).T})
     found["t"].add_(1)

@@ -1,0 +1,148 @@
+"""A user's script on several trainers: what `bagpipe.accelerate` does under `bagpipe launch --trainers N`.
+
+The first trainer reads its loader, divides each batch and plans for all; the others look at one batch of their own
+loader, to see what batches are made of, and are sent their parts. Whatever the trainers want differently is refused
+before anything is trained (I8), and one that fails tells the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from bagpipe._version import __version__
+from bagpipe.cluster.context import Launch
+from bagpipe.config import cache_size
+from bagpipe.data.tree_wire import types_in
+from bagpipe.layers import Binding
+from bagpipe.oracle.assign import Assigner
+from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.service import PlanSettings
+from bagpipe.trainer.agreement import check_same, tell_all
+from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
+from bagpipe.trainer.source import PlanSource, Source
+from bagpipe.trainer.stages import Driver
+from bagpipe.trainer.sync import Groups, Peers
+from bagpipe.wire.endpoint import Address
+from bagpipe.wire.listening import on_socket
+from bagpipe.wire.sockets import SocketNetwork
+
+Make = Callable[[PlanSource, list[int], Peers], Batches]
+"""Makes the training loop, for these plans and so many slots of each row width."""
+
+
+def open_loader(launch: Launch, loader: Iterable[Any], epochs: int, accumulate: int) -> Source:
+    """The loader of this trainer; only the first one's will be read beyond its first batch."""
+    return Source(loader, epochs, accumulate) if launch.trainer else SharedLoader(loader, epochs, accumulate)
+
+
+def share_batches(
+    launch: Launch,
+    source: Source,
+    binding: Binding,
+    settings: PlanSettings,
+    wanted: Mapping[str, object],
+    driver: Driver,
+    make: Make,
+) -> Batches:
+    """Join the other trainers, see that all want the same, and make the training loop.
+
+    `wanted` is what must be the same on all trainers, beside the settings of plans.
+    """
+    config = launch.config
+    settings = replace(
+        settings,
+        trainers=launch.trainers,
+        assign=config.assign,
+        design=config.sync.design,
+        delayed=config.sync.delayed,
+    )
+    with ExitStack() as stack:
+        served = None
+        if isinstance(source, SharedLoader):
+            served = _serve(launch, source, binding, settings)
+            stack.callback(served.close)
+        groups = launch.open_groups()
+        stack.callback(groups.close)
+        stack.push(lambda _, error, __: _abort(groups, error))
+        address = "" if served is None else served.address
+        said = {"address": address, "wanted": _described(settings) | dict(wanted)}
+        told = [json.loads(text) for text in tell_all(groups.critical, driver, json.dumps(said), "what is trained")]
+        check_same([each["wanted"] for each in told])
+        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.deterministic)
+        plans: PlanSource
+        if served is not None:
+            plans, capacity = served, served.capacity
+        else:
+            plans = _join(launch, source, told[0]["address"])
+            stack.callback(plans.close)
+            capacity = plans.described.capacity
+        batches = make(plans, capacity, peers)
+        stack.pop_all()
+        return batches
+
+
+def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: PlanSettings) -> ServedPlans:
+    oracle = make_oracle(
+        settings.tables, settings.widths, cache_size(settings.cache), source.first_ids(), lookahead=settings.lookahead,
+        policy=settings.policy, trainers=settings.trainers,
+    )  # fmt: skip
+    try:
+        features = [table.features for table in settings.tables]
+        source.share(_ending(binding), Assigner(settings.assign, settings.trainers, launch.config.seed, features))
+        partition = Partition(
+            settings.trainers, oracle.tables, oracle.capacity, design=settings.design, delayed=settings.delayed
+        )
+        listen = on_socket(str(Address(launch.hosts[0], 0)), security=launch.listener)
+        described = settings.described(oracle.capacity)
+        return ServedPlans(listen, source, oracle, partition, described, run=launch.run)
+    except BaseException:
+        oracle.close()
+        raise
+
+
+def _join(launch: Launch, source: Source, address: str) -> ScriptPlans:
+    types = types_in(source.reading.examples[0])
+    source.close()
+    network = SocketNetwork(launch.security)
+    try:
+        return ScriptPlans(
+            network, address, source.adapter, types, run=launch.run, trainer=launch.trainer, on_close=network.close
+        )
+    except BaseException:
+        network.close()
+        raise
+
+
+def _ending(binding: Binding) -> list[str]:
+    """Features whose offsets end with the number of ids: those of layers with include_last_offset."""
+    layers = [layer for layer in binding.layers if isinstance(layer.module, nn.EmbeddingBag)]
+    tables = {layer.table for layer in layers if getattr(layer.module, "include_last_offset", False)}
+    return [name for number in sorted(tables) for name in binding.tables[number].features]
+
+
+def _described(settings: PlanSettings) -> dict[str, object]:
+    """The settings of plans as people know them."""
+    return {
+        "the release of bagpipe": __version__,
+        "the list of tables": [[table.name, table.rows, list(table.features)] for table in settings.tables],
+        "cache": settings.cache,
+        "lookahead": settings.lookahead,
+        "policy": settings.policy,
+        "accumulate": settings.accumulate,
+        "assign": settings.assign,
+        "sync.design": settings.design,
+        "sync.delayed": settings.delayed,
+    }
+
+
+def _abort(groups: Groups, error: BaseException | None) -> None:
+    if error is not None:
+        groups.abort(error)

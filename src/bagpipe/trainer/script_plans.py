@@ -1,0 +1,233 @@
+"""The plans of a user's script on several trainers: the first one makes them from its loader, and serves the others.
+
+Each trainer is given its part of a plan and its part of the batches, whatever their shape (`bagpipe.data.tree_wire`).
+The first one takes its own parts as they are made, so that nothing of them is copied or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from bagpipe.adapt import Adapter
+from bagpipe.data.tree_wire import Types, pack_trees, types_in, unpack_trees
+from bagpipe.errors import BagpipeError, BatchError, PipelineError, WireError
+from bagpipe.oracle.assign import Assigner
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
+from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.plan_wire import pack_plan_of, unpack_plan_of
+from bagpipe.oracle.service import ROOM
+from bagpipe.split import Splitter
+from bagpipe.trainer.divided import Divided, Part
+from bagpipe.trainer.remote_plans import RemotePlans
+from bagpipe.trainer.source import Group, Plans, rewrite
+from bagpipe.wire.arrays import TYPES, Packing, Unpacking
+from bagpipe.wire.channel import Network
+from bagpipe.wire.dispatch import Reply
+from bagpipe.wire.listening import Listen
+from bagpipe.wire.messages import Failed, Message
+from bagpipe.wire.plan_messages import (
+    BatchHead,
+    DescribePlans,
+    FeatureHead,
+    NextPlan,
+    NoMorePlans,
+    Planned,
+    PlannedPart,
+    PlansDescribed,
+)
+
+LEFT = Failed(PipelineError.__name__, "trainer 0 has left the training loop: let all leave it at the same iteration")
+
+
+class SharedLoader(Divided):
+    """Reads the loader of the first trainer, whose batches all share."""
+
+    def __init__(self, loader: Iterable[Any], epochs: int, accumulate: int) -> None:
+        super().__init__(loader, self._parts, epochs, accumulate)
+        self._splitter: Splitter | None = None
+        self._assigner: Assigner | None = None
+        self.types: Types = {}
+        """What batches are made of."""
+
+    def share(self, ending: Collection[str], assigner: Assigner) -> None:
+        """How it is divided, before the first batch; BatchError if that one can't be divided or sent.
+
+        Offsets of the features in `ending` end with the number of ids.
+        """
+        example = self.reading.examples[0]
+        self._splitter, self._assigner = Splitter(self.adapter, self.features, ending), assigner
+        self.types = types_in(example)
+        part, _ = self._splitter.divide(example, 0, Assigner("contiguous", assigner.trainers))[-1]
+        self.pack([self.without(part, self.adapter.extract(part, self.features, 0))], 0)
+
+    def pack(self, batches: list[Any], number: int) -> memoryview:
+        """Batches as bytes, but for their ids."""
+        return pack_trees(batches, [self.adapter.paths[name] for name in self.features], self.types, number)
+
+    def _parts(self, batch: Any) -> Sequence[tuple[Any, int]]:
+        assert self._splitter is not None, "share comes first"
+        assert self._assigner is not None
+        return self._splitter.divide(batch, self.reading.num_read - 1, self._assigner)
+
+
+class ServedPlans:
+    """The plans of the first trainer, a `PlanSource`, which the others are served theirs by."""
+
+    def __init__(
+        self,
+        listen: Listen,
+        source: SharedLoader,
+        oracle: Oracle,
+        partition: Partition,
+        described: PlansDescribed,
+        *,
+        run: bytes,
+        room: int = ROOM,
+    ) -> None:
+        """Up to `room` plans wait until all other trainers have received their parts."""
+        self._source, self._oracle, self._partition, self._run = source, oracle, partition, run
+        self._fingerprint = described.fingerprint
+        self._outbox = Outbox(partition.trainers - 1, room)
+        self._outbox.describe(Answer(described))
+        self._end: Answer | None = None
+        self._interrupted = False
+        self._listening = listen(self.handle)
+        self.address = self._listening.address
+        """Where others ask for their plans."""
+        self.capacity = list(described.capacity)
+        """Slots of each row width, on every trainer."""
+
+    def plans(self) -> Plans:
+        """All plans; the parts of others are laid out for them as each is made."""
+        source, num_plans = self._source, 0
+        try:
+            for division, parts in source.divided(self._oracle, self._partition):
+                samples = list(zip(*(part.samples for part in parts), strict=True))
+                plans = [division.part(rank, *samples) for rank in range(len(parts))]
+                answers = [self._packed(plan, part) for plan, part in zip(plans[1:], parts[1:], strict=True)]
+                if not self._outbox.put(plans[0].iteration, answers):
+                    return
+                num_plans += 1
+                yield plans[0], rewrite(plans[0], parts[0].group, source.tables, source.adapter)
+            self._finish(Answer(NoMorePlans(num_plans)))
+        except BagpipeError as error:
+            self._finish(Answer(Failed(type(error).__name__, str(error))))
+            raise
+        except Exception as error:
+            self._finish(Answer(Failed(PipelineError.__name__, f"its loader failed: {type(error).__name__}: {error}")))
+            raise
+
+    def handle(self, peer: bytes, message: Message, reply: Reply) -> None:  # noqa: ARG002
+        """Answer another trainer, now or when its plan is there."""
+        body = message.body
+        if message.run != self._run:
+            raise WireError("a message of another run: check the addresses")
+        if not isinstance(body, DescribePlans | NextPlan):
+            raise WireError(f"trainer 0 was sent {type(body).__name__}: it gives plans only")
+        if self._interrupted and self._end is not None:
+            reply(Message(message.run, message.generation, message.request, self._end.body))
+        elif isinstance(body, NextPlan):
+            self._outbox.ask(body.trainer - 1, body.iteration, body.received, message, reply)
+        else:
+            self._outbox.ask(body.trainer - 1, DESCRIPTION, DESCRIPTION, message, reply)
+
+    def waited_s(self) -> float:
+        """How long the loader was waited for."""
+        return self._source.reading.seconds()
+
+    def position(self, iterations: int) -> dict[str, Any]:
+        """Where in the data training is."""
+        return self._source.position(iterations)
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Begin where another run was."""
+        self._source.resume(position)
+
+    def interrupt(self) -> None:
+        """This trainer needs no more plans; who still asks for one is told so. The loader itself is waited for."""
+        self._finish(Answer(LEFT))
+        self._interrupted = True
+        self._outbox.close()
+
+    def close(self) -> None:
+        """Answer nobody any more, and let go of the loader and of the oracle's threads."""
+        self._listening.close()
+        self._source.close()
+        self._oracle.close()
+
+    def _finish(self, end: Answer) -> None:
+        if self._end is None:
+            self._end = end
+            self._outbox.finish(end)
+
+    def _packed(self, plan: Plan, part: Part) -> Answer:
+        """One trainer's part, as it is sent: its batches lie in a buffer behind those of the plan."""
+        features, group = self._source.features, part.group
+        first = max(0, self._source.reading.num_read - len(group.batches))
+        heads = []
+        for number, (count, lengths) in enumerate(zip(part.samples, group.lengths, strict=True)):
+            num_ids = zip(features, lengths, strict=True)
+            left_out = [FeatureHead(name, None, length, bits=0, weighted=False) for name, length in num_ids]
+            heads.append(BatchHead(first + number, count, 0, left_out))
+        body, buffers = pack_plan_of(plan, heads, _as_it_is, features, self._fingerprint)
+        return Answer(body, [*buffers, self._source.pack(group.batches, first)])
+
+
+class ScriptPlans(RemotePlans):
+    """The plans of another trainer of the script, as the first one serves them."""
+
+    def __init__(
+        self,
+        network: Network,
+        address: str,
+        adapter: Adapter,
+        types: Types,
+        *,
+        run: bytes,
+        trainer: int,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`adapter` and `types` are those of a batch of this trainer's own loader."""
+        super().__init__(network, address, run=run, trainer=trainer)
+        self._name = "trainer 0"
+        self._adapter, self._types, self._on_close = adapter, types, on_close
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """The first trainer does it for all."""
+
+    def close(self) -> None:
+        """Let go of the connection; a second call does nothing."""
+        super().close()
+        self._on_close()
+
+    def _read(self, body: Planned | PlannedPart, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
+        name = f"the plan of iteration {iteration}"
+        if len(buffers) != len(TYPES) + 1:
+            raise WireError(f"{name} has {len(buffers)} buffers: it needs {len(TYPES) + 1}")
+        plan, heads = unpack_plan_of(body, buffers[: len(TYPES)], _as_it_is, self._shape, iteration)
+        batches = unpack_trees(buffers[-1], self._types)
+        if len(batches) != len(heads):
+            raise WireError(f"{name} is for {len(heads)} batches, and {len(batches)} came")
+        lengths = [self._num_ids(batch, head, name) for batch, head in zip(batches, heads, strict=True)]
+        return plan, Group(batches, lengths)
+
+    def _num_ids(self, batch: Any, head: BatchHead, name: str) -> tuple[int, ...]:
+        """How many ids of each feature a batch has room for; as many as the plan has."""
+        assert self._adapter is not None
+        names = [feature for feature, _ in self._shape.features]
+        try:
+            found = [len(ids) for ids in self._adapter.extract(batch, names, head.number).values()]
+        except BatchError as error:
+            raise WireError(f"{name}: {error}") from error
+        planned = {feature.name: feature.num_ids for feature in head.features}
+        if found != [planned[feature] for feature in names]:
+            raise WireError(f"{name} has {list(planned.values())[:8]} ids, its batch {found[:8]}")
+        return tuple(found)
+
+
+def _as_it_is(head: BatchHead, _: Packing | Unpacking, __: Collection[str]) -> BatchHead:
+    """The numbers of these batches travel in a buffer of their own."""
+    return head

@@ -1,0 +1,104 @@
+"""A user's script on several trainers that are threads of one process, as under `bagpipe launch`: sockets on loopback
+between them for plans, memory for gradients and rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from bagpipe.cluster.context import Launch
+from bagpipe.config import load_config
+from bagpipe.store import MemoryStore
+from bagpipe.store.views import shared_views
+from bagpipe.trainer.collective import memory_groups
+from bagpipe.trainer.stages import Threads
+from bagpipe.trainer.sync import Groups
+from bagpipe.trainer.together import run_threads
+
+DEADLINE_S = 60.0
+
+
+class InThreads(Launch):
+    """Trainers that meet in memory."""
+
+    def open_groups(self):
+        return self.world.groups(self.trainer, next(self.meetings))
+
+
+class Trainers:
+    """N trainers; each calls `accelerate` with `options(rank)`."""
+
+    def __init__(self, trainers=2, *settings):
+        self.trainers = trainers
+        self.config = load_config(None, [f"trainers={trainers}", *settings])
+        self.drivers = [Threads(DEADLINE_S) for _ in range(trainers)]
+        self.store = None
+        self._groups, self._views = {}, {}
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    def options(self, rank):
+        """Where rows are, and who drives the stages."""
+        return {"store": lambda layouts: self._view(rank, layouts), "driver": self.drivers[rank]}
+
+    def again(self, rank):
+        """The same for another loop over the same rows."""
+        self.drivers[rank] = Threads(DEADLINE_S)
+        return {"driver": self.drivers[rank]}
+
+    def run(self, script, others=None):
+        """Run `script(rank)` on the first trainer, and `others` or the same on all others; their results."""
+        with self._launched():
+            scripts = [script] + [others or script] * (self.trainers - 1)
+            return run_threads([self._of_rank(*each) for each in enumerate(scripts)], 2 * DEADLINE_S)
+
+    def failures(self, script, others=None):
+        """The same where trainers fail: what each raised, or None."""
+
+        def caught(function):
+            def run(rank):
+                try:
+                    function(rank)
+                except Exception as error:
+                    return error
+
+            return run
+
+        return self.run(caught(script), caught(others or script))
+
+    def groups(self, rank, number):
+        """This rank's end of the groups of a meeting."""
+        with self._lock:
+            if number not in self._groups:
+                ends = [memory_groups(self.trainers, self._notify, DEADLINE_S) for _ in range(3)]
+                self._groups[number] = [Groups(*of_rank) for of_rank in zip(*ends, strict=True)]
+            return self._groups[number][rank]
+
+    def _view(self, rank, layouts):
+        with self._lock:
+            if self.store is None:
+                self.store = MemoryStore(layouts)
+                notify = [lambda rank=rank: self.drivers[rank].notify() for rank in range(self.trainers)]
+                self._views = shared_views(self.store, self.trainers, notify, DEADLINE_S)
+            return self._views[rank]
+
+    def _of_rank(self, rank, script):
+        launch = InThreads(self.config, (), bytes(16), None, rank, self.trainers, ["127.0.0.1"] * self.trainers)
+        object.__setattr__(launch, "world", self)
+
+        def run():
+            self._here.launch = launch
+            return script(rank)
+
+        return run
+
+    def _notify(self):
+        for driver in self.drivers:
+            driver.notify()
+
+    @contextmanager
+    def _launched(self):
+        with patch("bagpipe.api.current", lambda: getattr(self._here, "launch", None)):
+            yield
