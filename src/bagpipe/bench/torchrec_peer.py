@@ -2,12 +2,13 @@
 
 Runs in TorchRec's own virtual environment, which needs nothing of ours: `python -I torchrec_peer.py`. Asked in lines of
 JSON on standard input, it answers in lines on standard output. The dense part is that of `bagpipe.models`, loaded by
-path; its pooled vectors come from TorchRec's sharded tables, planned by TorchRec for the link that it is given. Dense
-parameters are averaged by torch's DistributedDataParallel, as TorchRec does by default.
+path; its pooled vectors come from TorchRec's tables, sharded as TorchRec's planner decides. Dense parameters are
+averaged by torch's DistributedDataParallel, as TorchRec does by default.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -81,7 +82,8 @@ class Peer:
 
     def __init__(self) -> None:
         self._batches: list[tuple[Tensor, Any, Tensor]] = []
-        self._alone: list[tuple[Tensor, dict[str, Tensor], Tensor]] = []
+        self._model: Any = None
+        self._optimizer: Any = None
         self._iteration = 0
         self._sent = Path()
 
@@ -91,18 +93,26 @@ class Peer:
         trainers: int,
         meeting: str,
         device: str,
-        bits_per_second: int,
+        bits_per_second: int | None,
         directory: str,
         model: str,
         tables: list[dict[str, Any]],
         dim: int,
         lr: float,
     ) -> dict[str, Any]:
-        """Meet the other ranks, make the tables, read this rank's samples."""
-        torch.set_num_threads(1)
+        """Meet the other ranks, make the tables, read this rank's samples.
+
+        With `bits_per_second` the planner is told that each rank is a host, what they are joined by, and how many
+        samples they have; without, it gets what everybody has to give.
+        """
+        if not dist.is_initialized():
+            torch.set_num_threads(1)
+            os.environ["GLOO_SOCKET_IFNAME"] = device
+            dist.init_process_group("gloo", init_method=f"tcp://{meeting}", rank=rank, world_size=trainers)
         self._sent = Path("/sys/class/net") / device / "statistics" / "tx_bytes"
-        os.environ["GLOO_SOCKET_IFNAME"] = device
-        dist.init_process_group("gloo", init_method=f"tcp://{meeting}", rank=rank, world_size=trainers)
+        self._model = self._optimizer = None
+        self._batches, self._iteration = [], 0
+        gc.collect()
         path = Path(directory)
         ids, numbers, labels = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("ids", "dense", "labels"))
         share = slice(rank * ids.shape[2] // trainers, (rank + 1) * ids.shape[2] // trainers)
@@ -128,7 +138,7 @@ class Peer:
         tables: list[dict[str, Any]],
         trainers: int,
         samples: int,
-        bits_per_second: int,
+        bits_per_second: int | None,
         lr: float,
     ) -> dict[str, str]:
         """The model, sharded as TorchRec's planner wants it; how each table is."""
@@ -147,11 +157,12 @@ class Peer:
         net = Net(torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=configs), dense_part)
         fused.apply_optimizer_in_backward(torch.optim.SGD, net.tables.parameters(), {"lr": lr})
         sharder = bags.EmbeddingBagCollectionSharder()
-        bytes_per_ms = bits_per_second / 8e3
-        topology = planner.Topology(
-            world_size=trainers, compute_device="cpu", local_world_size=1, inter_host_bw=bytes_per_ms
-        )
-        plan = planner.EmbeddingShardingPlanner(topology=topology, batch_size=samples).collective_plan(
+        known: dict[str, Any] = {}
+        if bits_per_second is not None:
+            known = {"local_world_size": 1, "inter_host_bw": bits_per_second / 8e3}  # bytes a millisecond
+        topology = planner.Topology(world_size=trainers, compute_device="cpu", **known)
+        batch_size = samples if known else None
+        plan = planner.EmbeddingShardingPlanner(topology=topology, batch_size=batch_size).collective_plan(
             net, [sharder], dist.group.WORLD
         )
         self._model = parallel.DistributedModelParallel(net, device=torch.device("cpu"), plan=plan, sharders=[sharder])

@@ -9,17 +9,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from bagpipe.allocator import keep_freed_memory
@@ -45,7 +46,7 @@ from bagpipe.wire.sockets import SocketNetwork
 
 TRAINERS = 2
 IDS, DENSE, LABELS, TOUCHED = "ids.npy", "dense.npy", "labels.npy", "touched.npz"
-"""Files of the batches that are measured, as other systems read them, and of the ids that occur at all."""
+"""Files of the batches that are measured, as other systems read them, and of the ids of rows that are fetched then."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Size:
     dim: int
     batch_size: int
     batches: int
-    """Different ones, more than any window holds. They come again and again."""
-    warm_up: int
-    """Batches that pass before anything is measured: as many as the oracle reads ahead, and some more."""
+    """Different ones, as many as are read."""
+    lookahead: int
+    """Also how many batches pass before anything is measured: then the cache holds what it will always hold."""
     turn: dict[str, int]
     """Iterations of a turn."""
     cache_rows: int
@@ -66,9 +67,11 @@ class Size:
 
 _ROWS = sum(table.rows or 0 for table in find_preset("criteo-kaggle-like").tables)
 FULL = Size(
-    1.0, 48, 16_384, 96, 48, {"wide_deep": 10, "deepfm": 8, "deep_cross": 6, "dlrm": 5}, round(CACHE_SHARE * _ROWS)
+    1.0, 48, 16_384, 136, 50, {"wide_deep": 6, "deepfm": 6, "deep_cross": 5, "dlrm": 5}, round(CACHE_SHARE * _ROWS)
 )
-QUICK = Size(0.001, 8, 256, 16, 6, dict.fromkeys(FULL.turn, 2), 4_096)
+QUICK = Size(0.001, 8, 256, 40, 8, dict.fromkeys(FULL.turn, 2), 4_096)
+AHEAD = 24
+"""More batches than can be on their way from the oracle to a trainer's cache."""
 
 
 def data_of(size: Size) -> Generated:
@@ -87,6 +90,7 @@ def job_of(model: str, design: str, delayed: bool, quick: bool) -> Job:
         "dense_optimizer": {"name": "sgd", "lr": LR},
         "batch_size": size.batch_size,
         "cache": size.cache_rows,
+        "lookahead": size.lookahead,
         "trainers": TRAINERS,
         "sync": {"design": design, "delayed": delayed},
     })  # fmt: skip
@@ -132,42 +136,37 @@ class PlannerRole:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._size = FULL
         self._batches: list[Batch] = []
         self._service: OracleService | None = None
 
     def prepare(self, quick: bool, model: str, directory: str) -> None:
-        """Make the data, and files of it for others: what is trained on in the first turn, and all ids that occur."""
-        keep_freed_memory()
-        self._size = size = QUICK if quick else FULL
+        """Make the data, and files of it for others: what is measured, and the ids of rows that are fetched then."""
+        size = QUICK if quick else FULL
         data = data_of(size)
         self._batches = list(data.batches(size.batch_size))
-        features = [feature for table in data.tables for feature in table.features]
-        first = size.warm_up + 1
-        measured = self._batches[first : first + size.turn[model]]
-        path = Path(directory)
-        ids = [[batch.sparse[name].values.numpy().reshape(-1) for name in features] for batch in measured]
-        np.save(path / IDS, np.array(ids))
-        np.save(path / DENSE, np.stack([batch.dense.numpy() for batch in measured]))
-        np.save(path / LABELS, np.stack([batch.labels.numpy() for batch in measured]))
+        path, first, count = Path(directory), size.lookahead + 1, size.turn[model]
+        _save(path, data, self._batches[first : first + count])
+        fetched = self._batches[size.lookahead : first + count + AHEAD]
         touched = {
-            table.name: np.unique(np.concatenate([batch.sparse[name].values.numpy().reshape(-1)
-                                                  for batch in self._batches for name in table.features]))
+            table.name: np.unique(np.concatenate([_ids(batch, name) for batch in fetched for name in table.features]))
             for table in data.tables
-        }  # fmt: skip
+        }
         np.savez(path / TOUCHED, **touched)  # type: ignore[arg-type]
+        keep_freed_memory()
 
     def open(self, run: str, **system: Any) -> str:
         """An oracle that has all batches before it; its address."""
         listen = on_socket(f"{self._host}:0", security="none")
         settings = job_of(**system).plan_settings()
-        self._service = OracleService(listen, cycle(self._batches), settings, run=bytes.fromhex(run))
+        self._service = OracleService(listen, iter(self._batches), settings, run=bytes.fromhex(run))
         return self._service.start()
 
-    def rest(self) -> tuple[int, int]:
-        """Return when nothing is left to plan or to send; bytes sent and received so far, those of the server too."""
+    def rest(self) -> dict[str, int]:
+        """Return when nothing is left to plan or to send; what was sent so far, on the link also by the server."""
+        assert self._service is not None
         wait_until_idle(counted_bytes)
-        return counted_bytes()
+        status = self._service.status()
+        return {"bytes_sent": counted_bytes()[0], "plans": status.plans_sent, "plan_bytes": status.bytes_sent}
 
     def close(self) -> None:
         """Plan no more."""
@@ -189,7 +188,7 @@ class TrainerRole:
         torch.set_num_threads(1)
 
     def open(self, run: str, server: str, oracle: str, meeting: str, directory: str, **system: Any) -> None:
-        """Connect, fill the server with every row that occurs (one that was never written would not travel)."""
+        """Connect; fill the server with the rows that will be measured: one that was never written would not travel."""
         job = job_of(**system)
         with ExitStack() as stack:
             network = SocketNetwork("none")
@@ -243,7 +242,6 @@ class TrainedSystem:
 
     def __init__(self, job: Job, plans: RemotePlans, store: Store, peers: Peers) -> None:
         self.losses: list[float] = []
-        self._plans = plans
         self._model, binding, layouts = job.model()
         self._rows = layouts[0].optimizer
         self._batches = remote_batches(
@@ -277,11 +275,11 @@ class TrainedSystem:
 
     def turn(self, count: int) -> dict[str, Any]:
         """Train some iterations, and count what they take; times are of the clock that all processes share."""
-        before, moved, start = self._stats(), counted_bytes(), time.perf_counter()
+        before, moved, start = self._batches.stats(), counted_bytes(), time.perf_counter()
         seconds = self.train(count)
         end = wait_until_idle(counted_bytes)
         sent, received = (now - then for now, then in zip(counted_bytes(), moved, strict=True))
-        after = self._stats()
+        after = self._batches.stats()
         return {
             "start": start,
             "end": end,
@@ -290,19 +288,29 @@ class TrainedSystem:
             "bytes_received": received,
             "lookahead": after["lookahead"],
             "cache_rows": after["cache_rows"],
-        } | {key: after[key] - before[key] for key in ("fetched_rows", "written_rows", "stall_seconds", "plan_bytes")}
+        } | {key: after[key] - before[key] for key in ("fetched_rows", "written_rows", "stall_seconds")}
 
     def close(self) -> None:
         """Write back what is cached."""
         self._iterator.close()  # type: ignore[attr-defined]
         self._batches.close()
 
-    def _stats(self) -> dict[str, Any]:
-        return self._batches.stats() | {"plan_bytes": self._plans.stats()["bytes_received"]}
+
+def _save(path: Path, data: Generated, batches: Sequence[Batch]) -> None:
+    features = [feature for table in data.tables for feature in table.features]
+    np.save(path / IDS, np.array([[_ids(batch, name) for name in features] for batch in batches]))
+    np.save(path / DENSE, np.stack([batch.dense.numpy() for batch in batches]))
+    np.save(path / LABELS, np.stack([batch.labels.numpy() for batch in batches]))
+
+
+def _ids(batch: Batch, feature: str) -> NDArray[np.int64]:
+    """The ids of a feature, of which each sample has one."""
+    ids: NDArray[np.int64] = batch.sparse[feature].values.numpy().reshape(-1)
+    return ids
 
 
 def fill(store: Store, layouts: list[RowLayout], touched: Path) -> None:
-    """Write every row that occurs, as it begins."""
+    """Write these rows as they begin."""
     with np.load(touched) as ids_of:
         for number, layout in enumerate(layouts):
             ids = ids_of[layout.table.name]
