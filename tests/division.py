@@ -1,4 +1,4 @@
-"""Trainers that execute their parts of plans with versions in place of values: whatever is stale or lost shows (I3, I4)."""
+"""Trainers that execute their parts of plans with versions in place of values: what is stale or lost shows (I3, I4)."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ class Trainers:
         self.tables, self.trainers = tables, trainers
         self.slots = [{} for _ in range(trainers)]
         """(group, slot) -> [row, version]"""
+        self.narrow = [set() for _ in range(trainers)]
+        """Slots with vectors only: their optimizer state is somebody else's."""
         self.store = defaultdict(int)
         self.version = defaultdict(int)
         """What synchronous training would have."""
@@ -74,10 +76,18 @@ class Trainers:
                 self.write(rank, row, place)
             assert part.victims.evict_after == plan.victims.evict_after
         assert sum(len(part.victims) for part in parts) == len(plan.victims), "one trainer writes a victim"
+        read_whole = defaultdict(int)
         for rank, part in enumerate(parts):
-            for row, place in listed(part.fetch, self.tables):
+            whole = np.ones(len(part.fetch), bool) if part.fetch.whole is None else part.fetch.whole
+            for (row, place), with_state in zip(listed(part.fetch, self.tables), whole.tolist(), strict=True):
                 assert self.store[row] == self.version[row], "a stale read from the store"
                 self.slots[rank][place] = [row, self.store[row]]
+                self.narrow[rank].discard(place)
+                if not with_state:
+                    self.narrow[rank].add(place)
+                read_whole[row] += with_state
+        if any(part.fetch.whole is not None for part in parts):
+            assert set(read_whole.values()) <= {1}, "one trainer reads a row whole"
         self.send(parts, "fetched")
 
     def train(self, parts, batch):
@@ -124,7 +134,8 @@ class Trainers:
             shared = all_shared[rank]
             tables = [t for t, items in gradients.own.of(0) for _ in items]
             assert names == [
-                shared[gradients.shared.bounds[t] + k][0] for t, k in zip(tables, gradients.own_at.tolist(), strict=True)
+                shared[gradients.shared.bounds[t] + k][0]
+                for t, k in zip(tables, gradients.own_at.tolist(), strict=True)
             ]
             for row in names:
                 for updater in range(self.trainers):
@@ -135,6 +146,7 @@ class Trainers:
             for row, place in listed(gradients.rows, self.tables) + all_shared[rank]:
                 assert sorted(arrived.pop((row, rank))) == sorted(users[row])
                 assert self.slots[rank][place] == [row, self.version[row]], "an update of a stale row"
+                assert place not in self.narrow[rank], "an update of a row without its state"
                 updated.add(row)
         assert not arrived, "a gradient was sent to somebody who does not use it"
         for rank, part in enumerate(parts):
@@ -167,6 +179,7 @@ class Trainers:
         for receiver, place, held in arriving:
             assert self.slots[receiver].get(place) != held, "a value is sent to somebody who has it"
             self.slots[receiver][place] = held
+            self.narrow[receiver].add(place)
 
     def evict(self, plan, parts):
         assert sum(len(part.evict) for part in parts) == len(plan.evict), "one trainer writes a row"
@@ -176,4 +189,5 @@ class Trainers:
 
     def write(self, rank, row, place):
         assert self.slots[rank][place] == [row, self.version[row]], "a stale row is written"
+        assert place not in self.narrow[rank], "a row is written without its state"
         self.store[row] = self.version[row]

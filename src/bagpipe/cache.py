@@ -104,7 +104,11 @@ class RowCache:
         self._transfers = None if is_host(device) else Transfers(device)
 
     def insert(self, table: int, ids: Ids, slots: Slots, values: Floats) -> None:
-        """Rows from the store take their slots."""
+        """Rows from the store take their slots.
+
+        Of rows that another trainer updates there may be the first columns only, their vectors. The others then stay as
+        the slot's last tenant left them: who does not update a row neither looks at its state nor writes it back.
+        """
         group = self.group[table]
         if self._transfers is None:
             move.scatter(self.data[group].numpy(), slots, values)
@@ -180,12 +184,13 @@ class Transfers:
             self._queued = event
 
     def scatter(self, data: Tensor, slots: Slots, values: Floats) -> None:
-        """data[slots[i]] = values[i]; done when it returns, so that a prefetched batch needs no event."""
+        """data[slots[i], :columns] = values[i]; done when it returns, so that a prefetched batch needs no event."""
         staged = torch.from_numpy(values)
         if self._stream is not None:
             staged = staged.pin_memory()
         with self._streaming():
-            data.index_copy_(0, self._index(slots), staged.to(self._device, non_blocking=True))
+            columns = data[:, : staged.shape[1]]
+            columns.index_copy_(0, self._index(slots), staged.to(self._device, non_blocking=True))
         self._finish()
 
     def gather(self, data: Tensor, slots: Slots) -> Floats:

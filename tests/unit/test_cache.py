@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bagpipe.cache import RowCache, divide, group_by_width
 from bagpipe.config import Size
 from bagpipe.errors import CapacityError
+from bagpipe.kernels import move
 
 
 def slots(*numbers):
@@ -54,6 +55,29 @@ def test_a_new_tenant_is_clean():
     cache.insert(1, np.array([2]), slots(3), rows(1, 2, 7))
     assert list(cache.take_dirty()) == []
     assert cache.read(1, slots(3)).tolist() == [[7, 8]]
+
+
+def test_first_columns_leave_those_behind_them_as_they_are():
+    cache = make()
+    cache.insert(0, np.array([1, 2]), slots(4, 1), rows(2, 3))
+    cache.insert(2, np.array([3, 4]), slots(1, 0), rows(2, 2, 50))
+    assert cache.read(0, slots(4, 1, 0)).tolist() == [[0, 1, 2], [50, 51, 5], [52, 53, 0]]
+    assert cache.tenant_id[0][:2].tolist() == [4, 3]
+
+
+@pytest.mark.parametrize("columns", [1, 4, 7])
+def test_moving_rows_gives_what_its_twin_gives(columns):
+    rng = np.random.default_rng(columns)
+    at = rng.permutation(20)[:9].astype(np.int32)
+    values = rng.random((9, columns), np.float32)
+    moved, simple = np.full((2, 20, 7), np.float32(0.5))
+    move.scatter(moved, at, values)
+    move.scatter_simple(simple, at, values)
+    assert moved.tobytes() == simple.tobytes()
+    out, expected = np.empty((2, 9, 7), np.float32)
+    move.gather(moved, at, out)
+    move.gather_simple(simple, at, expected)
+    assert out.tobytes() == expected.tobytes()
 
 
 def test_a_kept_row_counts_as_written_and_stays():

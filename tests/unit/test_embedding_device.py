@@ -97,6 +97,10 @@ def test_a_cache_moves_rows_as_one_on_the_host_does(forced):
         rows = cache.copy_out(2, ids, slots)
         assert rows.ids.tolist() == [8, 9]
         assert rows.values.tobytes() == values[1:].tobytes()
+        cache.insert(0, ids, slots, np.zeros((3, 2), np.float32))
+        expected = values.copy()
+        expected[:, :2] = 0
+        assert cache.read(0, slots).tobytes() == expected.tobytes()
 
 
 OPTIMIZERS = {

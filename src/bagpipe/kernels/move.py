@@ -1,4 +1,4 @@
-"""Copies of whole rows between a cache and a dense block. Cost: one read and one write of each row."""
+"""Copies of rows between a cache and a dense block. Cost: one read and one write of each row."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def gather(cache: Any, slots: Any, rows: Any) -> None:
 
 @kernel
 def scatter(cache: Any, slots: Any, rows: Any) -> None:
-    """cache[slots[i]] = rows[i]."""
+    """cache[slots[i]] = rows[i]; where `rows` has fewer columns, those behind them stay as they are."""
     for i in range(slots.size):
         slot = slots[i]
-        for column in range(cache.shape[1]):
+        for column in range(rows.shape[1]):
             cache[slot, column] = rows[i, column]
 
 
@@ -32,4 +32,4 @@ def gather_simple(cache: Any, slots: Any, rows: Any) -> None:
 
 def scatter_simple(cache: Any, slots: Any, rows: Any) -> None:
     """The twin of `scatter`."""
-    cache[slots] = rows
+    cache[slots, : rows.shape[1]] = rows

@@ -152,6 +152,8 @@ class Division:
     """The table of each."""
     replicas: bool
     """Whether all trainers have copies of the rows that nobody owns alone."""
+    read_by_users: bool
+    """Whether a row's first users read it beside its owner, who alone needs its optimizer state."""
     fetched: Vectors
     values: Vectors
     later_values: Vectors
@@ -202,7 +204,8 @@ class Division:
         fetch, takers = self.plan.fetch, self.uses.takers
         mine = _listed(takers & takers.dtype.type(1 << rank) != 0, fetch.bounds)
         own = chosen(fetch, mine)
-        return Fetch(own.ids, own.slots, own.bounds, fetch.after[mine.items], fetch.slot_after[mine.items])
+        whole = self.uses.sharing.homes[mine.items] == rank if self.read_by_users else None
+        return Fetch(own.ids, own.slots, own.bounds, fetch.after[mine.items], fetch.slot_after[mine.items], whole)
 
     def _inverse(self, rank: int, mine: Lists) -> tuple[Int32s, ...]:
         """The trainer's ids as indices into its own rows."""

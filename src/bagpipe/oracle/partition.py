@@ -138,7 +138,8 @@ class Partition:
         return Division(
             uses,
             self._features,
-            not owners,
+            replicas=not owners,
+            read_by_users=self.design == "owned",
             fetched=uses.vectors(FETCHED) if self.design == "partitioned" else nothing,
             values=self._waiting[0].vectors(NEXT) if owners and self._waiting else nothing,
             later_values=self._waiting[1].vectors(LATER) if owners and len(self._waiting) > 1 else nothing,

@@ -2,8 +2,9 @@
 
 Whatever the bytes, a plan that comes out of here names slots, rows and tables that exist, and waits only for iterations
 before its own (I8). Integers: for each list of rows their number by table, the slots and, of fetches, the two waits;
-then the places of the ids by feature, then the batches, then what several trainers exchange (`sync_wire`). The ids of
-rows have 64 bits, everything else 32.
+then the places of the ids by feature, then the batches, then what several trainers exchange (`sync_wire`) and, in the
+design `owned`, which rows are fetched whole, 32 of them in a number, from its lowest bit up. The ids of rows have 64
+bits, everything else 32.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def pack_plan_of(
     if plan.sync is None:
         return record, packing.buffers()
     part = PlannedPart(record, pack_sync(plan.sync, packing))
+    if plan.fetch.whole is not None:
+        packing.add(_pack_flags(plan.fetch.whole))
     return part, packing.buffers()
 
 
@@ -88,6 +91,9 @@ def unpack_plan_of(
     if head is not None:
         sync = unpack_sync(head, unpacking, shape, name, iteration, plan.rows, record.batches)
         plan = replace(plan, sync=sync)
+    if shape.division is not None and shape.division.design == "owned":
+        whole = _unpack_flags(unpacking, len(plan.fetch), f"{name}, rows to fetch whole")
+        plan = replace(plan, fetch=replace(plan.fetch, whole=whole))
     unpacking.finish()
     return plan, batches
 
@@ -121,16 +127,31 @@ def _unpack(
         )
     ]
     rows, fetched, evict, leaving, flush = lists
-    waits = [unpacking.int32s(len(fetched), what) for what in ("after", "slot_after")]
-    for what, last in zip(("after", "slot_after"), waits, strict=True):
+    after, slot_after = (unpacking.int32s(len(fetched), what) for what in ("after", "slot_after"))
+    for what, last in (("after", after), ("slot_after", slot_after)):
         check_range(f"{name}, {what}", last, -1, iteration)
-    fetch = Fetch(fetched.ids, fetched.slots, fetched.bounds, *waits)
+    fetch = Fetch(fetched.ids, fetched.slots, fetched.bounds, after, slot_after)
     victims = Victims(leaving.ids, leaving.slots, leaving.bounds, record.evict_after)
     inverse = _inverse(unpacking, shape, name, rows, record.batches)
     names = [feature for feature, _ in shape.features]
     batches = [unpack(head, unpacking, names) for head in record.batches]
     plan = Plan(iteration, rows, inverse, fetch, evict, victims, flush, record.lookahead, record.hits)
     return plan, batches
+
+
+def _pack_flags(flags: NDArray[np.bool_]) -> Int32s:
+    padded = np.zeros(-(-len(flags) // 32) * 4, np.uint8)
+    bits = np.packbits(flags, bitorder="little")
+    padded[: len(bits)] = bits
+    return padded.view(np.int32)
+
+
+def _unpack_flags(unpacking: Unpacking, count: int, name: str) -> NDArray[np.bool_]:
+    words = unpacking.int32s(-(-count // 32), name)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    if bits[count:].any():
+        raise WireError(f"{name}: there are flags of more than {count} rows")
+    return bits[:count].view(np.bool_)
 
 
 def _inverse(

@@ -15,10 +15,11 @@ from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.partition import DESIGNS, Partition
 from bagpipe.oracle.plan_shape import PlanShape
-from bagpipe.oracle.plan_wire import pack_plan, unpack_plan
+from bagpipe.oracle.plan_wire import _pack_flags, _unpack_flags, pack_plan, unpack_plan
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Lists
 from bagpipe.trainer.divided import Divided
+from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.frames import decode, encode
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DividedBy, Planned, PlannedPart, PlannedTable, PlansDescribed
@@ -90,7 +91,8 @@ def test_lists_without_entries_take_no_place_in_the_buffers():
     assert more[0] == 0
     assert more[2] == 8 * sum(map(len, rows))
     counts = sum(len(TABLES) for each in rows if len(each)) + sum(2 * len(TABLES) for each in lists if len(each))
-    assert more[1] == 4 * (counts + sum(map(len, rows)) + sum(map(len, lists)))
+    flags = -(-len(plan.fetch) // 32)
+    assert more[1] == 4 * (counts + sum(map(len, rows)) + sum(map(len, lists)) + flags)
     assert not sum(map(len, (sync.fetched.send, sync.gradients.shared)))
 
 
@@ -150,6 +152,30 @@ def test_a_part_that_can_not_be_is_refused(path):
     plan, batches = busy(iterations)
     message = sent(replace(plan, sync=edit(plan.sync, path, change)), batches)
     with pytest.raises(WireError, match=f"the plan of iteration {plan.iteration}.*{reason}"):
+        unpack_plan(message.body, message.buffers, shapes[1], plan.iteration)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 100])
+def test_which_rows_are_fetched_whole_takes_a_bit_each(count):
+    whole = np.random.default_rng(count).random(count) < 0.5
+    packing = Packing()
+    packing.add(_pack_flags(whole))
+    buffers = packing.buffers()
+    assert [buffer.nbytes for buffer in buffers] == [0, 4 * -(-count // 32), 0]
+    unpacking = Unpacking("a plan", buffers)
+    assert _unpack_flags(unpacking, count, "flags").tolist() == whole.tolist()
+    unpacking.finish()
+
+
+def test_flags_of_more_rows_than_are_fetched_are_refused():
+    iterations, shapes = divided(make_batches(5))
+    plan, batches = next(parts[1] for parts in iterations if len(parts[1][0].fetch) % 32)
+    wrong = replace(plan.fetch, whole=np.append(plan.fetch.whole, True))
+    message = sent(replace(plan, fetch=wrong), batches)
+    with pytest.raises(WireError, match=f"rows to fetch whole: there are flags of more than {len(plan.fetch)} rows"):
+        unpack_plan(message.body, message.buffers, shapes[1], plan.iteration)
+    message = sent(replace(plan, fetch=replace(plan.fetch, whole=None)), batches)
+    with pytest.raises(WireError, match="rows to fetch whole needs"):
         unpack_plan(message.body, message.buffers, shapes[1], plan.iteration)
 
 
@@ -242,6 +268,8 @@ def test_a_description_for_too_many_trainers_is_refused():
 def within_bounds(plan, shape):
     """Whether nothing in a part names memory that is not there."""
     sync, used = plan.sync, np.diff(plan.rows.bounds)
+    assert (plan.fetch.whole is None) == (shape.division.design != "owned")
+    assert plan.fetch.whole is None or plan.fetch.whole.shape == plan.fetch.ids.shape
     slots = np.array(shape.slots)
     phases = (sync.gradients, sync.later_gradients)
     checked = [(lists, slots) for v in (sync.fetched, sync.values, sync.later_values) for lists in (v.send, v.receive)]
