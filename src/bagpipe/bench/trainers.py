@@ -84,7 +84,7 @@ FIGURES = (
 
 
 def run(quick: bool) -> Results:
-    """All cases one after the other; about twelve minutes, and 13 GB."""
+    """All cases one after the other: about a quarter of an hour, and up to 14 GB."""
     with ExitStack() as stack:
         try:
             namespaces = stack.enter_context(joined_namespaces([*SIDES, SERVERS]))
