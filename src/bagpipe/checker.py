@@ -73,7 +73,7 @@ class Checker:
                     self._fail(plan, key, f"is read while its write-back of iteration {version} is in flight")
                 if stored.version != trained.version:
                     self._fail(plan, key, f"is stale in the store: {_named(stored)}, trained {_named(trained)}")
-                found = State(stored.version, _fingerprint(value))
+                found = State(stored.version, fingerprint(value))
                 if stored is not UNTOUCHED and found != stored:
                     self._fail(plan, key, "was read with other bits than were written")
                 self._fetched[key] = found
@@ -142,6 +142,9 @@ class Checker:
                 self._leaving[held.key] = held.state
                 held.dirty = False
 
+    def dropped(self, table: int, slots: Slots) -> None:
+        """Never called: there is no other trainer who would write the rows."""
+
     def written(self, rows: TableRows) -> None:
         """The store has rows: each once for each update, as it left training."""
         with self._lock:
@@ -150,7 +153,7 @@ class Checker:
                 due = self._leaving.pop(key, self._trained.get(key, UNTOUCHED))
                 if due.version <= self._stored.get(key, UNTOUCHED).version:
                     self._fail(None, key, f"is written twice with its update of iteration {due.version}")
-                if due.fingerprint != _fingerprint(value):
+                if due.fingerprint != fingerprint(value):
                     self._fail(None, key, f"is written with other bits than its update of iteration {due.version} gave")
                 self._stored[key] = due
 
@@ -169,7 +172,7 @@ class Checker:
             group = self._cache.group[table]
             values = self._cache.read(group, slots)
             for row, slot, value in zip(ids.tolist(), slots.tolist(), values, strict=True):
-                yield (table, row), (group, slot), _fingerprint(value)
+                yield (table, row), (group, slot), fingerprint(value)
 
     def _name(self, key: Key) -> str:
         return f"row {key[1]} of table {self._names[key[0]]!r}"
@@ -183,5 +186,6 @@ def _named(state: State) -> str:
     return "its initial value" if state.version < 0 else f"version {state.version}"
 
 
-def _fingerprint(value: npt.NDArray[np.float32]) -> int:
+def fingerprint(value: npt.NDArray[np.float32]) -> int:
+    """One number for all bits."""
     return zlib.crc32(value.tobytes())

@@ -15,6 +15,7 @@ from torch import nn
 
 from bagpipe.cache import RowCache
 from bagpipe.config import Config, cache_size
+from bagpipe.joint_checker import Ledger
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.assign import Assigner
@@ -59,7 +60,8 @@ class Trainers:
         groups = [memory_groups(trainers, self._notify if drivers is None else lambda: None) for _ in range(3)]
         self._groups = [Groups(*ends) for ends in zip(*groups, strict=True)]
         binding, layouts = made[0][1:]
-        source = Divided(loader, divide_by(Assigner(config.assign, trainers)), accumulate=accumulate)
+        assigner = Assigner(config.assign, trainers, config.seed, [table.features for table in binding.tables])
+        source = Divided(loader, divide_by(assigner), accumulate=accumulate)
         source.tables = binding.tables
         source.adapter.require(source.features)
         widths = [layout.width for layout in layouts]
@@ -71,12 +73,13 @@ class Trainers:
         partition = Partition(trainers, oracle.tables, oracle.capacity, design=sync.design, delayed=sync.delayed)
         plans = SharedPlans(source, oracle, partition)
         stores = open_stores(layouts, [driver.notify for driver in self._drivers])
+        ledger = Ledger(trainers) if config.check else None
         self.batches = [
             Batches(
                 model, own, row_layouts[0].optimizer, row_layouts, plans.of(rank),
                 RowCache(widths, oracle.capacity, torch.device("cpu")), stores[rank], self._drivers[rank],
-                depth=DEPTH, threads=torch.get_num_threads(), check=False,
-                peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.deterministic),
+                depth=DEPTH, threads=torch.get_num_threads(), check=config.check,
+                peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.deterministic, ledger),
             )
             for rank, (model, own, row_layouts) in enumerate(made)
         ]  # fmt: skip

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from bagpipe.cache import RowCache
-from bagpipe.checker import Checker
 from bagpipe.embedding import CachedLayer, Lookups, TableView
 from bagpipe.errors import DeadlineError, ModelError
 from bagpipe.handles import training_base
+from bagpipe.joint_checker import JointChecker, make_checker
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, swap
 from bagpipe.layout import RowLayout
@@ -69,10 +69,8 @@ class Batches:
         self._source, self._rows, self._threads = source, rows, threads
         self._lookups = Lookups(layouts, self, cache.device)
         self._update = RowUpdate(layouts, self._lookups)
-        self._checker = Checker([layout.table.name for layout in layouts], cache) if check else None
-        self._pipeline: Pipeline[list[Rewritten]] = Pipeline(
-            source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts]
-        )
+        self._checker = make_checker(layouts, cache, peers) if check else None
+        self._pipeline: Pipeline[list[Rewritten]] = Pipeline(source.plans(), cache, store, driver, depth, self._checker)
         self._plan: Plan | None = None
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
@@ -87,7 +85,8 @@ class Batches:
         pipeline: Any = self._pipeline
         self._joint = OwnUpdate(self._update, cache, pipeline)
         if peers is not None:
-            self._joint = JointUpdate(self._update, cache, pipeline, model, layouts, driver, peers)
+            joint_checker = self._checker if isinstance(self._checker, JointChecker) else None
+            self._joint = JointUpdate(self._update, cache, pipeline, model, layouts, driver, peers, joint_checker)
         # A session that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the session.
         self._abandoned = weakref.finalize(self, _abandon, self._pipeline, self._joint.sync, rows, self._helpers)
 
@@ -255,7 +254,6 @@ class Batches:
             "iterations": traffic.iterations,
             "hit_rate": traffic.hit_rows / traffic.unique_rows if traffic.unique_rows else math.nan,
             "fetched_rows": traffic.fetched_rows,
-            "fetched_bytes": traffic.fetched_bytes,
             "written_rows": traffic.written_rows,
             "stall_seconds": traffic.stall_s,
             "data_wait_seconds": self._data_wait_s,
@@ -342,6 +340,8 @@ class Batches:
                 self._begin_iteration(*self._pipeline.take())
             assert self._plan is not None
             self._joint.begin(self._plan)
+            if self._checker is not None:
+                self._checker.training(self._plan)
         return True
 
     def _wait(self) -> bool:
@@ -355,8 +355,6 @@ class Batches:
     def _begin_iteration(self, plan: Plan, batches: list[Rewritten]) -> None:
         self._plan, self._micro = plan, batches
         self._stepped = self._skipped = False
-        if self._checker is not None:
-            self._checker.training(plan)
         self._views = []
         for table in range(len(self.layouts)):
             ids, slots = plan.rows.of_table(table)

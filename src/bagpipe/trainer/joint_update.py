@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bagpipe.cache import RowCache
 from bagpipe.embedding import TableView
 from bagpipe.errors import GradientError, PipelineError
+from bagpipe.joint_checker import JointChecker
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Scalars
 from bagpipe.oracle.plan import Plan
@@ -112,11 +113,12 @@ class JointUpdate(OwnUpdate):
         layouts: Sequence[RowLayout],
         driver: Driver,
         peers: Peers,
+        checker: JointChecker | None = None,
     ) -> None:
         super().__init__(update, cache, pipeline)
         points, self._groups = pipeline.points, peers.groups
         self.rank, self.trainers = peers.rank, peers.trainers
-        self.sync = RowSync(peers, layouts, cache, driver, pipeline.updated, lambda: points.copied_out)
+        self.sync = RowSync(peers, layouts, cache, driver, pipeline.updated, lambda: points.copied_out, checker)
         pipeline.add_stage("sync", self.sync.stage())
         self._dense = DenseSync(model.named_parameters(), peers.groups.dense, driver, deterministic=peers.deterministic)
         self._agreed = self._given_up = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from bagpipe.trainer.exact_sum import Bins
 from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.pipeline import tables_of
 from bagpipe.trainer.stages import Driver, Stage, Wait
+
+if TYPE_CHECKING:
+    from bagpipe.joint_checker import JointChecker, Ledger
 
 Result = TypeVar("Result")
 Sums = list[tuple[RowList, Tensor]]
@@ -64,6 +67,8 @@ class Peers:
     design: Design = "owned"
     delayed: bool = True
     deterministic: bool = True
+    ledger: Ledger | None = None
+    """What the checkers of trainers in one process share; None: rows are not checked."""
 
     @property
     def rank(self) -> int:
@@ -105,13 +110,14 @@ class RowSync:
         driver: Driver,
         updated: Callable[[Plan], None],
         copied_out: Callable[[], int],
+        observer: JointChecker | None = None,
     ) -> None:
         """`updated` is told of each iteration that is done; `copied_out` says whose evictions have left their slots."""
         self.rank, self.trainers = peers.rank, peers.trainers
         self._peers, self._groups = peers, peers.groups
         self._owners = peers.design in ("owned", "partitioned")
         self._layouts, self._cache, self._driver = layouts, cache, driver
-        self._updated, self._copied_out = updated, copied_out
+        self._updated, self._copied_out, self._observer = updated, copied_out, observer
         self._packing = Packing(layouts, cache)
         self._reduced: Sums | None = None
         """Of the iteration in training, if someone has looked at them before the step."""
@@ -152,15 +158,17 @@ class RowSync:
         later = None
         if self._reduced is not None:
             for rows, sums in self._reduced if gradients is not None else ():
-                self._apply(rows, sums, scalars)
+                self._apply(number, rows, sums, scalars)
         elif gradients is not None:
             now = self._pack(sync, sync.gradients, gradients)
             later = self._pack(sync, sync.later_gradients, gradients)
             for rows, sums in self._drive(self._sum(critical, sync, sync.gradients, now, _gradients_of(number))):
-                self._apply(rows, sums, scalars)
+                self._apply(number, rows, sums, scalars)
         self._reduced = None
         for table, _, slots in tables_of(sync.drop):
             self._cache.drop(table, slots)  # or a barrier could write what its last user has updated alone
+            if self._observer is not None:
+                self._observer.dropped(table, slots)
         self._drive(self._send(critical, sync.values, f"rows of iteration {number}"))
         self._synchronised = number
         if self._peers.delayed:
@@ -231,7 +239,7 @@ class RowSync:
             if task.packed is not None:
                 what = f"delayed {_gradients_of(number)}"
                 for rows, sums in (yield from self._sum(group, sync, sync.later_gradients, task.packed, what)):
-                    self._apply(rows, sums, task.scalars)
+                    self._apply(number, rows, sums, task.scalars)
             yield from self._send(group, sync.later_values, f"delayed rows of iteration {number}")
             self._tasks.popleft()
             yield Wait(f"training to leave iteration {number}", self._has_left(number))
@@ -284,6 +292,10 @@ class RowSync:
         freed = values.slot_after
         yield Wait(f"evictions of iteration {freed} to leave", lambda: self._copied_out() >= freed)  # wait 2
         self._packing.put_vectors(values.receive, room)
+        if self._observer is not None:
+            for sender in range(self.trainers):
+                for table, slots in values.receive.of(sender):
+                    self._observer.received(table, slots, sender)
 
     def _exchange(self, group: Collective, send: Sequence[Tensor], receive: Sequence[Tensor], what: str) -> Stage:
         pending = group.exchange(send, receive, what)
@@ -297,15 +309,17 @@ class RowSync:
         self._drive(self._exchange(self._groups.critical, [said] * self.trainers, heard, what))
         return [part.tolist() for part in heard]
 
-    def _apply(self, rows: RowList, sums: Tensor, scalars: Sequence[Scalars]) -> None:
+    def _apply(self, iteration: int, rows: RowList, sums: Tensor, scalars: Sequence[Scalars]) -> None:
         for table, grads in self._packing.tables(rows, sums):
-            layout, slots = self._layouts[table], rows.of_table(table)[1]
+            layout, (ids, slots) = self._layouts[table], rows.of_table(table)
             cached = self._cache.data[self._cache.group[table]]
             if is_host(self._cache.device):
                 apply(layout.optimizer, cached.numpy(), slots, grads.numpy(), layout.dims, scalars[table])
             else:
                 embedding_device.apply(layout, cached, slots, grads, scalars[table])
             self._cache.mark_updated(table, slots)
+            if self._observer is not None:
+                self._observer.applied(iteration, table, ids, slots)
 
     def _drive(self, stage: Generator[Wait, None, Result]) -> Result:
         """Run a stage in the training loop; what it returns."""

@@ -1,0 +1,316 @@
+"""The runtime checker for several trainers of one process: one ledger of all rows, and what each trainer has of them.
+
+Besides what `checker.py` finds with one trainer: a value that is stale on any trainer, a gradient that updated no row
+or one twice, copies that differ, a row that two write back, a vector that changed on its way to a peer (I3, I4).
+Trainers in processes of their own have no ledger in common, and are not checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from bagpipe.cache import RowCache, TableRows
+from bagpipe.checker import Checker, Ids, Key, Place, Slots, fingerprint
+from bagpipe.errors import ConsistencyError
+from bagpipe.layout import RowLayout
+from bagpipe.oracle.plan import Plan
+
+if TYPE_CHECKING:
+    from bagpipe.trainer.sync import Peers
+
+NEVER = -1
+
+
+def make_checker(layouts: Sequence[RowLayout], cache: RowCache, peers: Peers | None) -> Checker | JointChecker | None:
+    """The checker of one trainer; none of one among others that are elsewhere."""
+    names = [layout.table.name for layout in layouts]
+    if peers is None:
+        return Checker(names, cache)
+    if peers.ledger is None:
+        return None
+    return JointChecker(names, [layout.dim for layout in layouts], cache, peers.ledger, peers.rank)
+
+
+class Value(NamedTuple):
+    """A row as it was at some moment."""
+
+    version: int
+    """The last iteration that updated it."""
+    vector: int
+    """Fingerprint of its vector."""
+    whole: int
+    """Fingerprint of the vector and the optimizer state."""
+    before: int = NEVER
+    """The version that it was made from."""
+
+
+@dataclass(slots=True)
+class Copy:
+    """What a slot of a trainer holds."""
+
+    key: Key
+    version: int
+    vector: int
+    whole: int | None
+    """None: only the vector is there."""
+    dirty: bool = False
+
+
+class Leaving(NamedTuple):
+    """A row on its way to the store."""
+
+    value: Value
+    stays: bool
+    """A barrier writes what stays in the cache: all who have copies may do so."""
+
+
+@dataclass
+class Ledger:
+    """What the checkers of all trainers know together."""
+
+    trainers: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    trained: dict[Key, Value] = field(default_factory=dict)
+    """The newest value of each row that was updated, or read."""
+    stored: dict[Key, Value] = field(default_factory=dict)
+    due: dict[Key, int] = field(default_factory=dict)
+    """The last iteration with a step that used each row."""
+    leaving: dict[tuple[int, Key], Leaving] = field(default_factory=dict)
+    copies: list[dict[Place, Copy]] = field(default_factory=list)
+    finished: int = 0
+
+    def __post_init__(self) -> None:
+        self.copies = [{} for _ in range(self.trainers)]
+
+
+class JointChecker:
+    """What one trainer does, as its pipeline and its exchanges tell; trusts nothing."""
+
+    def __init__(self, names: Sequence[str], dims: Sequence[int], cache: RowCache, ledger: Ledger, rank: int) -> None:
+        """`dims` are the lengths of the tables' vectors."""
+        self._names, self._dims, self._cache = names, dims, cache
+        self._ledger, self._rank = ledger, rank
+        self._copies = ledger.copies[rank]
+        self._fetched: dict[Key, Copy] = {}
+        self._iteration = NEVER
+        self.checked_rows = 0
+
+    def fetched(self, plan: Plan, rows: TableRows) -> None:
+        """Rows were read from the store, whole or their vectors: as they were written last, and not on their way."""
+        ledger = self._ledger
+        with ledger.lock:
+            for row, value in zip(rows.ids.tolist(), rows.values, strict=True):
+                key = (rows.table, row)
+                for other in range(ledger.trainers):
+                    if (other, key) in ledger.leaving:
+                        version = ledger.leaving[other, key].value.version
+                        self._fail(plan, key, f"is read while trainer {other}'s write-back of {version} is in flight")
+                vector, whole = fingerprint(value[: self._dims[rows.table]]), None
+                if len(value) == self._width(rows.table):
+                    whole = fingerprint(value)
+                stored = ledger.stored.get(key)
+                newest = ledger.trained.get(key)
+                if newest is None or newest.version == NEVER:
+                    newest = self._first_value(plan, key, vector, whole)
+                elif stored is None or stored.version != newest.version:
+                    found = "its first value" if stored is None else f"version {stored.version}"
+                    self._fail(plan, key, f"is stale in the store: {found}, trained version {newest.version}")
+                elif vector != stored.vector or whole not in (None, stored.whole):
+                    self._fail(plan, key, "was read with other bits than were written")
+                self._fetched[key] = Copy(key, newest.version, vector, whole)
+
+    def _first_value(self, plan: Plan, key: Key, vector: int, whole: int | None) -> Value:
+        """All trainers must be given the same; who reads the whole row says what its state is."""
+        first = self._ledger.trained.get(key, Value(NEVER, vector, 0))
+        if first.vector != vector or (whole is not None and first.whole not in (0, whole)):
+            self._fail(plan, key, "was read with another first value than by another trainer")
+        self._ledger.trained[key] = first._replace(whole=whole or first.whole)
+        return self._ledger.trained[key]
+
+    def inserted(self, plan: Plan, table: int, ids: Ids, slots: Slots) -> None:
+        """Rows take slots, in which no update may wait to be written."""
+        with self._ledger.lock:
+            for row, place in zip(ids.tolist(), self._places(table, slots), strict=True):
+                key = (table, row)
+                if key not in self._fetched:
+                    self._fail(plan, key, f"is put into slot {place[1]} without having been fetched")
+                self._settle(plan, place, self._fetched.pop(key))
+
+    def received(self, table: int, slots: Slots, sender: int) -> None:
+        """Vectors of a peer have come: the newest, with the bits that its owner gave them."""
+        with self._ledger.lock:
+            for place in self._places(table, slots):
+                theirs = self._ledger.copies[sender].get(place)
+                if theirs is None:
+                    self._fail(None, (table, -1), f"comes from slot {place[1]} of trainer {sender}, where nothing is")
+                newest = self._ledger.trained[theirs.key]
+                if theirs.version != newest.version:
+                    was = f"version {theirs.version}, trained version {newest.version}"
+                    self._fail(None, theirs.key, f"comes stale from trainer {sender}: {was}")
+                vector = self._fingerprints(place, theirs.key)[0]
+                if vector != newest.vector:
+                    self._fail(None, theirs.key, f"came from trainer {sender} with other bits than it has there")
+                self._settle(None, place, Copy(theirs.key, newest.version, vector, None))
+
+    def training(self, plan: Plan) -> None:
+        """A batch is about to be trained: its rows are in their slots, as the last update, wherever, left them."""
+        with self._ledger.lock:
+            for key, place in self._rows(plan):
+                copy, newest = self._copies.get(place), self._ledger.trained.get(key)
+                if copy is None or copy.key != key or newest is None:
+                    there = "nothing" if copy is None else self._name(copy.key)
+                    self._fail(plan, key, f"should be in slot {place[1]}, where {there} is")
+                if self._ledger.due.get(key, NEVER) > newest.version:
+                    self._fail(plan, key, f"was not updated at iteration {self._ledger.due[key]}")
+                if copy.version != newest.version:
+                    was = f"version {copy.version}, trained version {newest.version}"
+                    self._fail(plan, key, f"is stale in the cache: {was}")
+                self._check_bits(plan, place, copy)
+                if copy.vector != newest.vector:
+                    self._fail(plan, key, "differs from other trainers' copies")
+                self.checked_rows += 1
+            self._iteration = plan.iteration
+
+    def updated(self, plan: Plan, tables: Sequence[int]) -> None:
+        """All trainers make a step: every row of the batch is due for one update, by whoever has it."""
+        with self._ledger.lock:
+            for key, _ in self._rows(plan):
+                if key[0] in tables:
+                    self._ledger.due[key] = max(plan.iteration, self._ledger.due.get(key, NEVER))
+
+    def applied(self, iteration: int, table: int, ids: Ids, slots: Slots) -> None:
+        """This trainer has updated rows: the newest value of each, once, and as others did who have copies."""
+        trained = self._ledger.trained
+        with self._ledger.lock:
+            for row, place in zip(ids.tolist(), self._places(table, slots), strict=True):
+                key, copy = (table, row), self._copies.get(place)
+                if copy is None:
+                    continue  # it leaves with this iteration and another trainer writes it: nobody reads this copy
+                if copy.key != key:
+                    self._fail(None, key, f"is updated in slot {place[1]}, where {self._name(copy.key)} is")
+                newest = trained[key]
+                others_first = newest.version == iteration
+                if copy.version == iteration:
+                    self._fail(None, key, f"is updated twice at iteration {iteration}")
+                if copy.version != (newest.before if others_first else newest.version):
+                    self._fail(None, key, f"is updated at iteration {iteration} from stale version {copy.version}")
+                vector, whole = self._fingerprints(place, key)
+                if others_first and (vector, whole) != (newest.vector, newest.whole):
+                    self._fail(None, key, f"differs from other trainers' copies after iteration {iteration}")
+                trained[key] = Value(iteration, vector, whole, copy.version)
+                self._copies[place] = Copy(key, iteration, vector, whole, dirty=True)
+
+    def dropped(self, table: int, slots: Slots) -> None:
+        """Copies of rows that another trainer writes back are given up."""
+        with self._ledger.lock:
+            for place in self._places(table, slots):
+                self._copies.pop(place, None)
+
+    def copied_out(self, table: int, ids: Ids, slots: Slots, rows: TableRows) -> None:
+        """Rows leave their slots: those with an update must be among the ones that will be written."""
+        leaving = set(rows.ids.tolist())
+        with self._ledger.lock:
+            for row, place in zip(ids.tolist(), self._places(table, slots), strict=True):
+                key, copy = (table, row), self._copies.pop(place, None)
+                if copy is None or copy.key != key:
+                    self._fail(None, key, f"leaves slot {place[1]} without having been there")
+                if copy.dirty and row not in leaving:
+                    self._fail(None, key, f"is evicted and its update of iteration {copy.version} dropped")
+                if row in leaving:
+                    self._leaves(copy, stays=False)
+
+    def copied(self, rows: TableRows) -> None:
+        """Updated rows will be written and stay in their slots: clean from now on."""
+        with self._ledger.lock:
+            places = {copy.key: place for place, copy in self._copies.items()}
+            for row in rows.ids.tolist():
+                key = (rows.table, row)
+                if key not in places:
+                    self._fail(None, key, "is written by a barrier without being here")
+                copy = self._copies[places[key]]
+                self._leaves(copy, stays=True)
+                copy.dirty = False
+
+    def written(self, rows: TableRows) -> None:
+        """The store has rows: each update once, as it left training."""
+        ledger = self._ledger
+        with ledger.lock:
+            for row, values in zip(rows.ids.tolist(), rows.values, strict=True):
+                key = (rows.table, row)
+                due, stored = ledger.leaving.pop((self._rank, key), None), ledger.stored.get(key)
+                if due is None:
+                    self._fail(None, key, "is written without having left the cache")
+                version = due.value.version
+                if stored is not None and (version < stored.version or (version == stored.version and not due.stays)):
+                    self._fail(None, key, f"is written twice: version {version} over version {stored.version}")
+                if due.value.whole != fingerprint(values):
+                    self._fail(None, key, f"is written with other bits than its update of iteration {version} gave")
+                ledger.stored[key] = due.value
+
+    def finished(self) -> None:
+        """This trainer is through. When all are, the store must have every update."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.finished += 1
+            if ledger.finished < ledger.trainers:
+                return
+            for key, version in ledger.due.items():
+                trained, stored = ledger.trained[key], ledger.stored.get(key)
+                if trained.version != version:
+                    self._fail(None, key, f"was not updated at iteration {version}: it has version {trained.version}")
+                if stored != trained:
+                    has = "nothing" if stored is None else f"version {stored.version}"
+                    self._fail(None, key, f"was updated at iteration {version}; the store has {has}")
+
+    def _settle(self, plan: Plan | None, place: Place, copy: Copy) -> None:
+        """A row takes a slot. What is not this trainer's to write may be there still: who writes it lets it go."""
+        there = self._copies.get(place)
+        if there is not None and there.dirty:
+            self._fail(
+                plan, copy.key, f"is put into slot {place[1]}, where {self._name(there.key)} waits to be written"
+            )
+        self._copies[place] = copy
+
+    def _leaves(self, copy: Copy, stays: bool) -> None:
+        newest = self._ledger.trained[copy.key]
+        if copy.version != newest.version:
+            was = f"version {copy.version}, trained version {newest.version}"
+            self._fail(None, copy.key, f"leaves stale for the store: {was}")
+        self._ledger.leaving[self._rank, copy.key] = Leaving(newest, stays)
+
+    def _check_bits(self, plan: Plan, place: Place, copy: Copy) -> None:
+        vector, whole = self._fingerprints(place, copy.key)
+        if vector != copy.vector or copy.whole not in (None, whole):
+            self._fail(plan, copy.key, f"has changed in slot {place[1]} since version {copy.version}")
+
+    def _fingerprints(self, place: Place, key: Key) -> tuple[int, int]:
+        """Of what is in a slot now: the vector, and all of it."""
+        row = self._cache.data[place[0]][place[1]].cpu().numpy()
+        return fingerprint(row[: self._dims[key[0]]]), fingerprint(row)
+
+    def _rows(self, plan: Plan) -> list[tuple[Key, Place]]:
+        """The rows of a batch, and where they should be."""
+        found: list[tuple[Key, Place]] = []
+        for table in range(len(self._names)):
+            ids, slots = plan.rows.of_table(table)
+            keys = [(table, row) for row in ids.tolist()]
+            found += zip(keys, self._places(table, slots), strict=True)
+        return found
+
+    def _places(self, table: int, slots: Slots) -> list[Place]:
+        return [(self._cache.group[table], slot) for slot in slots.tolist()]
+
+    def _width(self, table: int) -> int:
+        return self._cache.widths[self._cache.group[table]]
+
+    def _name(self, key: Key) -> str:
+        return f"row {key[1]} of table {self._names[key[0]]!r}"
+
+    def _fail(self, plan: Plan | None, key: Key, what: str) -> NoReturn:
+        when = f"after iteration {self._iteration}" if plan is None else f"iteration {plan.iteration}"
+        raise ConsistencyError(
+            f"trainer {self._rank}, {when}: {self._name(key)} {what}; this is a defect of bagpipe, please report it"
+        )
