@@ -36,6 +36,7 @@ MODULES = (
     "reader",
     "processors",
     "oracle",
+    "sync",
     "embedding",
     "store",
     "transport",

@@ -1,7 +1,8 @@
 """How fast the oracle turns ids into plans, on criteo-kaggle-like data: finding the unique ids is part of it.
 
 Variants of one comparison take turns in one process, a few iterations each, on the same batches; all are past the
-growth of their windows. Batches are made beforehand, more of them than the longest window, and fed in a loop.
+growth of their windows. Batches are made beforehand, more of them than the longest window, and fed in a loop. With
+several trainers plans are divided among them; cutting out all their parts is timed apart, each may do it for itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 from bagpipe.bench import Benchmark, Results
 from bagpipe.data.generator import generated
 from bagpipe.data.presets import find_preset
+from bagpipe.oracle.batch import CutIds
 from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.tables import OracleTable
 
 Ids = list[NDArray[np.int64]]
@@ -42,24 +45,41 @@ class _Variant:
     oracle: Oracle
     batches: Sequence[Ids]
     batch_size: int
+    trainers: int = 1
     seconds: list[float] = field(default_factory=list)
+    part_seconds: list[float] = field(default_factory=list)
+    """What cutting all trainers' parts out of a divided plan takes."""
     num_rows: int = 0
     num_fetched: int = 0
     plan_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.plans = self.oracle.plans(self._endless())
+        plans = self.oracle.plans(self._endless())
+        self.divisions = Partition(self.trainers, self.oracle.tables, self.oracle.capacity).plans(plans)
+        self.plans = plans
 
-    def _endless(self) -> Iterator[tuple[Ids, None]]:
+    def _endless(self) -> Iterator[tuple[Ids | CutIds, None]]:
+        bounds = [rank * self.batch_size // self.trainers for rank in range(self.trainers + 1)]
+        cuts = np.tile(np.array(bounds, np.int64), (len(self.batches[0]), 1))
         while True:
             for ids in self.batches:
-                yield ids, None
+                yield (CutIds(ids, cuts) if self.trainers > 1 else ids), None
 
     def take_turn(self, iterations: int) -> None:
         """Make some plans and keep the time."""
         start = time.perf_counter()
-        plans = [next(self.plans)[0] for _ in range(iterations)]
-        self.seconds.append((time.perf_counter() - start) / iterations)
+        if self.trainers == 1:
+            plans = [next(self.plans)[0] for _ in range(iterations)]
+            self.seconds.append((time.perf_counter() - start) / iterations)
+        else:
+            divisions = [next(self.divisions)[0] for _ in range(iterations)]
+            divided = time.perf_counter()
+            self.seconds.append((divided - start) / iterations)
+            for division in divisions:
+                for rank in range(self.trainers):
+                    division.part(rank, (0,) * self.trainers)
+            self.part_seconds.append((time.perf_counter() - divided) / iterations)
+            plans = [division.plan for division in divisions]
         self.num_rows = sum(len(plan.rows) for plan in plans) // iterations
         self.num_fetched = sum(len(plan.fetch) for plan in plans) // iterations
         self.plan_bytes = sum(plan.nbytes for plan in plans) // iterations
@@ -70,11 +90,13 @@ class _Variant:
             (mine / self.batch_size) / (other / base.batch_size)
             for mine, other in zip(self.seconds, base.seconds, strict=True)
         ]
+        parts = np.array(self.part_seconds) / np.array(base.seconds[: len(self.part_seconds)])
         return self.labels | {
             "samples_per_second": self.batch_size / float(np.median(self.seconds)),
             "samples_per_second_best": self.batch_size / min(self.seconds),
             "ids_per_second": self.batch_size * len(self.batches[0]) / float(np.median(self.seconds)),
             "time_ratio_to_first": float(np.median(ratios)),
+            **({"parts_time_ratio_to_first": float(np.median(parts))} if len(parts) else {}),
             "unique_rows": self.num_rows,
             "fetched_rows": self.num_fetched,
             "plan_bytes": self.plan_bytes,
@@ -83,11 +105,12 @@ class _Variant:
 
 
 def run(quick: bool) -> Results:
-    """Threads, lookaheads, batch sizes, numbers of features, and tables without arrays; about two minutes."""
+    """Threads, trainers, lookaheads, batch sizes, numbers of features, tables without arrays; about two minutes."""
     rows, batches = _make_batches(quick)
     lookahead = 8 if quick else LOOKAHEAD
     results: Results = []
     results += _measure("threads", {n: {"threads": n} for n in (1, 2)}, rows, batches, lookahead, quick)
+    results += _measure("trainers", {n: {"trainers": n} for n in (1, 8)}, rows, batches, lookahead, quick)
     lookaheads = (2, 8) if quick else LOOKAHEADS
     results += _measure("lookahead", {n: {"lookahead": n} for n in lookaheads}, rows, batches, lookahead, quick)
     maps = {"arrays": {}, "mapped": {"rows_direct_max": 0}}
@@ -125,6 +148,7 @@ def _measure(
         window = variant.oracle.policy.target_max
         variant.take_turn(window + 5)
         variant.seconds.clear()
+        variant.part_seconds.clear()
     for _ in range(2 if quick else 30):
         for variant in made:
             variant.take_turn(TURN)
@@ -148,7 +172,9 @@ def _make_variant(
     ]
     tables = [OracleTable(f"table {t}", rows[t]) for t in chosen]
     oracle = Oracle(tables, [CAPACITY], **{"lookahead": lookahead, **options})
-    return _Variant(labels, oracle, parts, batch_size)
+    return _Variant(labels, oracle, parts, batch_size, options.get("trainers", 1))
 
 
-BENCHMARK = Benchmark("oracle", "from ids to plans: samples a second by threads, lookahead, batch size, features", run)
+BENCHMARK = Benchmark(
+    "oracle", "from ids to plans: samples a second by threads, trainers, lookahead, batch size, features", run
+)
