@@ -70,7 +70,9 @@ class Batches:
         self._lookups = Lookups(layouts, self, cache.device)
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = make_checker(layouts, cache, peers) if check else None
-        self._pipeline: Pipeline[list[Rewritten]] = Pipeline(source.plans(), cache, store, driver, depth, self._checker)
+        self._pipeline: Pipeline[list[Rewritten]] = Pipeline(
+            source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts]
+        )
         self._plan: Plan | None = None
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
@@ -254,6 +256,7 @@ class Batches:
             "iterations": traffic.iterations,
             "hit_rate": traffic.hit_rows / traffic.unique_rows if traffic.unique_rows else math.nan,
             "fetched_rows": traffic.fetched_rows,
+            "fetched_bytes": traffic.fetched_bytes,
             "written_rows": traffic.written_rows,
             "stall_seconds": traffic.stall_s,
             "data_wait_seconds": self._data_wait_s,

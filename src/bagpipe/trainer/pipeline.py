@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from bagpipe.cache import RowCache, TableRows
-from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.plan import Fetch, Plan
 from bagpipe.oracle.row_list import RowList
 from bagpipe.store.base import NO_ITERATION, Store
 from bagpipe.trainer.stages import Driver, Stage, Wait
 
 Payload = TypeVar("Payload")
+Ids = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int32]
 
 DEPTH = 8
 
@@ -36,16 +38,16 @@ class Observer(Protocol):
     def fetched(self, plan: Plan, rows: TableRows) -> None:
         """Rows were read from the store for this plan."""
 
-    def inserted(self, plan: Plan, table: int, ids: npt.NDArray[np.int64], slots: npt.NDArray[np.int32]) -> None:
+    def inserted(self, plan: Plan, table: int, ids: Ids, slots: Slots) -> None:
         """Rows are about to take their slots."""
 
-    def copied_out(self, table: int, ids: npt.NDArray[np.int64], slots: npt.NDArray[np.int32], rows: TableRows) -> None:
+    def copied_out(self, table: int, ids: Ids, slots: Slots, rows: TableRows) -> None:
         """Rows left their slots; `rows` are those of them that must be written."""
 
     def copied(self, rows: TableRows) -> None:
         """Updated rows were copied from their slots, where they stay; they will be written."""
 
-    def dropped(self, table: int, slots: npt.NDArray[np.int32]) -> None:
+    def dropped(self, table: int, slots: Slots) -> None:
         """The rows in these slots left them, and another trainer writes them."""
 
     def written(self, rows: TableRows) -> None:
@@ -66,6 +68,8 @@ class Traffic:
     """What has moved, and how long training waited for it."""
 
     fetched_rows: int = 0
+    fetched_bytes: int = 0
+    """Of values; less than whole rows where another trainer has the optimizer state."""
     written_rows: int = 0
     unique_rows: int = 0
     hit_rows: int = 0
@@ -90,10 +94,12 @@ class Pipeline(Generic[Payload]):
         driver: Driver,
         depth: int = DEPTH,
         observer: Observer | None = None,
+        dims: Sequence[int] | None = None,
     ) -> None:
+        """`dims` are the columns that the vectors of each table's rows have; needed by plans with rows not whole."""
         self.points, self.traffic = Points(), Traffic()
         self._plans, self._cache, self._store, self._driver = plans, cache, store, driver
-        self._depth, self._observer = depth, observer
+        self._depth, self._observer, self._dims = depth, observer, dims
         self._started = False
         self._planned: deque[tuple[Plan, Payload]] = deque()
         self._ready: deque[tuple[Plan, Payload]] = deque()
@@ -214,6 +220,7 @@ class Pipeline(Generic[Payload]):
                         self._observer.inserted(plan, rows.table, rows.ids, slots)
                     self._cache.insert(rows.table, rows.ids, slots, rows.values)
             self.traffic.fetched_rows += len(plan.fetch.ids)
+            self.traffic.fetched_bytes += sum(rows.values.nbytes for rows, _ in fetched)
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
             barrier = plan.iteration if len(plan.flush) else barrier
             self._ready.append((plan, payload))
@@ -261,11 +268,11 @@ class Pipeline(Generic[Payload]):
     def _in_store(self, after: int) -> Callable[[], bool]:
         return lambda: self.points.acknowledged >= after and self._store.reached(after)
 
-    def _read(self, plan: Plan, after: int) -> list[tuple[TableRows, npt.NDArray[np.int32]]]:
+    def _read(self, plan: Plan, after: int) -> list[tuple[TableRows, Slots]]:
         """The rows that the plan fetches, and their slots."""
         fetched = []
-        for table, ids, slots in tables_of(plan.fetch):
-            values = np.empty((len(ids), self._cache.widths[self._cache.group[table]]), np.float32)
+        for table, ids, slots, columns in self._parts(plan.fetch):
+            values = np.empty((len(ids), columns), np.float32)
             fetched.append((TableRows(table, ids, values), slots))
         if fetched:
             self._store.read_many([rows for rows, _ in fetched], after)
@@ -273,6 +280,18 @@ class Pipeline(Generic[Payload]):
             for rows, _ in fetched:
                 self._observer.fetched(plan, rows)
         return fetched
+
+    def _parts(self, fetch: Fetch) -> Iterator[tuple[int, Ids, Slots, int]]:
+        """Table, ids, slots and columns to read: of a table's rows those that are whole, then those that are not."""
+        for table, ids, slots in tables_of(fetch):
+            width = self._cache.widths[self._cache.group[table]]
+            if fetch.whole is None or self._dims is None or self._dims[table] == width:
+                yield table, ids, slots, width
+                continue
+            whole = fetch.whole[fetch.bounds[table] : fetch.bounds[table + 1]]
+            for chosen, columns in ((whole, width), (~whole, self._dims[table])):
+                if chosen.any():
+                    yield table, ids[chosen], slots[chosen], columns
 
     def _copy_out(self, leaving: RowList) -> list[TableRows]:
         copied = []
@@ -319,7 +338,7 @@ class Pipeline(Generic[Payload]):
         return parts
 
 
-def tables_of(rows: RowList) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int32]]]:
+def tables_of(rows: RowList) -> Iterator[tuple[int, Ids, Slots]]:
     """The parts of a list that are not empty: table, ids, slots."""
     for table in np.flatnonzero(np.diff(rows.bounds)).tolist():
         part = slice(int(rows.bounds[table]), int(rows.bounds[table + 1]))
