@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from bagpipe.oracle.batch import CutIds
+from bagpipe.oracle.division import Division
 from bagpipe.oracle.fan_out import fan_out
 from bagpipe.oracle.lookahead import Oracle
-from bagpipe.oracle.partition import Division, Partition
+from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan import Plan
 from bagpipe.trainer.source import Group, Plans, Rewritten, Source, rewrite
 
