@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from bagpipe.oracle.fan_out import fan_out
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan import Plan
-from bagpipe.trainer.source import Group, Plans, Rewritten, Source, rewrite
+from bagpipe.trainer.source import Group, Ids, Plans, Rewritten, Source, rewrite
 
 Divide = Callable[[Any], Sequence[tuple[Any, int]]]
 """From a batch to each trainer's part of it, and its number of samples."""
@@ -39,35 +39,48 @@ class Divided(Source):
 
     def _iterations_of_parts(self) -> Iterator[tuple[CutIds, list[Part]]]:
         """For each iteration the ids, trainer by trainer, and what else each has."""
-        micro: list[Sequence[tuple[Any, int]]] = []
-        for _, batch in self._numbered():
+        micro: list[list[_Share]] = []
+        for number, batch in self._numbered():
             try:
-                micro.append(self._divide(batch))
+                micro.append([self._extracted(number, *part) for part in self._divide(batch)])
             except Exception as error:  # as if the loader had failed: what came before is trained
                 self._error = error
                 break
             if len(micro) == self._accumulate:
-                yield self._cut(micro)
+                yield _cut(micro)
                 micro = []
         if micro:
-            yield self._cut(micro)
+            yield _cut(micro)
 
-    def _cut(self, micro: Sequence[Sequence[tuple[Any, int]]]) -> tuple[CutIds, list[Part]]:
-        parts, ids = [], []
-        for of_trainer in zip(*micro, strict=True):
-            batches, own = [], []
-            for batch, _ in of_trainer:
-                extracted = self.adapter.extract(batch, self.features, self.reading.num_read - 1)
-                batches.append(self.without(batch, extracted))
-                own.append(list(extracted.values()))
-            lengths = [tuple(map(len, of_features)) for of_features in own]
-            parts.append(Part(Group(batches, lengths), tuple(samples for _, samples in of_trainer)))
-            ids.append([np.concatenate(pieces) for pieces in zip(*own, strict=True)])
-        joined = [np.concatenate(pieces) for pieces in zip(*ids, strict=True)]
-        lengths_of = np.array([[len(piece) for piece in own] for own in ids], np.int64)
-        cuts = np.zeros((len(joined), len(parts) + 1), np.int64)
-        np.cumsum(lengths_of.T, axis=1, out=cuts[:, 1:])
-        return CutIds(joined, cuts), parts
+    def _extracted(self, number: int, batch: Any, samples: int) -> _Share:
+        ids = self.adapter.extract(batch, self.features, number)
+        if self._accumulate > 1:
+            self._check(ids, number)
+        return _Share(self.without(batch, ids), list(ids.values()), samples)
+
+
+class _Share(NamedTuple):
+    """One trainer's part of one batch."""
+
+    batch: Any
+    """Without its ids."""
+    ids: list[Ids]
+    samples: int
+
+
+def _cut(micro: Sequence[Sequence[_Share]]) -> tuple[CutIds, list[Part]]:
+    """The ids of one iteration's batches, trainer by trainer, and what else each trainer has."""
+    parts, ids = [], []
+    for of_trainer in zip(*micro, strict=True):
+        lengths = [tuple(map(len, share.ids)) for share in of_trainer]
+        group = Group([share.batch for share in of_trainer], lengths)
+        parts.append(Part(group, tuple(share.samples for share in of_trainer)))
+        ids.append([np.concatenate(pieces) for pieces in zip(*(share.ids for share in of_trainer), strict=True)])
+    joined = [np.concatenate(pieces) for pieces in zip(*ids, strict=True)]
+    lengths_of = np.array([[len(piece) for piece in own] for own in ids], np.int64)
+    cuts = np.zeros((len(joined), len(parts) + 1), np.int64)
+    np.cumsum(lengths_of.T, axis=1, out=cuts[:, 1:])
+    return CutIds(joined, cuts), parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,154 @@
+"""A loader's batches, divided among trainers: each sample once, ids trainer by trainer, bad batches by their name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bagpipe.errors import BatchError, DataError, ValueRangeError
+from bagpipe.oracle.assign import Assigner
+from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.partition import Partition
+from bagpipe.together import divide_by
+from bagpipe.trainer.divided import Divided, SharedPlans
+from bagpipe.types import Batch, Ids, Table
+
+TABLES = (Table("a", 50), Table("b", 60, ("b0", "b1")))
+
+
+def batch_of(number, samples):
+    """Sample i of batch n has ids that say so."""
+    own = torch.arange(samples).reshape(-1, 1) + 5 * number
+    sparse = {"a": Ids(own), "b0": Ids(torch.cat([own, own + 1], 1)), "b1": Ids(own + 2)}
+    return Batch(own.float(), sparse, torch.zeros(samples), number=number)
+
+
+def shared(batches, trainers, accumulate=1, assign="contiguous", divide=None):
+    divide = divide or divide_by(Assigner(assign, trainers, 0, [table.features for table in TABLES]))
+    source = Divided(batches, divide, accumulate=accumulate)
+    source.tables = TABLES
+    source.adapter.require(source.features)
+    oracle = make_oracle(TABLES, [4, 4], 200, source.first_ids(), lookahead=3, policy="lookahead", trainers=trainers)
+    return SharedPlans(source, oracle, Partition(trainers, oracle.tables, oracle.capacity))
+
+
+def items(plans, rank):
+    """All that a trainer gets."""
+    own = plans.of(rank)
+    found = list(own.plans())
+    own.close()
+    return found
+
+
+def iterations_until(plans, rank, kind, match):
+    """The iterations that a trainer gets before an error."""
+    own, found = plans.of(rank), []
+
+    def read():
+        for plan, _ in own.plans():
+            found.append(plan.iteration)
+
+    with pytest.raises(kind, match=match):
+        read()
+    own.close()
+    return found
+
+
+@pytest.mark.parametrize("assign", ["contiguous", "round_robin", "aware"])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("trainers", [2, 3, 4])
+def test_every_sample_goes_to_one_trainer_with_its_ids(trainers, accumulate, assign):
+    sizes = [5, 4, 1, 3, 6]
+    batches = [batch_of(number, size) for number, size in enumerate(sizes)]
+    plans = shared(batches, trainers, accumulate, assign)
+    assigner = Assigner(assign, trainers, 0, [table.features for table in TABLES])
+    expected = [assigner(batch).parts(batch) for batch in batches]
+    for rank in range(trainers):
+        number = 0
+        for iteration, (plan, rewritten) in enumerate(items(plans, rank)):
+            assert plan.iteration == iteration
+            assert len(rewritten) == len(plan.sync.samples) == min(accumulate, len(sizes) - iteration * accumulate)
+            seen = [0, 0, 0]
+            for given, samples in zip(rewritten, plan.sync.samples, strict=True):
+                part = expected[number][rank]
+                assert samples == tuple(len(of_rank) for of_rank in expected[number])
+                assert torch.equal(given.batch.dense, part.dense)
+                for feature, (name, table) in enumerate([("a", 0), ("b0", 1), ("b1", 1)]):
+                    length = part.sparse[name].values.numel()
+                    inverse = plan.inverse[feature][seen[feature] : seen[feature] + length]
+                    seen[feature] += length
+                    assert plan.rows.of_table(table)[0][inverse].tolist() == part.sparse[name].values.flatten().tolist()
+                number += 1
+        assert number == len(sizes)
+
+
+def spoilt(number):
+    batch = batch_of(number, 4)
+    return Batch(batch.dense, batch.sparse | {"a": Ids(torch.full((4, 1), 99))}, batch.labels, number=number)
+
+
+def lacking(number):
+    batch = batch_of(number, 4)
+    return Batch(batch.dense, {"a": batch.sparse["a"]}, batch.labels, number=number)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("bad", [2, 3])
+@pytest.mark.parametrize(("spoil", "kind", "match"), [(spoilt, ValueRangeError, "99"), (lacking, BatchError, "b0")])
+def test_a_bad_batch_is_named_after_those_before_it(accumulate, bad, spoil, kind, match):
+    batches = [spoil(number) if number == bad else batch_of(number, 4) for number in range(6)]
+    plans = shared(batches, 3, accumulate)
+    for rank in range(3):
+        found = iterations_until(plans, rank, kind, rf"batch {bad}\b.*{match}")
+        assert found == list(range(-(-bad // accumulate))), "a last one may have fewer batches"
+
+
+def test_what_can_not_be_divided_ends_the_data():
+    def divide(batch):
+        if batch.number == 3:
+            raise DataError("batch 3 is odd")
+        return [(batch.part(0, 2), 2), (batch.part(2, len(batch)), len(batch) - 2)]
+
+    plans = shared([batch_of(number, 4) for number in range(6)], 2, divide=divide)
+    for rank in range(2):
+        assert iterations_until(plans, rank, DataError, "batch 3 is odd") == [0, 1, 2]
+
+
+def test_the_loader_is_let_go_of_with_the_last_trainer():
+    closed = []
+
+    def loader():
+        try:
+            yield from (batch_of(number, 4) for number in range(30))
+        finally:
+            closed.append(True)
+
+    plans = shared(loader(), 3)
+    owns = [plans.of(rank) for rank in range(3)]
+    for own in owns:
+        next(own.plans())
+    for own in owns[:2]:
+        own.close()
+        own.close()
+    next(owns[2].plans())
+    assert not closed
+    owns[2].close()
+    assert closed == [True]
+
+
+def test_a_position_is_that_of_the_common_loader():
+    batches = [batch_of(number, 4) for number in range(8)]
+    plans = shared(batches, 2, accumulate=2)
+    own = plans.of(0)
+    stream = own.plans()
+    next(stream)
+    next(stream)
+    position = own.position(2)
+    assert position["batches"] == 4
+    assert position["iterations"] == 2
+    resumed = shared(batches, 2, accumulate=2)
+    for rank in range(2):
+        resumed.of(rank).resume(position)
+    first = next(resumed.of(1).plans())
+    assert np.array_equal(first[1][0].batch.dense.numpy().flatten(), batches[4].dense[2:].numpy().flatten())
