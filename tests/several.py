@@ -68,7 +68,8 @@ class World:
 
     def assigner(self):
         """The one that the configuration names."""
-        return Assigner(self.assign, self.trainers)
+        tables = bind(self.make()[0], list(self.batches[0].sparse), tables=self.tables).tables
+        return Assigner(self.assign, self.trainers, 0, [table.features for table in tables])
 
     def reference(self, batches=None) -> State:
         """The ground truth."""

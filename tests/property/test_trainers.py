@@ -23,7 +23,7 @@ CHOICES = {
     "design": DESIGNS,
     "delayed": (True, False),
     "optimizer": tuple(OPTIMIZERS),
-    "assign": ("contiguous", "round_robin"),
+    "assign": ("contiguous", "round_robin", "aware"),
     "lookahead": (1, 2, 5, "auto"),
     "cache": ("tight", "roomy"),
     "policy": ("lookahead", "lru", "nocache", "ideal"),
