@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.masks import lowest
+from bagpipe.kernels.masks import index, lowest
 from bagpipe.kernels.plan import HALF
 from bagpipe.kernels.prefetch import FAR, prefetch
 
@@ -42,7 +42,7 @@ def mark_leaving(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s) ->
         last = bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
             prefetch(state, bases[t] + slots[min(i + FAR, last)])
-            state[bases[t] + slots[i]] |= LEAVES
+            state[index(bases[t] + slots[i])] |= LEAVES
 
 
 def mark_leaving_by_numpy(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s) -> None:
@@ -81,12 +81,13 @@ def follow(
     met = 0
     for t in range(bounds.shape[0] - 1):
         f, last = fetch_bounds[t], bounds[t + 1] - 1
-        for i in range(bounds[t], bounds[t + 1]):
-            prefetch(state, bases[t] + slots[min(i + FAR, last)])
-            place = bases[t] + slots[i]
+        for row in range(bounds[t], bounds[t + 1]):
+            prefetch(state, bases[t] + slots[index(min(row + FAR, last))])
+            i = index(row)
+            place = index(bases[t] + slots[i])
             word = state[place]
             mine = np.uint64(users[i])
-            fetched = f < fetch_bounds[t + 1] and fetch_slots[f] == slots[i]
+            fetched = f < fetch_bounds[t + 1] and fetch_slots[index(f)] == slots[i]
             if fetched:
                 word = (np.int64(fetch_freed[f]) << HALF) | (word & LEAVES) | (homes[f] + 1)
             if word & LEAVES and mine & (mine - _ONE) == np.uint64(0):
@@ -100,7 +101,7 @@ def follow(
                 kinds[i] = FETCHED
             elif before[i] >= 0:
                 kinds[i] = NEXT
-                phases_before[bounds_before[t] + before[i]] = NOW
+                phases_before[index(bounds_before[t] + before[i])] = NOW
             else:
                 kinds[i] = LATER
             owners[i] = owner
@@ -157,7 +158,7 @@ def writers_of(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s, trai
         last = bounds[t + 1] - 1
         for i in range(bounds[t], bounds[t + 1]):
             prefetch(state, bases[t] + slots[min(i + FAR, last)])
-            place = bases[t] + slots[i]
+            place = index(bases[t] + slots[i])
             owner = (state[place] & OWNER) - 1
             writers[i] = slots[i] % trainers if owner == SHARED else owner
             state[place] &= ~LEAVES

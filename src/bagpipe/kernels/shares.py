@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.masks import lowest
+from bagpipe.kernels.masks import index, lowest
 from bagpipe.kernels.partition import SHARED
 
 Int32s = NDArray[np.int32]
@@ -27,11 +27,11 @@ _ONE = np.uint64(1)
 def count_shares(users: Masks, owners: Ranks, phases: Ranks, owned: Int64s, pairs: Int64s) -> None:
     """Add up how long the lists of `fill_shares` are: owned[p, o + 1] and pairs[p, o + 1, r]. About 2 ns a row."""
     for i in range(users.shape[0]):
-        phase, owner = phases[i], owners[i] + 1
+        phase, owner = index(phases[i]), index(owners[i] + 1)
         owned[phase, owner] += 1
         left = np.uint64(users[i])
         while left:
-            pairs[phase, owner, lowest(left)] += 1
+            pairs[phase, owner, index(lowest(left))] += 1
             left &= left - _ONE
 
 
@@ -66,25 +66,26 @@ def fill_shares(
     used_at, owned_at = used_bounds[:, 0].copy(), owned_bounds[:, 0].copy()
     source_at, target_at = source_bounds[:, 0].copy(), target_bounds[:, 0].copy()
     for t in range(bounds.shape[0] - 1):
-        for i in range(bounds[t], bounds[t + 1]):
+        for row in range(bounds[t], bounds[t + 1]):
+            i = index(row)
             phase, owner = phases[i], owners[i] + 1
             own = phase * (trainers + 1) + owner
-            at = owned_at[own]
-            owned_at[own] = at + 1
-            owned[at] = i
-            target = at - owned_bounds[own, t]
+            at = owned_at[index(own)]
+            owned_at[index(own)] = at + 1
+            owned[index(at)] = row
+            target = at - owned_bounds[index(own), t]
             left = np.uint64(users[i])
             while left:
                 rank = lowest(left)
                 left &= left - _ONE
-                at = used_at[rank]
-                used_at[rank] = at + 1
-                used[at] = i
-                pair = (phase * trainers + rank) * (trainers + 1) + owner
-                sources[source_at[pair]] = at - used_bounds[rank, t]
+                at = used_at[index(rank)]
+                used_at[index(rank)] = at + 1
+                used[index(at)] = row
+                pair = index((phase * trainers + rank) * (trainers + 1) + owner)
+                sources[index(source_at[pair])] = at - used_bounds[index(rank), t]
                 source_at[pair] += 1
-                pair = own * trainers + rank
-                targets[target_at[pair]] = target
+                pair = index(own * trainers + rank)
+                targets[index(target_at[pair])] = target
                 target_at[pair] += 1
         used_bounds[:, t + 1], owned_bounds[:, t + 1] = used_at, owned_at
         source_bounds[:, t + 1], target_bounds[:, t + 1] = source_at, target_at
@@ -132,7 +133,7 @@ def count_values(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs
             continue
         left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
         while left:
-            pairs[flow, owner, lowest(left)] += 1
+            pairs[index(flow), index(owner), index(lowest(left))] += 1
             left &= left - _ONE
 
 
@@ -165,21 +166,22 @@ def fill_values(
     """
     send_at, receive_at = send_bounds[:, 0].copy(), receive_bounds[:, 0].copy()
     for t in range(bounds.shape[0] - 1):
-        for i in range(bounds[t], bounds[t + 1]):
-            owner, flow = owners[i], flows[kinds[i]]
+        for row in range(bounds[t], bounds[t + 1]):
+            i = index(row)
+            owner, flow = owners[i], flows[index(kinds[i])]
             if owner == SHARED or flow < 0:
                 continue
             left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
             while left:
                 rank = lowest(left)
                 left &= left - _ONE
-                pair = (flow * trainers + owner) * trainers + rank
-                send[send_at[pair]] = slots[i]
+                pair = index((flow * trainers + owner) * trainers + rank)
+                send[index(send_at[pair])] = slots[i]
                 send_at[pair] += 1
-                pair = (flow * trainers + rank) * trainers + owner
-                receive[receive_at[pair]] = slots[i]
+                pair = index((flow * trainers + rank) * trainers + owner)
+                receive[index(receive_at[pair])] = slots[i]
                 receive_at[pair] += 1
-                after[flow, rank] = max(after[flow, rank], freed[i])
+                after[index(flow), index(rank)] = max(after[index(flow), index(rank)], freed[i])
         send_bounds[:, t + 1], receive_bounds[:, t + 1] = send_at, receive_at
 
 
@@ -215,8 +217,8 @@ def gather_rows(ids: Int64s, slots: Int32s, items: Int32s) -> tuple[Int64s, Int3
     """The ids and slots that a list names."""
     own_ids, own_slots = np.empty(items.shape[0], np.int64), np.empty(items.shape[0], np.int32)
     for i in range(items.shape[0]):
-        own_ids[i] = ids[items[i]]
-        own_slots[i] = slots[items[i]]
+        own_ids[i] = ids[index(items[i])]
+        own_slots[i] = slots[index(items[i])]
     return own_ids, own_slots
 
 
@@ -239,19 +241,20 @@ def localise(
 
     `inverse` has all ids of feature 0, then of feature 1, and so on; tables[f] is the table of feature f.
     """
-    index, count = np.empty(bounds[-1], np.int32), 0
+    new, count = np.empty(bounds[-1], np.int32), 0
     for t in range(bounds.shape[0] - 1):
         for k in range(used_bounds[t], used_bounds[t + 1]):
-            index[used[k]] = k - used_bounds[t]
+            new[index(used[index(k)])] = k - used_bounds[t]
     for f in range(cuts.shape[0]):
         count += cuts[f, rank + 1] - cuts[f, rank]
     own = np.empty(count, np.int32)
     start = at = 0
     for f in range(cuts.shape[0]):
-        begin = bounds[tables[f]]
-        for i in range(start + cuts[f, rank], start + cuts[f, rank + 1]):
-            own[at] = index[begin + inverse[i]]
-            at += 1
+        begin, size = bounds[tables[f]], cuts[f, rank + 1] - cuts[f, rank]
+        mine = inverse[start + cuts[f, rank] : start + cuts[f, rank + 1]]
+        for i in range(size):
+            own[index(at + i)] = new[index(begin + mine[i])]
+        at += size
         start += cuts[f, -1]
     return own
 

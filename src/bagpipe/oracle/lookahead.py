@@ -85,6 +85,7 @@ class Oracle:
         self._nothing = _unfilled_list(np.zeros(len(tables), np.int64))
         features = iter(range(sum(len(table.features) for table in tables)))
         self._features = [[next(features) for _ in table.features] for table in tables]
+        self._feature_bounds: Int64s = np.cumsum([0] + [len(table.features) for table in tables])
 
     @property
     def capacity(self) -> list[int]:
@@ -135,8 +136,8 @@ class Oracle:
         def find(part: Part) -> None:
             for t in part.tables.tolist():
                 counts[t] = self._find_uniques(part, t, batch, iteration, inverse)
-                if cuts is not None:
-                    self._mark_users(t, batch, cuts, inverse)
+            if cuts is not None:
+                self._mark_users(part, batch, counts, cuts, inverse)
             count_gaps(part.tables, batch.starts, counts, scratch.previous, iteration, length, scratch.gaps)
 
         self._workers.run(find, self._parts)
@@ -242,15 +243,13 @@ class Oracle:
             )  # fmt: skip
         return count
 
-    def _mark_users(self, table: int, batch: CheckedIds, cuts: Int64s, inverse: Int32s) -> None:
-        """Note which trainers use the rows of a table."""
+    def _mark_users(self, part: Part, batch: CheckedIds, counts: Int64s, cuts: Int64s, inverse: Int32s) -> None:
+        """Note which trainers use the rows of some tables."""
         assert self._bits is not None
-        users = self._scratch.users[batch.starts[table] : batch.starts[table + 1]]
-        users[:] = 0
-        for feature in self._features[table]:
-            mine = inverse[batch.positions[feature] : batch.positions[feature + 1]]
-            assert cuts[feature, -1] == len(mine), f"the cuts of feature {feature} do not fit its ids"
-            mark_users(mine, cuts[feature], self._bits, users)
+        positions, features = np.array(batch.positions), self._feature_bounds
+        assert np.array_equal(cuts[:, -1], np.diff(positions)), "the cuts of a batch do not fit its ids"
+        users = self._scratch.users
+        mark_users(part.tables, features, batch.starts, counts, positions, inverse, cuts, self._bits, users)
 
     def _sharing(self, iteration: int, rows: RowList, entries: Int32s, fetch: Fetch) -> Sharing | None:
         """What trainers have to do with the rows of the oldest batch; `rows` hold places."""

@@ -37,11 +37,16 @@ def random_users(random, trainers, count):
 @pytest.mark.parametrize("seed", range(5))
 def test_each_trainer_marks_the_rows_of_its_ids(seed, trainers):
     random = np.random.default_rng(seed)
-    cuts = np.sort(random.integers(0, 200, trainers + 1))
-    cuts[[0, -1]] = 0, 200
+    lengths = random.integers(0, 3, (4, trainers)) * (random.random((4, 1)) < 0.8)
+    cuts = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(lengths, axis=1)], axis=1)
+    positions, features = np.concatenate([[0], np.cumsum(cuts[:, -1])]), np.array([0, 1, 3, 4])
+    starts, counts = np.array([0, 10, 30]), np.array([7, 12, 3])
+    ids = [random.integers(0, counts[t], cuts[f, -1]) for t in range(3) for f in range(features[t], features[t + 1])]
     bits = mask_type(trainers)(1) << np.arange(trainers, dtype=mask_type(trainers))
-    inverse, users = random.integers(0, 30, 200).astype(np.int32), np.zeros(40, bits.dtype)
-    assert_twins(sharing.mark_users, sharing.mark_users_by_numpy, inverse, cuts, bits, users)
+    assert_twins(
+        sharing.mark_users, sharing.mark_users_by_numpy, np.array([0, 1, 2] if seed else [2, 0]), features, starts,
+        counts, positions, np.concatenate(ids).astype(np.int32), cuts, bits, np.full(40, bits[-1]),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("trainers", TRAINERS)
