@@ -73,7 +73,9 @@ class World:
 
     def reference(self, batches=None) -> State:
         """The ground truth."""
-        reference = Reference(*self.make()[:3], self.dense, self.trainers, self.assigner())
+        assigner = self.assigner()
+        assigned = {batch.number: assigner(batch) for batch in self.batches}  # also of those that are not trained
+        reference = Reference(*self.make()[:3], self.dense, self.trainers, lambda batch: assigned[batch.number])
         for batch in self.batches if batches is None else batches:
             reference.step(batch)
         return of_reference(reference)

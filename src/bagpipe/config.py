@@ -214,7 +214,7 @@ class Config(Section):
     """How many embedding servers hold the rows, each a process of its own; 0: the trainer's process holds them."""
     wire: WireConfig = WireConfig()
     check: bool = False
-    """Follow every row and stop at the first wrong value; slow."""
+    """Follow every row and stop at the first wrong value; slow. Not of trainers in processes of their own."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes initial parameters, generated data and shuffling."""
     trainers: Positive = 1

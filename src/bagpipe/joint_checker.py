@@ -64,7 +64,7 @@ class Leaving(NamedTuple):
 
     value: Value
     stays: bool
-    """A barrier writes what stays in the cache: all who have copies may do so."""
+    """A barrier writes what stays in the cache: all who have copies do so."""
 
 
 @dataclass
@@ -76,6 +76,8 @@ class Ledger:
     trained: dict[Key, Value] = field(default_factory=dict)
     """The newest value of each row that was updated, or read."""
     stored: dict[Key, Value] = field(default_factory=dict)
+    stored_by: dict[Key, tuple[int, bool]] = field(default_factory=dict)
+    """Which trainer wrote it, and whether it stayed in the cache."""
     due: dict[Key, int] = field(default_factory=dict)
     """The last iteration with a step that used each row."""
     leaving: dict[tuple[int, Key], Leaving] = field(default_factory=dict)
@@ -244,11 +246,14 @@ class JointChecker:
                 if due is None:
                     self._fail(None, key, "is written without having left the cache")
                 version = due.value.version
-                if stored is not None and (version < stored.version or (version == stored.version and not due.stays)):
-                    self._fail(None, key, f"is written twice: version {version} over version {stored.version}")
+                if stored is not None and version <= stored.version:
+                    by, stayed = ledger.stored_by[key]
+                    if version < stored.version or by == self._rank or not (due.stays or stayed):
+                        was = f"version {version} over version {stored.version} of trainer {by}"
+                        self._fail(None, key, f"is written twice: {was}")
                 if due.value.whole != fingerprint(values):
                     self._fail(None, key, f"is written with other bits than its update of iteration {version} gave")
-                ledger.stored[key] = due.value
+                ledger.stored[key], ledger.stored_by[key] = due.value, (self._rank, due.stays)
 
     def finished(self) -> None:
         """This trainer is through. When all are, the store must have every update."""
