@@ -19,10 +19,10 @@ def cut(parts, num_features):
     return CutIds(ids, np.tile(bounds, (num_features, 1)))
 
 
-def divided(tables, capacity, batches, trainers, *, design="owned", delayed=True, **options):
+def divided(tables, capacity, batches, trainers, *, design="owned", delayed=True, stateless=(), **options):
     """For each batch (a list of samples for each trainer) the whole plan, and the part of each trainer."""
     oracle = Oracle(tables, capacity, trainers=trainers, **options)
-    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed)
+    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed, stateless=stateless)
     num_features = sum(len(table.features) for table in tables)
     source = ((cut(parts, num_features), tuple(map(len, parts))) for parts in batches)
     found = []
@@ -44,8 +44,8 @@ def listed(rows: RowList, tables):
 class Trainers:
     """Each has slots; all have one store."""
 
-    def __init__(self, tables, trainers):
-        self.tables, self.trainers = tables, trainers
+    def __init__(self, tables, trainers, stateless=()):
+        self.tables, self.trainers, self.stateless = tables, trainers, stateless
         self.slots = [{} for _ in range(trainers)]
         """(group, slot) -> [row, version]"""
         self.narrow = [set() for _ in range(trainers)]
@@ -83,7 +83,7 @@ class Trainers:
                 assert self.store[row] == self.version[row], "a stale read from the store"
                 self.slots[rank][place] = [row, self.store[row]]
                 self.narrow[rank].discard(place)
-                if not with_state:
+                if not with_state and self.has_state(row):
                     self.narrow[rank].add(place)
                 read_whole[row] += with_state
         if any(part.fetch.whole is not None for part in parts):
@@ -179,7 +179,12 @@ class Trainers:
         for receiver, place, held in arriving:
             assert self.slots[receiver].get(place) != held, "a value is sent to somebody who has it"
             self.slots[receiver][place] = held
-            self.narrow[receiver].add(place)
+            if self.has_state(held[0]):
+                self.narrow[receiver].add(place)
+
+    def has_state(self, row):
+        """Whether a row is more than its vector."""
+        return not self.stateless or not self.stateless[row[0]]
 
     def evict(self, plan, parts):
         assert sum(len(part.evict) for part in parts) == len(plan.evict), "one trainer writes a row"

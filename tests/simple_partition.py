@@ -29,8 +29,9 @@ class _Use:
     """Among the rows of the batch."""
     slot: int
     users: set[int]
+    holder: int | None
+    """Who has its newest vector; None: everybody."""
     owner: int | None
-    """None: everybody."""
     kind: str
     freed: int
     now: bool = True
@@ -40,9 +41,12 @@ class _Use:
 class SimplePartition:
     """The twin of `Partition`, for a list of plans that is at hand as a whole."""
 
-    def __init__(self, trainers: int, tables: Sequence[OracleTable], design: str, delayed: bool) -> None:
+    def __init__(
+        self, trainers: int, tables: Sequence[OracleTable], design: str, delayed: bool, stateless: Sequence[bool] = ()
+    ) -> None:
         self.trainers, self.tables, self.design, self.delayed = trainers, tables, design, delayed
         self.features = [t for t, table in enumerate(tables) for _ in table.features]
+        self.moving = [design == "owned" and t < len(stateless) and stateless[t] for t in range(len(tables))]
         self.replicas = design in ("replicated", "lrpp")
         self.owner: dict[Place, int | None] = {}
         self.freed: dict[Place, int] = {}
@@ -66,7 +70,7 @@ class SimplePartition:
         """How each row comes to its users; and who reads, evicts and flushes."""
         assert plan.sharing is not None
         homes = plan.sharing.homes.tolist()
-        who: dict[str, list[Any]] = {"victims": self.writers(plan.victims), "homes": homes}
+        who: dict[str, list[Any]] = {"victims": self.writers(plan.victims)}
         for (t, slot, freed), home in zip(self.listed(plan.fetch, plan.fetch.slot_after), homes, strict=True):
             place = (self.tables[t].group, slot)
             self.owner[place] = {"owned": home, "partitioned": slot % self.trainers}.get(self.design)
@@ -81,7 +85,10 @@ class SimplePartition:
             if self.design == "lrpp" and (t, slot) in leaving and len(users) == 1:
                 (self.owner[place],) = users
             self.last_use[place] = plan.iteration
-            uses.append(_Use(t, index, slot, users, self.owner[place], kind, self.freed[place]))
+            holder = self.owner[place]
+            if self.moving[t] and holder not in users:
+                self.owner[place] = sorted(users)[slot % len(users)]
+            uses.append(_Use(t, index, slot, users, holder, self.owner[place], kind, self.freed[place]))
         who["takers"] = [self.takers(use) for use in uses if use.kind == "fetched"]
         return uses, who | {"evict": self.writers(plan.evict), "flush": self.writers(plan.flush)}
 
@@ -123,6 +130,7 @@ class SimplePartition:
             self.gradients(plan, uses[0], rank, False), self.values(uses[2] if self.delayed else [], rank, ("later",)),
             self.rows(plan.evict, drops["evict"]), self.rows(plan.victims, drops["victims"]),
         )  # fmt: skip
+        whole = np.array([use.owner == rank for use in uses[0] if use.kind == "fetched"], bool)
         taken = [rank in takers for takers in who["takers"]]
         fetch, victims = self.rows(plan.fetch, taken), self.rows(plan.victims, [by == rank for by in who["victims"]])
         return replace(
@@ -130,7 +138,7 @@ class SimplePartition:
             inverse=self.inverse(plan, rank, mine),
             fetch=Fetch(
                 fetch.ids, fetch.slots, fetch.bounds, plan.fetch.after[taken], plan.fetch.slot_after[taken],
-                np.array([by == rank for by in who["homes"]], bool)[taken] if self.design == "owned" else None,
+                whole[taken] if self.design == "owned" else None,
             ),
             evict=self.rows(plan.evict, [by == rank for by in who["evict"]]),
             victims=Victims(victims.ids, victims.slots, victims.bounds, plan.victims.evict_after),
@@ -175,14 +183,14 @@ class SimplePartition:
     def values(self, uses: list[_Use], rank: int, kinds: tuple[str, ...]) -> Values:
         """Vectors of rows that come to their users in these ways."""
 
-        def sent(owner: int, user: int) -> list[_Use]:
-            return [u for u in uses if u.kind in kinds and u.owner == owner != user and user in u.users]
+        def sent(holder: int, user: int) -> list[_Use]:
+            return [u for u in uses if u.kind in kinds and u.holder == holder != user and user in u.users]
 
         ranks = range(self.trainers)
         return Values(
             self.lists([[(use.table, use.slot) for use in sent(rank, user)] for user in ranks]),
-            self.lists([[(use.table, use.slot) for use in sent(owner, rank)] for owner in ranks]),
-            max([use.freed for owner in ranks for use in sent(owner, rank)], default=-1),
+            self.lists([[(use.table, use.slot) for use in sent(holder, rank)] for holder in ranks]),
+            max([use.freed for holder in ranks for use in sent(holder, rank)], default=-1),
         )
 
     def rows(self, rows: RowList, flags: list[bool]) -> RowList:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bagpipe.oracle.partition import DESIGNS
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
-from division import Trainers, divided
+from division import Trainers, divided, listed
 
 TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
 CAPACITY = [14, 17]
@@ -41,6 +41,27 @@ def test_every_trainer_always_has_the_newest_value(design, delayed, trace, polic
     if not delayed:
         for _, parts in found:
             assert all(not len(part.sync.later_gradients.rows) and part.sync.later_values.empty for part in parts)
+
+
+@given(
+    trace=traces(),
+    stateless=st.lists(st.booleans(), min_size=3, max_size=3),
+    policy=st.sampled_from(["lookahead", "lru"]),
+    lookahead=st.sampled_from([1, 2, 5, "auto"]),
+    delayed=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_rows_without_state_go_with_their_users(trace, stateless, policy, lookahead, delayed):
+    trainers, batches = trace
+    options = {"delayed": delayed, "policy": policy, "lookahead": lookahead}
+    found = divided(TABLES, CAPACITY, batches, trainers, stateless=stateless, **options)
+    Trainers(TABLES, trainers, stateless).run(found, batches)
+    for _, parts in found:
+        for part in parts:
+            used = {row for row, _ in listed(part.rows, TABLES)}
+            for gradients in part.sync.gradients, part.sync.later_gradients:
+                updated = {row for row, _ in listed(gradients.rows, TABLES) if stateless[row[0]]}
+                assert updated <= used, "a row belongs to somebody who does not use it"
 
 
 @given(trace=traces(), lookahead=st.sampled_from([2, 5, "auto"]))

@@ -16,12 +16,14 @@ from bagpipe.kernels import kernel
 from bagpipe.kernels.masks import index, lowest
 from bagpipe.kernels.plan import HALF
 from bagpipe.kernels.prefetch import FAR, prefetch
+from bagpipe.kernels.sharing import one_of
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Masks = NDArray[Any]
 """Unsigned, one bit a trainer."""
 Ranks = NDArray[np.int8]
+Flags = NDArray[np.bool_]
 
 SHARED = -1
 """The owner of a row that all trainers have."""
@@ -63,8 +65,10 @@ def follow(
     homes: Ranks,
     bits: Masks,
     users_read: bool,
+    moving: Flags,
     bases: Int64s,
     state: Int64s,
+    holders: Ranks,
     owners: Ranks,
     kinds: Ranks,
     freed: Int32s,
@@ -75,8 +79,9 @@ def follow(
 
     Finds who owns each row and how it comes to its users; the trainers that read it from the store (its owner, with its
     users if they read too; bits[SHARED] stands for all); and which rows of the plan before have to be updated NOW.
-    A row that LEAVES and has one user is that user's. Rows to fetch come in the order of rows; returns how many were
-    met.
+    A row that LEAVES and has one user is that user's. One of a table that is moving always belongs to one of its users;
+    its last owner, who holds its newest vector, sends it to them as ever. Rows to fetch come in the order of rows;
+    returns how many were met.
     """
     met = 0
     for t in range(bounds.shape[0] - 1):
@@ -92,6 +97,10 @@ def follow(
                 word = (np.int64(fetch_freed[f]) << HALF) | (word & LEAVES) | (homes[f] + 1)
             if word & LEAVES and mine & (mine - _ONE) == np.uint64(0):
                 word = (word & ~OWNER) | (lowest(mine) + 1)
+                state[place] = word
+            holders[i] = (word & OWNER) - 1
+            if moving[t] and (mine >> np.uint64((word & OWNER) - 1)) & _ONE == np.uint64(0):
+                word = (word & ~OWNER) | (one_of(mine, slots[i]) + 1)
                 state[place] = word
             owner = (word & OWNER) - 1
             if fetched:
@@ -122,8 +131,10 @@ def follow_by_numpy(
     homes: Ranks,
     bits: Masks,
     users_read: bool,
+    moving: Flags,
     bases: Int64s,
     state: Int64s,
+    holders: Ranks,
     owners: Ranks,
     kinds: Ranks,
     freed: Int32s,
@@ -139,6 +150,11 @@ def follow_by_numpy(
     single = users & (users - users.dtype.type(1)) == 0
     own = single & (words & LEAVES != 0)
     words[own] = (words[own] & ~OWNER) | (np.log2(users[own].astype(np.float64)).astype(np.int64) + 1)
+    holders[:] = (words & OWNER) - 1
+    for i in np.flatnonzero(np.repeat(moving, np.diff(bounds))):
+        ranks = [rank for rank in range(64) if int(users[i]) >> rank & 1]
+        if holders[i] not in ranks:
+            words[i] = (words[i] & ~OWNER) | (ranks[slots[i] % len(ranks)] + 1)
     state[places] = words
     owners[:], freed[:] = (words & OWNER) - 1, words >> HALF
     kinds[:] = np.where(fetched, FETCHED, np.where(before >= 0, NEXT, LATER))

@@ -125,23 +125,23 @@ def fill_shares_by_numpy(
 
 
 @kernel
-def count_values(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
-    """Add up in pairs[f, o, r] how many rows owner o sends to their other user r; flows[kind] is their f, or -1."""
+def count_values(users: Masks, holders: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
+    """Add up in pairs[f, o, r] how many rows holder o sends to their other user r; flows[kind] is their f, or -1."""
     for i in range(users.shape[0]):
-        owner, flow = owners[i], flows[kinds[i]]
-        if owner == SHARED or flow < 0:
+        holder, flow = holders[i], flows[kinds[i]]
+        if holder == SHARED or flow < 0:
             continue
-        left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
+        left = np.uint64(users[i]) & ~(_ONE << np.uint64(holder))
         while left:
-            pairs[index(flow), index(owner), index(lowest(left))] += 1
+            pairs[index(flow), index(holder), index(lowest(left))] += 1
             left &= left - _ONE
 
 
-def count_values_by_numpy(users: Masks, owners: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
+def count_values_by_numpy(users: Masks, holders: Ranks, kinds: Ranks, flows: Int64s, pairs: Int64s) -> None:
     """Twin of `count_values`."""
-    flags = _flags(users)[:, : pairs.shape[2]] & (np.arange(pairs.shape[2]) != owners[:, None])
-    sent = (owners != SHARED) & (flows[kinds] >= 0)
-    np.add.at(pairs, (flows[kinds][sent], owners[sent]), flags[sent])
+    flags = _flags(users)[:, : pairs.shape[2]] & (np.arange(pairs.shape[2]) != holders[:, None])
+    sent = (holders != SHARED) & (flows[kinds] >= 0)
+    np.add.at(pairs, (flows[kinds][sent], holders[sent]), flags[sent])
 
 
 @kernel
@@ -149,7 +149,7 @@ def fill_values(
     bounds: Int64s,
     slots: Int32s,
     users: Masks,
-    owners: Ranks,
+    holders: Ranks,
     kinds: Ranks,
     freed: Int32s,
     flows: Int64s,
@@ -160,7 +160,7 @@ def fill_values(
     receive: Int32s,
     after: Int32s,
 ) -> None:
-    """The slots of those rows by flow, owner and user, and by flow, user and owner, each list from its first bound.
+    """The slots of those rows by flow, holder and user, and by flow, user and holder, each list from its first bound.
 
     after[f, r]: the last plan that freed one of the slots that r receives.
     """
@@ -168,17 +168,17 @@ def fill_values(
     for t in range(bounds.shape[0] - 1):
         for row in range(bounds[t], bounds[t + 1]):
             i = index(row)
-            owner, flow = owners[i], flows[index(kinds[i])]
-            if owner == SHARED or flow < 0:
+            holder, flow = holders[i], flows[index(kinds[i])]
+            if holder == SHARED or flow < 0:
                 continue
-            left = np.uint64(users[i]) & ~(_ONE << np.uint64(owner))
+            left = np.uint64(users[i]) & ~(_ONE << np.uint64(holder))
             while left:
                 rank = lowest(left)
                 left &= left - _ONE
-                pair = index((flow * trainers + owner) * trainers + rank)
+                pair = index((flow * trainers + holder) * trainers + rank)
                 send[index(send_at[pair])] = slots[i]
                 send_at[pair] += 1
-                pair = index((flow * trainers + rank) * trainers + owner)
+                pair = index((flow * trainers + rank) * trainers + holder)
                 receive[index(receive_at[pair])] = slots[i]
                 receive_at[pair] += 1
                 after[index(flow), index(rank)] = max(after[index(flow), index(rank)], freed[i])
@@ -189,7 +189,7 @@ def fill_values_by_numpy(
     bounds: Int64s,
     slots: Int32s,
     users: Masks,
-    owners: Ranks,
+    holders: Ranks,
     kinds: Ranks,
     freed: Int32s,
     flows: Int64s,
@@ -205,10 +205,10 @@ def fill_values_by_numpy(
     for t in range(len(bounds) - 1):
         here = np.arange(len(slots)) - bounds[t] < bounds[t + 1] - bounds[t]
         here &= np.arange(len(slots)) >= bounds[t]
-        for flow, owner, rank in np.ndindex(len(after), trainers, trainers):
-            chosen = here & (flow_of == flow) & (owners == owner) & flags[:, rank] & (owner != rank)
-            _extend(send_bounds[(flow * trainers + owner) * trainers + rank], t, send, slots[chosen])
-            _extend(receive_bounds[(flow * trainers + rank) * trainers + owner], t, receive, slots[chosen])
+        for flow, holder, rank in np.ndindex(len(after), trainers, trainers):
+            chosen = here & (flow_of == flow) & (holders == holder) & flags[:, rank] & (holder != rank)
+            _extend(send_bounds[(flow * trainers + holder) * trainers + rank], t, send, slots[chosen])
+            _extend(receive_bounds[(flow * trainers + rank) * trainers + holder], t, receive, slots[chosen])
             after[flow, rank] = freed[chosen].max(initial=after[flow, rank])
 
 

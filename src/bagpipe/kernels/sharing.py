@@ -125,7 +125,7 @@ def find_before_by_numpy(previous: Int64s, iteration: int, before: Int32s) -> No
 
 
 @kernel
-def _one_of(users: Any, number: int) -> int:
+def one_of(users: Any, number: int) -> int:
     """One of the users, by a number that spreads them evenly."""
     count, left = 0, np.uint64(users)
     while left:
@@ -176,7 +176,7 @@ def choose_owners(
         for k in range(absent):
             i = missing[k]
             if stays[first + i] == 0 or stays[first + i] == KEEP:
-                owners[fetched + k] = _one_of(users[first + i], fetch_slots[fetched + k])
+                owners[fetched + k] = one_of(users[first + i], fetch_slots[fetched + k])
             else:
                 again[used_again] = k
                 used_again += 1
@@ -210,7 +210,7 @@ def choose_owners(
             for rank in range(trainers):
                 if tally[rank] == most:
                     equals |= _ONE << np.uint64(rank)
-            owners[fetched + k] = _one_of(equals, fetch_slots[fetched + k])
+            owners[fetched + k] = one_of(equals, fetch_slots[fetched + k])
 
 
 def choose_owners_by_numpy(

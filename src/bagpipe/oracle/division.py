@@ -38,6 +38,7 @@ class Uses:
         sharing: Sharing,
         trainers: int,
         flows: Int64s,
+        holders: Ranks,
         owners: Ranks,
         kinds: Ranks,
         freed: Int32s,
@@ -48,12 +49,18 @@ class Uses:
         flush_by: Ranks,
     ) -> None:
         self.plan, self.sharing, self.trainers, self._flows = plan, sharing, trainers, flows
-        self.owners, self.kinds, self.freed = owners, kinds, freed
-        """Of each row: who updates it, how it comes to its users, which plan freed its slot."""
+        self.holders, self.owners, self.kinds, self.freed = holders, owners, kinds, freed
+        """Of each row: who has its newest vector, who updates it, how it comes to users, which plan freed its slot."""
         self.phases = phases
         """When each row is updated; known when the next plan is followed."""
         self.takers, self.evict_by, self.victims_by, self.flush_by = takers, evict_by, victims_by, flush_by
         """Who reads and who writes the rows that are fetched and that leave."""
+
+    @cached_property
+    def homes(self) -> Ranks:
+        """The owners of the rows that are fetched."""
+        homes: Ranks = self.owners[self.kinds == FETCHED]
+        return homes
 
     def vectors(self, kind: int) -> Vectors:
         """The vectors that owners send to other users of rows that come to them in this way."""
@@ -71,10 +78,10 @@ class Uses:
         """By kind, sender and receiver; by kind, receiver and sender; and which plan freed the last slot."""
         rows, users, trainers = self.plan.rows, self.sharing.users, self.trainers
         pairs, after = np.zeros((3, trainers, trainers), np.int64), np.full((3, trainers), -1, np.int32)
-        kernels.count_values(users, self.owners, self.kinds, self._flows, pairs)
+        kernels.count_values(users, self.holders, self.kinds, self._flows, pairs)
         send, receive = (_Flat.of(counts, rows) for counts in (pairs, pairs.transpose(0, 2, 1)))
         kernels.fill_values(
-            rows.bounds, rows.slots, users, self.owners, self.kinds, self.freed, self._flows, trainers,
+            rows.bounds, rows.slots, users, self.holders, self.kinds, self.freed, self._flows, trainers,
             send.bounds, send.items, receive.bounds, receive.items, after,
         )  # fmt: skip
         return send, receive, after
@@ -204,7 +211,7 @@ class Division:
         fetch, takers = self.plan.fetch, self.uses.takers
         mine = _listed(takers & takers.dtype.type(1 << rank) != 0, fetch.bounds)
         own = chosen(fetch, mine)
-        whole = self.uses.sharing.homes[mine.items] == rank if self.read_by_users else None
+        whole = self.uses.homes[mine.items] == rank if self.read_by_users else None
         return Fetch(own.ids, own.slots, own.bounds, fetch.after[mine.items], fetch.slot_after[mine.items], whole)
 
     def _inverse(self, rank: int, mine: Lists) -> tuple[Int32s, ...]:

@@ -88,9 +88,11 @@ def test_rows_that_leave_are_marked_and_written_by_their_owner(trainers, seed):
 
 
 @cases
-@pytest.mark.parametrize("users_read", [True, False])
-def test_a_plan_takes_its_rows(trainers, seed, users_read):
+@pytest.mark.parametrize(("users_read", "moving"), [(True, False), (False, False), (True, True)])
+def test_a_plan_takes_its_rows(trainers, seed, users_read, moving):
     random, rows, state = made(trainers, seed)
+    if moving:  # nobody shares rows in that design
+        state |= (state & partition.OWNER) == 0
     total = len(rows.slots)
     state[rows.places[random.random(total) < 0.3]] |= LEAVES
     fetched = random.random(total) < 0.4
@@ -98,12 +100,13 @@ def test_a_plan_takes_its_rows(trainers, seed, users_read):
     count = int(fetched.sum())
     before = np.where(random.random(total) < 0.5, random.integers(0, 10, total), -1).astype(np.int32)
     bits = mask_type(trainers)(1) << np.arange(trainers, dtype=mask_type(trainers))
-    outputs = np.zeros((2, total), np.int8)
+    outputs = np.zeros((3, total), np.int8)
     assert_twins(
         partition.follow, partition.follow_by_numpy, rows.bounds, rows.slots, rows.users, before,
         np.arange(5) * 10, fetch_bounds, rows.slots[fetched], rows.freed[fetched],
-        random.integers(-1, trainers, count).astype(np.int8), np.append(bits, np.bitwise_or.reduce(bits)), users_read,
-        BASES, state, outputs[0], outputs[1], np.zeros(total, np.int32), np.full(50, partition.AFTERWARDS, np.int8),
+        random.integers(0 if moving else -1, trainers, count).astype(np.int8),
+        np.append(bits, np.bitwise_or.reduce(bits)), users_read, np.array([moving, False, moving, moving]),
+        BASES, state, *outputs, np.zeros(total, np.int32), np.full(50, partition.AFTERWARDS, np.int8),
         np.zeros(count, rows.users.dtype),
     )  # fmt: skip
 
@@ -112,8 +115,9 @@ def test_fetched_rows_that_the_batch_lacks_are_not_met():
     one, none = np.array([0, 1]), np.zeros(1, np.int8)
     met = partition.follow(
         one, np.array([3], np.int32), np.ones(1, np.uint8), np.array([-1], np.int32), one, one, np.array([4], np.int32),
-        np.zeros(1, np.int32), none, np.array([1, 2, 3], np.uint8), True, np.zeros(1, np.int64), np.zeros(9, np.int64),
-        none.copy(), none.copy(), np.zeros(1, np.int32), none.copy(), np.zeros(1, np.uint8),
+        np.zeros(1, np.int32), none, np.array([1, 2, 3], np.uint8), True, np.zeros(1, np.bool_),
+        np.zeros(1, np.int64), np.zeros(9, np.int64), none.copy(), none.copy(), none.copy(), np.zeros(1, np.int32),
+        none.copy(), np.zeros(1, np.uint8),
     )  # fmt: skip
     assert met == 0
 

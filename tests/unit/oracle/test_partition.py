@@ -67,9 +67,10 @@ def test_parts_are_those_of_a_division_with_dictionaries(design, delayed, seed):
     batches = random_batches(random, trainers, int(random.integers(1, 12)))
     capacity = [40, 60] if policy == "ideal" else [16, 17]
     found = planned(batches, trainers, lookahead=lookahead, policy=policy, capacity=capacity, threads=1 + seed % 2)
-    partition = Partition(trainers, TABLES, capacity, design=design, delayed=delayed)
+    stateless = (random.random(3) < 0.5).tolist() if seed % 2 else ()
+    partition = Partition(trainers, TABLES, capacity, design=design, delayed=delayed, stateless=stateless)
     ours = [[d.part(rank, samples) for rank in range(trainers)] for d, samples in partition.plans(found)]
-    twin = SimplePartition(trainers, TABLES, design, delayed)
+    twin = SimplePartition(trainers, TABLES, design, delayed, stateless)
     theirs = twin.parts([plan for plan, _ in found], [samples for _, samples in found])
     assert [differing(*pair) for pairs in zip(ours, theirs, strict=True) for pair in zip(*pairs, strict=True)] == [
         [] for _ in batches for _ in range(trainers)
