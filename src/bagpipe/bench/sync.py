@@ -33,6 +33,9 @@ PAPER: dict[str, dict[str, float]] = {
     "replicated": {"paper_rows": 65_000},
     "lrpp": {"paper_rows": 48_000, "paper_rows_critical": 22_700},
 }
+Variant = tuple[Design, bool]
+"""A design, and whether rows are vectors alone, as with SGD: then their owners may change."""
+VARIANTS: tuple[Variant, ...] = (*((design, False) for design in DESIGNS), ("owned", True))
 ASKED = {("contiguous", "owned"): 4e6}
 """Bytes a trainer sends at most."""
 
@@ -56,7 +59,7 @@ QUICK = _Size(0.01, 1_024, 4, 100_000, (2, 8), 2)
 
 
 def run(quick: bool) -> Results:
-    """Every assignment and design; about two minutes."""
+    """Every assignment and design, and rows without optimizer state where that changes something; two minutes."""
     size = QUICK if quick else FULL
     return [result for assign in ASSIGNERS for result in _count(assign, size)]
 
@@ -79,29 +82,31 @@ def _count(assign: str, size: _Size) -> Results:
             yield CutIds(ids, np.tile(np.array(assigned.bounds, np.int64), (len(ids), 1))), None
 
     oracle = Oracle(tables, [size.capacity], size.lookahead, threads=2, trainers=TRAINERS)
-    plans = tee(oracle.plans(batches()), len(DESIGNS))
+    plans = tee(oracle.plans(batches()), len(VARIANTS))
     divided = [
-        Partition(TRAINERS, tables, [size.capacity], design=design).plans(own)
-        for design, own in zip(DESIGNS, plans, strict=True)
+        Partition(TRAINERS, tables, [size.capacity], design=design, stateless=[stateless] * len(tables)).plans(own)
+        for (design, stateless), own in zip(VARIANTS, plans, strict=True)
     ]
-    counts: dict[tuple[Design, int], list[_Counts]] = {}
+    counts: dict[tuple[Variant, int], list[_Counts]] = {}
     for iteration, divisions in zip(range(iterations), zip(*divided, strict=True), strict=False):
         for point in size.points:
             if point <= iteration < point + size.counted:
-                for design, (division, _) in zip(DESIGNS, divisions, strict=True):
-                    counts.setdefault((design, point), []).append(_Counts.of(division))
+                for variant, (division, _) in zip(VARIANTS, divisions, strict=True):
+                    counts.setdefault((variant, point), []).append(_Counts.of(division))
     oracle.close()
-    return [_result(assign, design, size, counts) for design in DESIGNS]
+    return [_result(assign, variant, size, counts) for variant in VARIANTS]
 
 
 def _result(
-    assign: str, design: Design, size: _Size, counts: dict[tuple[Design, int], list[_Counts]]
+    assign: str, variant: Variant, size: _Size, counts: dict[tuple[Variant, int], list[_Counts]]
 ) -> dict[str, Any]:
-    means = {point: _Counts.mean(counts[design, point]) for point in size.points}
+    design, stateless = variant
+    means = {point: _Counts.mean(counts[variant, point]) for point in size.points}
     last = means[size.points[-1]]
     result: dict[str, Any] = {
         "assign": assign,
         "design": design,
+        "stateless": stateless,
         "unique_rows": last.unique_rows,
         "rows": last.rows,
         "rows_critical": last.rows_critical,
