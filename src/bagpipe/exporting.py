@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bagpipe.embedding import CachedLayer
 from bagpipe.errors import ModelError, StoreError
+from bagpipe.trainer.batches import Batches
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -30,6 +31,7 @@ def export(model: nn.Module, path: str | Path) -> None:
     """Write the weights of a model, cached layers as plain `nn.EmbeddingBag` weights, to a safetensors file.
 
     Call it after training, or between iterations of the loop. Rows that were never touched have their initial value.
+    With several trainers all call it, and the first one writes; after training that one may call it alone.
     """
     path = Path(path)
     layers = {f"{name}.weight" if name else "weight": part for name, part in _cached(model)}
@@ -49,6 +51,9 @@ def export(model: nn.Module, path: str | Path) -> None:
                 f"{name} has a row for any 64-bit id of table {table.name!r}, so it has no plain weight: give the "
                 "table a size with tables=[...], or keep its rows with store='a/directory'"
             )
+    if others := [part.lookups.reader for part in layers.values() if _rank(part)]:
+        others[0].barrier()  # the first trainer has to wait for the rows of all
+        return
     try:
         _write(path, values, layers)
     except OSError as error:
@@ -59,6 +64,12 @@ def export(model: nn.Module, path: str | Path) -> None:
 
 def _cached(model: nn.Module) -> Iterator[tuple[str, CachedLayer]]:
     return ((name, part) for name, part in model.named_modules() if isinstance(part, CachedLayer))
+
+
+def _rank(layer: CachedLayer) -> int:
+    """Of the trainer that the layer belongs to."""
+    reader = layer.lookups.reader
+    return reader.rank if isinstance(reader, Batches) else 0
 
 
 def _state(model: nn.Module, layers: Mapping[str, CachedLayer]) -> dict[str, Any]:

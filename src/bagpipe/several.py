@@ -65,13 +65,13 @@ def share_batches(
         delayed=config.sync.delayed,
     )
     with ExitStack() as stack:
+        groups = launch.open_groups()
+        stack.callback(groups.close)
+        stack.push(lambda _, error, __: _abort(groups, error))
         served = None
         if isinstance(source, SharedLoader):
             served = _serve(launch, source, binding, settings)
             stack.callback(served.close)
-        groups = launch.open_groups()
-        stack.callback(groups.close)
-        stack.push(lambda _, error, __: _abort(groups, error))
         address = "" if served is None else served.address
         said = {"address": address, "wanted": _described(settings) | dict(wanted)}
         told = [json.loads(text) for text in tell_all(groups.critical, driver, json.dumps(said), "what is trained")]

@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
 
 from bagpipe.cache import RowCache
 from bagpipe.embedding import CachedLayer, Lookups, TableView
 from bagpipe.errors import DeadlineError, ModelError
-from bagpipe.handles import training_base
 from bagpipe.joint_checker import JointChecker, make_checker
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, swap
@@ -39,7 +37,7 @@ from bagpipe.trainer.sessions import attach
 from bagpipe.trainer.source import PlanSource, Rewritten
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.sync import Peers, RowSync
-from bagpipe.trainer.update import RowUpdate
+from bagpipe.trainer.update import RowUpdate, holder_of, views_of
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -84,11 +82,10 @@ class Batches:
         attach(rows, self)
         for layer in binding.layers:
             swap(model, layer.name, CachedLayer(layer, self._lookups))
-        pipeline: Any = self._pipeline
-        self._joint = OwnUpdate(self._update, cache, pipeline)
+        self._joint = OwnUpdate(self._update, cache, self._pipeline)
         if peers is not None:
             joint_checker = self._checker if isinstance(self._checker, JointChecker) else None
-            self._joint = JointUpdate(self._update, cache, pipeline, model, layouts, driver, peers, joint_checker)
+            self._joint = JointUpdate(self._update, cache, self._pipeline, model, layouts, driver, peers, joint_checker)
         # A session that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the session.
         self._abandoned = weakref.finalize(self, _abandon, self._pipeline, self._joint.sync, rows, self._helpers)
 
@@ -111,7 +108,9 @@ class Batches:
             try:
                 more = self._advance()
             except Exception as error:
-                self._give_up(error)
+                self._ended = error is self._pipeline.source_error  # for all trainers, after the same iteration
+                if not self._ended:
+                    self._give_up(error)
                 with suppress(Exception):
                     self.close()
                 raise
@@ -129,31 +128,42 @@ class Batches:
         """Write every updated row back and stop the background work; the model then looks rows up in the store."""
         if self.closed:
             return
-        self.closed = True
+        self.closed, stuck = True, False
         try:
-            self._pass_over()
-            with uninterrupted():
-                self._finish_iteration()
-            self._source.interrupt()
-            self._joint.stop()
-            stuck = False
-            try:
-                self._pipeline.close()
-                self.cache.release()
-                if self._checker is not None:
-                    self._checker.finished()
-                self.store.sync()
-                self._joint.end(early=not self._ended)
-            except DeadlineError:
-                stuck = True  # a stage may still read plans
-                raise
-            finally:
-                if not stuck:
-                    self._source.close()  # last: other trainers may still ask it for theirs
+            self._leave_loop()
+            self.cache.release()
+            if self._checker is not None:
+                self._checker.finished()
+            self.store.sync()
+            self._joint.end(early=not self._ended)
+        except DeadlineError:
+            stuck = True  # a stage may still read plans
+            raise
         finally:
+            if not stuck:
+                self._source.close()  # not before: other trainers may still ask it for theirs
             self._joint.release()
             self._abandoned()
             self._lookups.workers = None
+
+    def _leave_loop(self) -> None:
+        """End the iteration in training, then all stages once they have written what it updated."""
+        try:
+            self._joint.withdraw()
+            self._pass_over()
+            with uninterrupted():
+                self._finish_iteration()
+        except Exception as error:
+            if self._joint.give_up(error):
+                with suppress(Exception):
+                    self._end_stages()
+            raise
+        self._end_stages()
+
+    def _end_stages(self) -> None:
+        self._source.interrupt()
+        self._joint.stop()
+        self._pipeline.close()
 
     @property
     def rank(self) -> int:
@@ -227,12 +237,7 @@ class Batches:
         """The row gradients as a `torch.amp.GradScaler` looks for them: `scaler.unscale_(batches)` works."""
         gradients = self._joint.judged(self._in_iteration("param_groups"), self._views)
         self._skipped = True  # whoever asks may decide against a step
-        holders = []
-        for grads in gradients:
-            holder = torch.zeros(1, dtype=grads.dtype, device=grads.device).expand(grads.shape)
-            holder.grad = grads
-            holders.append(holder)
-        return [{"params": holders}]
+        return [{"params": list(map(holder_of, gradients))}]
 
     def evaluate(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Batches of another loader, to be given to the model without training: a barrier that changes nothing."""
@@ -358,11 +363,7 @@ class Batches:
     def _begin_iteration(self, plan: Plan, batches: list[Rewritten]) -> None:
         self._plan, self._micro = plan, batches
         self._stepped = self._skipped = False
-        self._views = []
-        for table in range(len(self.layouts)):
-            ids, slots = plan.rows.of_table(table)
-            rows = self.cache.data[self.cache.group[table]]
-            self._views.append(TableView(rows, slots, ids, training_base(table, plan.iteration)))
+        self._views = views_of(plan, self.cache)
         self._update.discard()
         self._lookups.view, self._lookups.recording = self._views, True
 

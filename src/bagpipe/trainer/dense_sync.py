@@ -48,7 +48,7 @@ class DenseSync:
         named = {id(parameter): (name, parameter) for name, parameter in parameters}  # a shared one counts once
         self._named = list(named.values())
         self._batch = _MicroBatch(0.0, 0.0, True)
-        self._begun = self._started = self._in_backward = self._closing = False
+        self._begun = self._started = self._compared = self._in_backward = self._closing = False
         self._passes = self._done = 0
         self._launched = 0
         """Buckets of this pass that may be exchanged: they go in order, whatever the order of the gradients."""
@@ -99,6 +99,13 @@ class DenseSync:
         if self._passes > self._done:
             self._group.abort(reason)
         self._driver.notify()
+
+    def leave(self) -> None:
+        """Close, and let go of the group, so that ranks that go on alone are told that this one does not."""
+        if self._started:
+            self._driver.wait(Wait("dense parameters to be compared", lambda: self._compared))
+        self.close()
+        self._group.close()
 
     def _watch(self, bucket: _Bucket, entry: _Entry) -> None:
         with torch.enable_grad():
@@ -168,6 +175,7 @@ class DenseSync:
 
     def _stage(self) -> Stage:
         yield from self._compare()
+        self._compared = True
         try:
             while True:
                 yield Wait("a backward pass", lambda: self._passes > self._done or self._closing)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class OwnUpdate:
     rank, trainers = 0, 1
     sync: RowSync | None = None
 
-    def __init__(self, update: RowUpdate, cache: RowCache, pipeline: Pipeline[object]) -> None:
+    def __init__(self, update: RowUpdate, cache: RowCache, pipeline: Pipeline[Any]) -> None:
         self._update, self._cache, self._pipeline = update, cache, pipeline
 
     def begin(self, plan: Plan) -> None:
@@ -60,6 +61,9 @@ class OwnUpdate:
         self._update.apply(views, scalars)
         for table in self._update.tables:
             self._cache.mark_updated(table, views[table].slots)
+
+    def withdraw(self) -> None:
+        """The loop is being left; a batch may be in training."""
 
     def pass_over(self, plan: Plan) -> None:
         """The iteration ends without an update."""
@@ -95,8 +99,9 @@ class OwnUpdate:
     def release(self) -> None:
         """Nothing is left to do."""
 
-    def give_up(self, reason: BaseException) -> None:
-        """This trainer can't go on."""
+    def give_up(self, reason: BaseException) -> bool:  # noqa: ARG002
+        """This trainer can't go on; whether its stages will leave undone what waits for others."""
+        return False
 
 
 class JointUpdate(OwnUpdate):
@@ -108,7 +113,7 @@ class JointUpdate(OwnUpdate):
         self,
         update: RowUpdate,
         cache: RowCache,
-        pipeline: Pipeline[object],
+        pipeline: Pipeline[Any],
         model: nn.Module,
         layouts: Sequence[RowLayout],
         driver: Driver,
@@ -131,8 +136,11 @@ class JointUpdate(OwnUpdate):
 
     def begin_batch(self, plan: Plan, left: int) -> None:
         """Its gradients of dense parameters count as much as it has samples."""
-        samples = _sync(plan).samples[-1 - left]
+        sync = _sync(plan)
+        samples = sync.samples[-1 - left]
         self._dense.begin(samples[self.rank], sum(samples), last=not left)
+        several = len(sync.samples) > 1
+        self._update.weigh(sync.weight(len(sync.samples) - 1 - left) if several else 1.0)
 
     def is_idle(self) -> bool:
         """Never: others may have gradients."""
@@ -156,6 +164,13 @@ class JointUpdate(OwnUpdate):
 
     def apply(self, views: Views, scalars: Sequence[Scalars]) -> None:
         """Nothing is left: rows were updated as gradients came."""
+
+    def withdraw(self) -> None:
+        """One that goes on with a backward pass is told that this one does not."""
+        if self._given_up:
+            self._dense.close()
+        else:
+            self._dense.leave()
 
     def pass_over(self, plan: Plan) -> None:
         """Others are told, and rows still go to who uses them next."""
@@ -199,31 +214,30 @@ class JointUpdate(OwnUpdate):
     def stop(self) -> None:
         """Let the exchanges end with what was trained."""
         self.sync.close()
-        self._dense.close()
 
     def end(self, early: bool) -> None:
-        """Return when all trainers are here. One that goes on alone finds that this one has left."""
-        self._groups.dense.close()
+        """Return when all trainers are here."""
         try:
             self.sync.barrier("the end of training")
         except PipelineError as error:
             if not early or self._given_up:
                 raise
             raise PipelineError(
-                f"trainer {self.rank} left the training loop after iteration {self._left}, and another did not: let "
-                f"all trainers leave it at the same iteration ({error})"
+                f"trainer {self.rank} left the training loop after iteration {self._left} and did not meet the others "
+                f"there: {error}: let all trainers leave it at the same iteration"
             ) from error
 
     def release(self) -> None:
         """Let go of the connections; what was sent still arrives."""
         self._groups.close()
 
-    def give_up(self, reason: BaseException) -> None:
+    def give_up(self, reason: BaseException) -> bool:
         """Let others know why, so that they end too."""
         if not self._given_up:
             self._given_up = True
             self._groups.abort(reason)
             self._pipeline.abandon()
+        return True
 
 
 def _sync(plan: Plan) -> Sync:

@@ -112,7 +112,8 @@ class Pipeline(Generic[Payload]):
         self._other_stages: dict[str, Stage] = {}
         self._barrier = -1
         """The plan in training, if it flushes: the next one may not change rows before the store has them."""
-        self._source_error: BaseException | None = None
+        self.source_error: BaseException | None = None
+        """What ended the plans, if it was not the end of the data."""
 
     def add_stage(self, name: str, stage: Stage) -> None:
         """Run another stage beside those that move rows; before the first plan. It must end once `close` was called."""
@@ -130,8 +131,8 @@ class Pipeline(Generic[Payload]):
         start = time.perf_counter()
         self._driver.wait(Wait("the rows of the next batch", self._has_next))
         self.traffic.stall_s += time.perf_counter() - start
-        if not self._ready and self._source_error is not None:
-            raise self._source_error
+        if not self._ready and self.source_error is not None:
+            raise self.source_error
         return bool(self._ready)
 
     def take(self) -> tuple[Plan, Payload]:
@@ -182,7 +183,7 @@ class Pipeline(Generic[Payload]):
             try:
                 item = None if self._closing else next(self._plans, None)
             except Exception as error:
-                self._source_error = error
+                self.source_error = error
                 item = None
             if item is None:
                 break
@@ -253,7 +254,8 @@ class Pipeline(Generic[Payload]):
         return (bool(self._ready) or self._all_ready) and self.points.acknowledged >= self._barrier
 
     def _has_work(self) -> bool:
-        last = self._closing and self._all_ready and not self._in_training  # only then nothing is added any more
+        # only then nothing is added any more; fewer than none where some were abandoned and then updated all the same
+        last = self._closing and self._all_ready and self._in_training <= 0
         return bool(self._victims or self._trained) or self._flush_wanted > self._flush_done or last
 
     def _ended(self) -> bool:

@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from bagpipe import embedding_device
+from bagpipe.cache import RowCache
 from bagpipe.embedding import Call, Lookups, TableView
 from bagpipe.embedding_device import DeviceBags, is_host
 from bagpipe.errors import GradientError, ModelError
+from bagpipe.handles import training_base
 from bagpipe.kernels.bag import accumulate
 from bagpipe.kernels.lanes import adjacent
 from bagpipe.kernels.parallel import Task, Workers
 from bagpipe.kernels.update import apply, first_not_finite
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, Scalars
+from bagpipe.oracle.plan import Plan
 
 FINITE = -1
 
@@ -44,6 +47,10 @@ class RowUpdate:
         """Forget the gradients: they have been used, or another batch begins."""
         self._gradients, self._made_of, self._opened = None, [], False
         self._lookups.forget()
+
+    def weigh(self, weight: float) -> None:
+        """Gradients of look-ups from now on count this much."""
+        self._lookups.weight = weight
 
     def zero(self) -> None:
         """Forget the gradients so far; a backward pass may follow."""
@@ -132,6 +139,22 @@ class RowUpdate:
                 vectors = vectors if adjacent(vectors) else np.ascontiguousarray(vectors)
                 bad = accumulate(vectors, call.bags, grads.numpy(), call.column)
                 assert bad < 0, "the forward pass has checked every handle"
+
+
+def views_of(plan: Plan, cache: RowCache) -> list[TableView]:
+    """The rows of an iteration, table by table, in the cache."""
+    views = []
+    for table, group in enumerate(cache.group):
+        ids, slots = plan.rows.of_table(table)
+        views.append(TableView(cache.data[group], slots, ids, training_base(table, plan.iteration)))
+    return views
+
+
+def holder_of(grads: Tensor) -> Tensor:
+    """A parameter that has these gradients, and takes no memory."""
+    holder = torch.zeros(1, dtype=grads.dtype, device=grads.device).expand(grads.shape)
+    holder.grad = grads
+    return holder
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> float:
