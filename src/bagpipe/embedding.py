@@ -57,10 +57,10 @@ class TableView:
 class Call:
     """One look-up of a forward pass: what the row update needs of it."""
 
-    __slots__ = ("bags", "column", "grad", "over")
+    __slots__ = ("bags", "column", "grad", "over", "weight")
 
-    def __init__(self, bags: Bags | DeviceBags, column: int) -> None:
-        self.bags, self.column = bags, column
+    def __init__(self, bags: Bags | DeviceBags, column: int, weight: float = 1.0) -> None:
+        self.bags, self.column, self.weight = bags, column, weight
         self.grad: Tensor | None = None
         self.over = False
 
@@ -71,7 +71,8 @@ class Call:
                 "a backward pass reaches look-ups of an iteration that is over, or whose rows were updated already: "
                 "call loss.backward() before rows.step(), and before the next batch"
             )
-        self.grad = grad.detach() if self.grad is None else self.grad + grad.detach()
+        grad = grad.detach() if self.weight == 1.0 else grad.detach() * self.weight
+        self.grad = grad if self.grad is None else self.grad + grad
 
 
 class RowReader(Protocol):
@@ -100,6 +101,8 @@ class Lookups:
     """None: ids are looked up as they are, in the store."""
     recording: bool = False
     """Whether look-ups are remembered for a row update."""
+    weight: float = 1.0
+    """What gradients of look-ups count from now on."""
     pooling: Pooling = field(default_factory=Pooling)
     calls: list[list[Call]] = field(default_factory=list)
     """The look-ups of this iteration, a list for each table, in the order of the forward pass."""
@@ -211,7 +214,7 @@ class CachedLayer(Replacement):
             )
             shape = (len(bags), self.embedding_dim)
         if lookups.recording and self.trainable and torch.is_grad_enabled():
-            call = Call(counted, self.column)
+            call = Call(counted, self.column, lookups.weight)
             lookups.calls[self.table].append(call)
             output: Tensor = _Recorded.apply(lookups.anchor, self, view, bags, shape, call, pooled)  # type: ignore[no-untyped-call]
         else:

@@ -227,7 +227,7 @@ class JointChecker:
     def copied(self, rows: TableRows) -> None:
         """Updated rows will be written and stay in their slots: clean from now on."""
         with self._ledger.lock:
-            places = {copy.key: place for place, copy in self._copies.items()}
+            places = {copy.key: place for place, copy in self._copies.items() if copy.dirty}  # others may be old ones
             for row in rows.ids.tolist():
                 key = (rows.table, row)
                 if key not in places:

@@ -98,6 +98,19 @@ class Sync:
     """The same of those that make room for this plan's fetches."""
 
     @property
+    def divisor(self) -> int:
+        """What sums of weighted gradients are divided by: the samples of the first micro-batch that has any."""
+        return next((total for total in map(sum, self.samples) if total), 1)
+
+    def weight(self, micro: int) -> float:
+        """What this trainer's mean gradients of a micro-batch count: its samples, were the batch as large as the first.
+
+        So every micro-batch has its mean over all trainers, and these are added up, as with one trainer.
+        """
+        total = sum(self.samples[micro])
+        return self.samples[micro][self.rank] * (self.divisor / total) if total else 0.0
+
+    @property
     def totals(self) -> tuple[int, ...]:
         """Samples of each trainer in the iteration."""
         return tuple(map(sum, zip(*self.samples, strict=True)))

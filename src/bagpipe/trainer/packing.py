@@ -42,7 +42,7 @@ class Packing:
         """An unfilled buffer for each trainer's list."""
         return self._room(lists.counts(), self._vectors)
 
-    def gradients(self, lists: Lists, gradients: Mapping[int, Tensor], samples: int) -> list[Tensor]:
+    def gradients(self, lists: Lists, gradients: Mapping[int, Tensor], samples: float) -> list[Tensor]:
         """For each trainer the gradients that its list names, times the number of samples."""
         buffers = self.room_for_gradients(lists)
         for rank, buffer in enumerate(buffers):
@@ -51,7 +51,7 @@ class Packing:
         return buffers
 
     def shared(
-        self, rows: RowList, own: Lists, own_at: Int32s, gradients: Mapping[int, Tensor], samples: int
+        self, rows: RowList, own: Lists, own_at: Int32s, gradients: Mapping[int, Tensor], samples: float
     ) -> Tensor:
         """The gradients of shared rows, times the number of samples; zeros for those that this trainer does not use."""
         buffer = torch.zeros(int(np.diff(rows.bounds) @ self._gradients), device=self._cache.device)
@@ -127,7 +127,7 @@ class Packing:
                 yield table, items, buffer[done : done + len(items) * dim].view(len(items), dim)
                 done += len(items) * dim
 
-    def _scale(self, rows: Tensor, index: Int32s, samples: int, part: Tensor, at: Int32s) -> None:
+    def _scale(self, rows: Tensor, index: Int32s, samples: float, part: Tensor, at: Int32s) -> None:
         if self._host:
             exchange.gather_scaled(rows.numpy(), index, np.float32(samples), part.numpy(), at)
         else:

@@ -251,7 +251,7 @@ class RowSync:
         return lambda: self._left >= iteration or self._closing
 
     def _pack(self, sync: Sync, phase: Gradients, gradients: Mapping[int, Tensor]) -> _Packed:
-        samples = sync.totals[self.rank]
+        samples = sync.weight(0) if len(sync.samples) == 1 else 1.0  # gradients of several have their weights already
         send = self._packing.gradients(phase.send, gradients, samples)
         if self._owners:
             return _Packed(send, None)
@@ -261,7 +261,7 @@ class RowSync:
         self, group: Collective, sync: Sync, phase: Gradients, packed: _Packed, what: str
     ) -> Generator[Wait, None, Sums]:
         """The mean gradients over all trainers of the rows that this one updates: its own, and those that all share."""
-        total = sum(sync.totals)
+        total = sync.divisor
         received: list[Tensor | None] = [None] * self.trainers
         received[self.rank] = packed.send[self.rank]
         if self._owners:
