@@ -80,8 +80,8 @@ def follow(
     Finds who owns each row and how it comes to its users; the trainers that read it from the store (its owner, with its
     users if they read too; bits[SHARED] stands for all); and which rows of the plan before have to be updated NOW.
     A row that LEAVES and has one user is that user's. One of a table that is moving always belongs to one of its users;
-    its last owner, who holds its newest vector, sends it to them as ever. Rows to fetch come in the order of rows;
-    returns how many were met.
+    its last owner, who holds its newest vector, sends it to them as ever. `homes` are left as those who own the rows
+    that are fetched. These come in the order of rows; returns how many were met.
     """
     met = 0
     for t in range(bounds.shape[0] - 1):
@@ -105,6 +105,7 @@ def follow(
             owner = (word & OWNER) - 1
             if fetched:
                 state[place] = word
+                homes[f] = owner
                 takers[f] = bits[owner] | users[i] if users_read else bits[owner]
                 f += 1
                 kinds[i] = FETCHED
@@ -160,6 +161,7 @@ def follow_by_numpy(
     kinds[:] = np.where(fetched, FETCHED, np.where(before >= 0, NEXT, LATER))
     begins = np.repeat(bounds_before[:-1], np.diff(bounds))
     phases_before[(begins + before)[kinds == NEXT]] = NOW
+    homes[:] = owners[fetched]
     takers[:] = bits[owners[fetched]] | (users[fetched] * users.dtype.type(users_read))
     return int(fetched.sum())
 

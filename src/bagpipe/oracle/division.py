@@ -43,6 +43,7 @@ class Uses:
         kinds: Ranks,
         freed: Int32s,
         phases: Ranks,
+        homes: Ranks,
         takers: Masks,
         evict_by: Ranks,
         victims_by: Ranks,
@@ -53,14 +54,10 @@ class Uses:
         """Of each row: who has its newest vector, who updates it, how it comes to users, which plan freed its slot."""
         self.phases = phases
         """When each row is updated; known when the next plan is followed."""
+        self.homes = homes
+        """The owners of the rows that are fetched."""
         self.takers, self.evict_by, self.victims_by, self.flush_by = takers, evict_by, victims_by, flush_by
         """Who reads and who writes the rows that are fetched and that leave."""
-
-    @cached_property
-    def homes(self) -> Ranks:
-        """The owners of the rows that are fetched."""
-        homes: Ranks = self.owners[self.kinds == FETCHED]
-        return homes
 
     def vectors(self, kind: int) -> Vectors:
         """The vectors that owners send to other users of rows that come to them in this way."""
@@ -205,7 +202,9 @@ class Division:
         )
 
     def _dropped(self, leaving: RowList, writers: Ranks, rank: int) -> RowList:
-        return flagged(leaving, (writers != rank) & self.replicas)
+        if not self.replicas:
+            return RowList(leaving.ids[:0], leaving.slots[:0], np.zeros_like(leaving.bounds))
+        return flagged(leaving, writers != rank)
 
     def _fetch(self, rank: int) -> Fetch:
         fetch, takers = self.plan.fetch, self.uses.takers

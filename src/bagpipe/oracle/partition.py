@@ -117,23 +117,24 @@ class Partition:
             kernels.mark_leaving(plan.evict.bounds, plan.evict.slots, bases, state)
         holders, owners, kinds = np.empty((3, len(rows)), np.int8)
         freed, takers = np.empty(len(rows), np.int32), np.empty(len(fetch), self._bits.dtype)
+        homes = self._homes(fetch, sharing)
         last = self._waiting[-1] if self._waiting else None
         met = kernels.follow(
             rows.bounds, rows.slots, sharing.users, sharing.before,
             rows.bounds if last is None else last.plan.rows.bounds,
-            fetch.bounds, fetch.slots, fetch.slot_after, self._homes(fetch, sharing),
+            fetch.bounds, fetch.slots, fetch.slot_after, homes,
             self._bits, self.design != "partitioned", self._moving, bases, state,
             holders, owners, kinds, freed, owners[:0] if last is None else last.phases, takers,
         )  # fmt: skip
         assert met == len(fetch), f"plan {plan.iteration} fetches rows that its batch does not use"
         phases = np.full(len(rows), AFTERWARDS if self.delayed else NOW, np.int8)
         evict_by, flush_by = self._writers(plan.evict), self._writers(plan.flush)
-        notes = holders, owners, kinds, freed, phases, takers, evict_by, victims_by, flush_by
+        notes = holders, owners, kinds, freed, phases, homes, takers, evict_by, victims_by, flush_by
         self._waiting.append(Uses(plan, sharing, self.trainers, self._flows, *notes))
 
     def _homes(self, fetch: Fetch, sharing: Sharing) -> Ranks:
         if self.design == "owned":
-            return sharing.homes
+            return sharing.homes.copy()
         if self.design == "partitioned":
             return (fetch.slots % self.trainers).astype(np.int8)
         return np.full(len(fetch), SHARED, np.int8)
