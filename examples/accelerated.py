@@ -1,4 +1,7 @@
-"""The model of plain_pytorch.py with its tables out of the way and a small cache: the lines that differ are marked."""
+"""The model of plain_pytorch.py with its tables out of the way and a small cache: the lines that differ are marked.
+
+On two trainers with two servers: bagpipe launch --trainers 2 --servers 2 accelerated.py
+"""
 
 import sys
 
@@ -48,4 +51,4 @@ for batch in loader:
     optimizer.step()
     rows.step()  # new
 print(f"loss {loss.item():.4f}")
-torch.save(model.state_dict(), sys.argv[1] if len(sys.argv) > 1 else "model.pt")
+bagpipe.export(model, sys.argv[1] if len(sys.argv) > 1 else "model.safetensors")  # changed
