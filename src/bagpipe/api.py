@@ -71,12 +71,14 @@ def accelerate(
 
     The embedding layers are swapped at once, so build the dense optimizer afterwards. Use the result as a context
     manager around the training loop; leaving it, also by `break` or an exception, writes every row back. A model whose
-    earlier loop has ended can be accelerated again, and goes on with its rows.
+    earlier loop has ended can be accelerated again, and goes on with its rows. With several trainers
+    (docs/trainers.md), `rank` of the result says which one this is.
 
     Args:
         model: Has `nn.EmbeddingBag` or `nn.Embedding` layers; those on the meta device take no memory.
         loader: Yields batches of any shape (dicts, tuples, dataclasses, `bagpipe.Batch`, KeyedJaggedTensors), each in
-            tensors of its own; it is read ahead, by another thread.
+            tensors of its own; it is read ahead, by another thread. Under `bagpipe launch --trainers N` the first
+            trainer's batches are shared by all, and of the others' loaders only the first batch is looked at.
         rows: The optimizer of the embedding rows, or a `bagpipe.optim.PerTable`.
         cache: Size of the cache on the device: a number of rows, or bytes such as "2GB", optimizer state included.
         lookahead: How many batches the oracle reads ahead, the current one included: a row whose next use is among them

@@ -182,6 +182,16 @@ def test_a_batch_that_can_not_be_sent_is_refused_before_training():
     assert "'odd' is a set, so it can't be sent to other trainers" in str(errors[0])
 
 
+def test_a_part_that_is_too_large_to_be_sent_is_refused_before_training():
+    world = World()
+    large = torch.zeros(1).expand(6, 6_000_000)
+    given = [{"dense": batch.dense, "labels": batch.labels, "x": large, **batch.sparse} for batch in world.batches[:1]]
+    errors = world.trainers.failures(lambda rank: world.open(rank, given))
+    assert isinstance(errors[0], BatchError)
+    assert "one trainer's part takes 72 MB besides its ids, and 67 MB can be sent" in str(errors[0])
+    assert "72 MB" in str(errors[1])
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [
@@ -309,6 +319,24 @@ def test_a_saved_state_goes_on_where_it_was_on_all_trainers(stop):
 
     again.trainers.run(second)
     assert_identical(World().train(), again.state())
+
+
+def test_samples_that_were_placed_by_their_rows_go_on_from_the_beginning_only():
+    world = World("assign=aware")
+    position = {"iterations": 3, "batches": 3, "loader": None}
+
+    def script(rank):
+        with world.open(rank) as found:
+            tables = {table.name: {"ids": torch.empty(0, dtype=torch.int64)} for table in TABLES}
+            for layout in found.layouts:
+                tables[layout.table.name]["rows"] = torch.empty(0, layout.width)
+            found.load_state_dict({"tables": tables, "optimizer": world.rows[rank].state_dict(), "data": position})
+            for batch in found:
+                world.step(rank, batch)
+
+    errors = world.trainers.failures(script)
+    assert isinstance(errors[0], BatchError)
+    assert all("batch 3 comes out of turn" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("within", [True, False])

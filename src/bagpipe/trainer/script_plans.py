@@ -26,6 +26,7 @@ from bagpipe.trainer.source import Group, Plans, rewrite
 from bagpipe.wire.arrays import TYPES, Packing, Unpacking
 from bagpipe.wire.channel import Network
 from bagpipe.wire.dispatch import Reply
+from bagpipe.wire.limits import LIMITS
 from bagpipe.wire.listening import Listen
 from bagpipe.wire.messages import Failed, Message
 from bagpipe.wire.plan_messages import (
@@ -64,8 +65,14 @@ class SharedLoader(Divided):
         self.pack([self.without(part, self.adapter.extract(part, self.features, 0))], 0)
 
     def pack(self, batches: list[Any], number: int) -> memoryview:
-        """Batches as bytes, but for their ids."""
-        return pack_trees(batches, [self.adapter.paths[name] for name in self.features], self.types, number)
+        """Batches as bytes, but for their ids; BatchError if they are too many."""
+        packed = pack_trees(batches, [self.adapter.paths[name] for name in self.features], self.types, number)
+        if packed.nbytes > LIMITS.buffer_bytes:
+            raise BatchError(
+                f"batch {number}: one trainer's part takes {packed.nbytes / 1e6:.0f} MB besides its ids, and "
+                f"{LIMITS.buffer_bytes / 1e6:.0f} MB can be sent at once: make batches smaller, or use more trainers"
+            )
+        return packed
 
     def _parts(self, batch: Any) -> Sequence[tuple[Any, int]]:
         assert self._splitter is not None, "share comes first"
