@@ -136,10 +136,15 @@ class RowCache:
         self.dirty[group][slots] = False
         return TableRows(table, ids[changed], self.read(group, slots[changed]))
 
-    def drop(self, table: int, slots: Slots) -> None:
-        """Rows leave their slots, and another trainer writes them back."""
-        self.dirty[self.group[table]][slots] = False
-        self.tenant_table[self.group[table]][slots] = VACANT
+    def drop(self, table: int, ids: Ids, slots: Slots) -> None:
+        """Rows that another trainer writes back leave their slots, if they are there.
+
+        If not, an earlier tenant may be, which this trainer has still to write.
+        """
+        group = self.group[table]
+        slots = slots[(self.tenant_table[group][slots] == table) & (self.tenant_id[group][slots] == ids)]
+        self.dirty[group][slots] = False
+        self.tenant_table[group][slots] = VACANT
 
     def take_dirty(self) -> Iterator[TableRows]:
         """Updated rows of all tables, which stay in their slots and count as written from now on."""

@@ -142,7 +142,7 @@ class Checker:
                 self._leaving[held.key] = held.state
                 held.dirty = False
 
-    def dropped(self, table: int, slots: Slots) -> None:
+    def dropped(self, table: int, ids: Ids, slots: Slots) -> None:
         """Never called: there is no other trainer who would write the rows."""
 
     def written(self, rows: TableRows) -> None:

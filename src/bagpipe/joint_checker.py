@@ -205,11 +205,13 @@ class JointChecker:
                 trained[key] = Value(iteration, vector, whole, copy.version)
                 self._copies[place] = Copy(key, iteration, vector, whole, dirty=True)
 
-    def dropped(self, table: int, slots: Slots) -> None:
+    def dropped(self, table: int, ids: Ids, slots: Slots) -> None:
         """Copies of rows that another trainer writes back are given up."""
         with self._ledger.lock:
-            for place in self._places(table, slots):
-                self._copies.pop(place, None)
+            for row, place in zip(ids.tolist(), self._places(table, slots), strict=True):
+                copy = self._copies.get(place)
+                if copy is not None and copy.key == (table, row):
+                    del self._copies[place]
 
     def copied_out(self, table: int, ids: Ids, slots: Slots, rows: TableRows) -> None:
         """Rows leave their slots: those with an update must be among the ones that will be written."""

@@ -93,6 +93,8 @@ def test_every_pair_of_settings_is_bit_identical(row):
     policy=st.sampled_from(["lookahead", "lru", "nocache"]),
     cache=st.integers(36, 60),
 )
+# A trainer is late in writing a row whose slot has a later tenant elsewhere, which it never had and gives up.
+@example(0, 0.5, {"write-back"}, "lrpp", False, 3, "lookahead", 36)
 def test_every_schedule_is_bit_identical(seed, eagerness, last, design, delayed, lookahead, policy, cache):
     world = World(BATCHES, "adam", trainers=3)
     lookahead = 1 if policy == "nocache" else lookahead

@@ -47,8 +47,8 @@ class Observer(Protocol):
     def copied(self, rows: TableRows) -> None:
         """Updated rows were copied from their slots, where they stay; they will be written."""
 
-    def dropped(self, table: int, slots: Slots) -> None:
-        """The rows in these slots left them, and another trainer writes them."""
+    def dropped(self, table: int, ids: Ids, slots: Slots) -> None:
+        """These rows left their slots, if they were there, and another trainer writes them."""
 
     def written(self, rows: TableRows) -> None:
         """The store has these rows."""
@@ -306,10 +306,10 @@ class Pipeline(Generic[Payload]):
 
     def _drop(self, leaving: RowList | None) -> None:
         """Forget rows that another trainer writes back."""
-        for table, _, slots in () if leaving is None else tables_of(leaving):
-            self._cache.drop(table, slots)
+        for table, ids, slots in () if leaving is None else tables_of(leaving):
+            self._cache.drop(table, ids, slots)
             if self._observer:
-                self._observer.dropped(table, slots)
+                self._observer.dropped(table, ids, slots)
 
     def _write(self, leaving: list[TableRows], passed: int = NO_ITERATION) -> Stage:
         """Write rows of tables that differ, after which all up to iteration `passed` are written."""

@@ -165,10 +165,10 @@ class RowSync:
             for rows, sums in self._drive(self._sum(critical, sync, sync.gradients, now, _gradients_of(number))):
                 self._apply(number, rows, sums, scalars)
         self._reduced = None
-        for table, _, slots in tables_of(sync.drop):
-            self._cache.drop(table, slots)  # or a barrier could write what its last user has updated alone
+        for table, ids, slots in tables_of(sync.drop):
+            self._cache.drop(table, ids, slots)  # or a barrier could write what its last user has updated alone
             if self._observer is not None:
-                self._observer.dropped(table, slots)
+                self._observer.dropped(table, ids, slots)
         self._drive(self._send(critical, sync.values, f"rows of iteration {number}"))
         self._synchronised = number
         if self._peers.delayed:
