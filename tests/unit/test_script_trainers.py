@@ -15,6 +15,7 @@ from bagpipe.api import accelerate
 from bagpipe.oracle.assign import Assigner
 from bagpipe.state import of_store
 from bagpipe.types import Ids
+from keyed import KeyedJagged
 from scripts import Trainers
 from support import (
     OPTIMIZERS,
@@ -143,6 +144,61 @@ def test_batches_of_any_shape_give_the_same_bits(shape, assign):
     batches = make_batches(6, last=3)
     found, _ = train(Trainers(2, f"assign={assign}"), [pack(batch) for batch in batches], unpack=unpack)
     assert_identical(reference(batches, assign=assign), found)
+
+
+class Bags(nn.Module):
+    """Two bags of ids, however they come."""
+
+    def __init__(self, ending):
+        super().__init__()
+        self.a, self.b = (nn.EmbeddingBag(30, 3, mode="sum", include_last_offset=ending) for _ in range(2))
+        self.top = nn.Linear(6, 1)
+
+    def forward(self, ids):
+        if isinstance(ids, KeyedJagged):
+            ids = {key: (ids[key].values(), ids[key].offsets()[:-1]) for key in ids.keys()}  # noqa: SIM118
+        return self.top(torch.cat([self.a(*ids["a"]), self.b(*ids["b"])], 1)).squeeze(1)
+
+
+def bags(shape, count=6, samples=5):
+    """Batches of the same bags in one of three shapes."""
+    random = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        lengths = torch.randint(0, 4, (2, samples), generator=random)
+        values = [torch.randint(30, (int(part.sum()),), generator=random) for part in lengths]
+        labels = torch.rand(samples, generator=random)
+        edges = [torch.cat([torch.zeros(1, dtype=torch.int64), part.cumsum(0)]) for part in lengths]
+        if shape == "keyed":
+            ids = KeyedJagged(["a", "b"], torch.cat(values), None, lengths.reshape(-1))
+        else:
+            ends = [part if shape == "ending" else part[:-1] for part in edges]
+            ids = {"a": (values[0], ends[0]), "b": (values[1], ends[1])}
+        yield {"ids": ids, "labels": labels}
+
+
+def test_bags_give_the_same_bits_as_pairs_with_and_without_their_end_and_keyed():
+    found = []
+    for shape in ("pairs", "ending", "keyed"):
+        trainers = Trainers(2)
+        torch.manual_seed(5)
+        models = [Bags(shape == "ending") for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+
+        def script(rank, shape=shape, trainers=trainers, models=models):
+            model, rows = models[rank], optim.Adagrad(0.1)
+            with accelerate(model, list(bags(shape)), rows, cache=200, **trainers.options(rank)) as batches:
+                dense = dense_sgd(list(model.parameters()))
+                for batch in batches:
+                    dense.zero_grad()
+                    nn.functional.mse_loss(model(batch["ids"]), batch["labels"]).backward()
+                    dense.step()
+                    rows.step()
+            return model.state_dict()
+
+        found += trainers.run(script)
+    for state in found[1:]:
+        for name, value in found[0].items():
+            assert torch.equal(state[name], value), name
 
 
 def test_parts_are_of_the_loaders_own_types_on_every_trainer():

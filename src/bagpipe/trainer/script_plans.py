@@ -134,6 +134,10 @@ class ServedPlans:
             raise WireError("a message of another run: check the addresses")
         if not isinstance(body, DescribePlans | NextPlan):
             raise WireError(f"trainer 0 was sent {type(body).__name__}: it gives plans only")
+        if not 1 <= body.trainer < self._partition.trainers:
+            raise WireError(
+                f"trainer {body.trainer} asks trainer 0 for plans: 1 to {self._partition.trainers - 1} may do that"
+            )
         if self._interrupted and self._end is not None:
             reply(Message(message.run, message.generation, message.request, self._end.body))
         elif isinstance(body, NextPlan):
