@@ -256,16 +256,8 @@ class Batches:
 
     def stats(self) -> dict[str, Any]:
         """What has moved so far, and how long training waited for it."""
-        traffic = self._pipeline.traffic
-        return {
-            "iterations": traffic.iterations,
-            "hit_rate": traffic.hit_rows / traffic.unique_rows if traffic.unique_rows else math.nan,
-            "fetched_rows": traffic.fetched_rows,
-            "fetched_bytes": traffic.fetched_bytes,
-            "written_rows": traffic.written_rows,
-            "stall_seconds": traffic.stall_s,
+        return self._pipeline.traffic.summary() | {
             "data_wait_seconds": self._data_wait_s,
-            "lookahead": traffic.lookahead,
             "cache_rows": sum(self.cache.capacity),
             "cache_bytes": self.cache.num_bytes,
         }

@@ -10,6 +10,7 @@ Queues are bounded by `depth` plans (I5).
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -81,6 +82,18 @@ class Traffic:
     def lookahead(self) -> float:
         """Effective lookahead, mean over iterations."""
         return self.lookahead_sum / max(1, self.iterations)
+
+    def summary(self) -> dict[str, float]:
+        """For people."""
+        return {
+            "iterations": self.iterations,
+            "hit_rate": self.hit_rows / self.unique_rows if self.unique_rows else math.nan,
+            "fetched_rows": self.fetched_rows,
+            "fetched_bytes": self.fetched_bytes,
+            "written_rows": self.written_rows,
+            "stall_seconds": self.stall_s,
+            "lookahead": self.lookahead,
+        }
 
 
 class Pipeline(Generic[Payload]):
