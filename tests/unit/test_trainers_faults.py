@@ -279,7 +279,6 @@ def test_a_gradient_that_is_not_finite_on_one_trainer_is_an_error_on_all(schedul
     fails((GradientError, PipelineError), "iteration 2: .*not finite", make(scheduled), loop, GradientError)
     assert sorted(heard) == [0, 1, 2]
     assert all("iteration 2" in str(error) and "not finite" in str(error) for error in heard.values())
-    assert isinstance(heard[1], GradientError)
 
 
 def test_trainers_that_begin_with_other_weights_are_refused(scheduled):
