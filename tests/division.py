@@ -179,6 +179,7 @@ class Trainers:
         for receiver, place, held in arriving:
             assert self.slots[receiver].get(place) != held, "a value is sent to somebody who has it"
             self.slots[receiver][place] = held
+            self.narrow[receiver].discard(place)  # of a tenant before this one
             if self.has_state(held[0]):
                 self.narrow[receiver].add(place)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import fields
-from threading import Lock
+from dataclasses import fields, replace
 
 from bagpipe.config import load_config
 from bagpipe.data.service import DataProcessorService, RemoteBatches
@@ -33,21 +32,25 @@ LONG = ["epochs=6"]
 """So many that they can't all be on their way when the first few are trained."""
 
 
-_making = Lock()
+class Made(Job):
+    """A run whose trainers are threads: models are made before, with PyTorch's one random generator."""
 
+    models = ()
 
-class OneAtATime(Job):
-    """A run whose trainers are threads: models are made with PyTorch's one random generator."""
+    def made(self, trainers):
+        """The same run with so many models, one for each call of `model`."""
+        job = replace(self)
+        object.__setattr__(job, "models", [super(Made, self).model() for _ in range(trainers)])
+        return job
 
     def model(self):
-        with _making:
-            return super().model()
+        return self.models.pop() if self.models else super().model()
 
 
 def make_job(path, *settings):
     """A small run."""
     job = prepare(load_config(None, [*SETTINGS, *settings]), path)
-    return OneAtATime(**{field.name: getattr(job, field.name) for field in fields(job)})
+    return Made(**{field.name: getattr(job, field.name) for field in fields(job)})
 
 
 def quiet(*_):
@@ -113,6 +116,7 @@ class Served:
         rows = MemoryStore(job.model()[2])
         if trainers == 1:
             return [train_remote(job, self.plans(), rows, report)]
+        job = job.made(trainers)
         drivers = [Threads(60) for _ in range(trainers)]
 
         def notify():

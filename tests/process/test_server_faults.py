@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +28,16 @@ from support import OPTIMIZERS, assert_identical, make_batches, train_accelerate
 from wire_support import get
 
 RUN = bytes(range(16))
+
+
+def wait_until_stopped(pid):
+    """SIGSTOP reaches the threads of a process one by one."""
+    until = time.monotonic() + 10
+    while any(
+        task.read_text().rpartition(")")[2].split()[0] != "T" for task in Path("/proc").glob(f"{pid}/task/*/stat")
+    ):
+        assert time.monotonic() < until, "the process does not stop"
+        time.sleep(0.001)
 
 
 def opening(addresses, security=None, **options):
@@ -86,6 +98,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_request_is_named_and_the_oth
             store.write(0, ids, values(0, 200))
             pid = started.pids[1]
             os.kill(pid, signal.SIGSTOP)  # so that the request is under way, and stays so
+            wait_until_stopped(pid)
             ending = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
             ending.start()
             with pytest.raises(StoreError, match=rf"server 1 at .* \(process {pid}\) ended with exit code -9"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ MODELS: dict[str, type[RecommendationModel]] = {
 }
 
 
+_BUILDING = Lock()
+"""The global generator is borrowed: two models that are made at once would draw each other's numbers."""
+
+
 def build_model(
     name: str,
     tables: Sequence[Table],
@@ -62,7 +67,7 @@ def build_model(
     unknown = sorted(layers.keys() - known)
     if unknown:
         raise ConfigError(f"model {name!r} has no {unknown[0]!r}: it takes {', '.join(sorted(known))}")
-    with torch.random.fork_rng(devices=[]):
+    with _BUILDING, torch.random.fork_rng(devices=[]):
         # Only the CPU's generator is restored afterwards, so only that one is seeded.
         torch.default_generator.manual_seed(seed)
         return model(tables, num_dense, dim, device=device, **layers)  # type: ignore[call-arg]
