@@ -6,13 +6,14 @@ could say; then all who wait in it are let go (I7).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
 from bagpipe.trainer.meeting import Meeting, describe, sentence
 
 
-class BackendGroup:
+class BackendGroup(ABC):
     """One end of a group, usable until its first failure."""
 
     def __init__(self, group: Any, meeting: Meeting, purpose: str, deadline_s: float) -> None:
@@ -84,6 +85,6 @@ class BackendGroup:
         self.disconnect()
         return self._failure
 
+    @abstractmethod
     def disconnect(self) -> None:
         """End the waits of all threads and peers."""
-        raise NotImplementedError
