@@ -87,7 +87,7 @@ NAMES: dict[str, str] = {
     "oracle.batch.read": "the oracle has its next batch; it is not planned",
     "oracle.plan.made": "a plan is made; no trainer can have it",
     "oracle.plan.sent": "a plan was sent to a trainer",
-    "data.group.read": "a data processor has read a group of batches; none was given",
+    "data.group.read": "a data processor has read a batch; it was not given",
     "data.batch.sent": "a batch was sent to the oracle",
     # any process that listens
     "wire.received": "a message has come; nobody has seen it",

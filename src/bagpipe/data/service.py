@@ -22,6 +22,7 @@ from bagpipe.data.order import BatchOrder
 from bagpipe.data.samples import Samples
 from bagpipe.data.samples_wire import pack_samples
 from bagpipe.errors import ConfigError, PipelineError, WireError
+from bagpipe.failpoints import reach
 from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.channel import Network
 from bagpipe.wire.dispatch import Reply
@@ -161,6 +162,7 @@ class DataProcessorService:
         reading = self._group(group)
         self._read_ahead(group + self._processors)
         samples = reading.result()[body.number % self._order.group_batches]
+        reach("data.group.read")
         packing = Packing()
         head = pack_samples(samples, body.number, packing)
         buffers = packing.buffers()
@@ -169,6 +171,7 @@ class DataProcessorService:
             self._bytes_sent += sum(buffer.nbytes for buffer in buffers)
             self._last_batch = body.number
         reply(Message(message.run, message.generation, message.request, GotBatch(head), buffers))
+        reach("data.batch.sent")
 
     def _group(self, group: int) -> Future[list[Samples]]:
         """Samples of a group by batch, being read if not there; what was not used for longest is dropped (I5)."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from threading import Condition
 
 from bagpipe.errors import WireError
+from bagpipe.failpoints import reach
 from bagpipe.wire.dispatch import Reply
 from bagpipe.wire.messages import Body, Message
 from bagpipe.wire.plan_messages import NotYet
@@ -143,3 +144,4 @@ class Outbox:
             self.bytes_sent += sum(buffer.nbytes for buffer in answer.buffers)
         message = request.message
         request.reply(Message(message.run, message.generation, message.request, answer.body, answer.buffers))
+        reach("oracle.plan.sent")

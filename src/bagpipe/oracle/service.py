@@ -18,6 +18,7 @@ from typing import Literal
 
 from bagpipe.config import cache_size
 from bagpipe.errors import BagpipeError, BatchError, ConfigError, DeadlineError, PipelineError, WireError
+from bagpipe.failpoints import reach
 from bagpipe.oracle.assign import ASSIGNERS, Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.lookahead import Oracle, mask_type
@@ -252,6 +253,7 @@ class OracleService:
             answers = [
                 Answer(*pack_plan(part, group.batches, source.features, self._fingerprint)) for part, group in parts
             ]
+            reach("oracle.plan.made")
             self._lookahead = plan.lookahead
             if not self._outbox.put(plan.iteration, answers):
                 raise PipelineError("the oracle was closed")
@@ -273,6 +275,7 @@ class OracleService:
 
 def _divide(assigner: Assigner, batch: Batch) -> list[tuple[Batch, int]]:
     """Each trainer's part of a batch, and how many samples it has."""
+    reach("oracle.batch.read")
     return [(part, len(part)) for part in assigner(batch).parts(batch)]
 
 

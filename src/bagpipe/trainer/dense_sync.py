@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bagpipe.errors import ModelError, PipelineError
+from bagpipe.failpoints import reach
 from bagpipe.trainer.collective import Collective, Pending, RankOrderSum, sum_in_rank_order
 from bagpipe.trainer.stages import Driver, Stage, Wait
 
@@ -182,6 +183,7 @@ class DenseSync:
                 if self._closing:
                     return
                 yield from self._average()
+                reach("trainer.dense.exchanged")
                 if not self._closing:
                     self._done += 1
         except Exception as error:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bagpipe.cache import RowCache, TableRows
+from bagpipe.failpoints import reach
 from bagpipe.oracle.plan import Fetch, Plan
 from bagpipe.oracle.row_list import RowList
 from bagpipe.store.base import NO_ITERATION, Store
@@ -200,6 +201,7 @@ class Pipeline(Generic[Payload]):
                 item = None
             if item is None:
                 break
+            reach("trainer.plan.received")
             self._planned.append(item)
         self._exhausted = True
 
@@ -224,6 +226,7 @@ class Pipeline(Generic[Payload]):
             if self._ended():
                 break
             fetched = self._read(plan, after)
+            reach("trainer.fetch.read")
             freed = int(plan.fetch.slot_after.max(initial=-1))
             yield self._until(f"evictions of iteration {freed} to leave", self._reached("copied_out", freed))  # wait 2
             if self._ended():
@@ -233,6 +236,7 @@ class Pipeline(Generic[Payload]):
                     if self._observer:
                         self._observer.inserted(plan, rows.table, rows.ids, slots)
                     self._cache.insert(rows.table, rows.ids, slots, rows.values)
+            reach("trainer.fetch.inserted")
             self.traffic.fetched_rows += len(plan.fetch.ids)
             self.traffic.fetched_bytes += sum(rows.values.nbytes for rows, _ in fetched)
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
@@ -251,9 +255,11 @@ class Pipeline(Generic[Payload]):
                 self._drop(None if plan.sync is None else plan.sync.drop)
                 kept = self._observed(self._cache.copy_kept(*part) for part in tables_of(plan.flush))
                 self.points.copied_out = plan.iteration
+                reach("trainer.evict.copied")
                 if kept:
                     yield from self._write(kept)
                 yield from self._write(leaving, plan.iteration)
+                reach("trainer.evict.written")
                 self.points.acknowledged = plan.iteration
             elif self._flush_wanted > self._flush_done:
                 wanted = self._flush_wanted

@@ -19,6 +19,7 @@ from bagpipe import embedding_device
 from bagpipe.cache import RowCache
 from bagpipe.embedding_device import is_host
 from bagpipe.errors import GradientError, PipelineError
+from bagpipe.failpoints import reach
 from bagpipe.kernels.update import apply
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Scalars
@@ -170,6 +171,7 @@ class RowSync:
             if self._observer is not None:
                 self._observer.dropped(table, ids, slots)
         self._drive(self._send(critical, sync.values, f"rows of iteration {number}"))
+        reach("trainer.sync.critical")
         self._synchronised = number
         if self._peers.delayed:
             self._tasks.append(_Delayed(plan, later, scalars))
@@ -241,6 +243,7 @@ class RowSync:
                 for rows, sums in (yield from self._sum(group, sync, sync.later_gradients, task.packed, what)):
                     self._apply(number, rows, sums, task.scalars)
             yield from self._send(group, sync.later_values, f"delayed rows of iteration {number}")
+            reach("trainer.sync.delayed")
             self._tasks.popleft()
             yield Wait(f"training to leave iteration {number}", self._has_left(number))
             if self._left < number:

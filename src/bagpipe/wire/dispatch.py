@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from bagpipe.errors import BagpipeError, WireError
+from bagpipe.failpoints import reach
 from bagpipe.wire.frames import Envelope, Frame, decode, encode, envelope
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.messages import Failed, Message
@@ -37,6 +38,7 @@ class Dispatcher:
                 self._fail(sender, type(error).__name__, str(error), send)
             return
         try:
+            reach("wire.received")
             self._handler(peer, message, lambda answer: self._reply(answer, send))
         except BagpipeError as error:
             self._fail(_sender(message), type(error).__name__, str(error), send)
