@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,8 @@ from bagpipe.errors import StoreError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from bagpipe.checkpoint.manifest import FileEntry
 
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -132,6 +135,61 @@ class Store(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Marked(Protocol):
+    """A store whose rows can be returned to marks, and written to checkpoints while training goes on.
+
+    A mark is named by `done`, the number of iterations that are over. `mark`, `return_to` and `load` want readers and
+    writers at rest; everything else may go on beside them. What fails has changed nothing, unless it says so.
+    """
+
+    def mark(self, done: int) -> None:
+        """Make the rows as they are now a point to return to, later than all others; it outlives this process where
+        there is a journal.
+        """
+
+    def marks(self) -> list[int]:
+        """The marks that rows can be returned to, in ascending order; old ones may have been given up meanwhile."""
+
+    def forget(self, before: int) -> None:
+        """Drop the marks below `before` and what was kept with them. Without any mark, writes cost nothing more."""
+
+    def settle(self, done: int) -> None:
+        """The checkpoint of mark `done` is complete: whatever is logged of earlier writes is not needed any more.
+
+        To be called once after each checkpoint, also when the mark itself is forgotten; else the journal only grows.
+        """
+
+    def return_to(self, done: int) -> None:
+        """Make all rows what they were at a mark; StoreError if there is none. Later marks and what they kept are gone.
+
+        A store that begins with a journal of an earlier process takes no other work until this, or `load`, was called.
+        """
+
+    def keep(self, done: int, name: str, blob: bytes) -> None:
+        """Keep bytes with a mark, one that is there or the next to be made; a name given twice has the later bytes.
+
+        A name is letters, digits, dots, dashes and underscores.
+        """
+
+    def kept(self, done: int) -> dict[str, bytes]:
+        """What was kept with a mark, by name; empty where there is no such mark."""
+
+    def save(
+        self, done: int, directory: Path, names: Sequence[str], *, since: int | None = None, compress: str | None = None
+    ) -> list[FileEntry]:
+        """Write the rows of a mark to files in a directory, and return when they are there; training may go on.
+
+        Names are those of the tables, by number. With `since`, an earlier mark, forgotten or not, only rows written
+        after it are sure to be in the files; all are where this store does not remember that mark.
+        """
+
+    def load(self, done: int, directory: Path, names: Sequence[str]) -> None:
+        """Replace all rows by those of checkpoint `done` of a directory of checkpoints; then that is the only mark.
+
+        If it fails in the middle, the store refuses all work until it is called again.
+        """
 
 
 def check_widths(tables: Sequence[RowSource]) -> tuple[RowSource, ...]:
