@@ -144,6 +144,30 @@ class SyncConfig(Section):
     """Gradients of trainers are added in the order of their ranks; off: in any order, so that bits can differ."""
 
 
+class CheckpointConfig(Section):
+    """Files that a run can go on from, in `checkpoints` of its directory. No setting changes the result."""
+
+    every: Positive | None = None
+    """Iterations from one checkpoint to the next, and one at the end; not given: none are written."""
+    keep: Positive = 3
+    """How many of the last ones stay."""
+    full_every: Positive = 10
+    """Every so many of them all rows are written; the others hold the rows written since the one before."""
+    compress: Literal["none", "zstd"] = "none"
+    """How the files of rows are packed."""
+
+
+class RecoveryConfig(Section):
+    """How `bagpipe launch` goes on after a process was lost. No setting changes the result."""
+
+    every: Positive = 100
+    """Iterations between points that rows can be returned to; what came after the last one is trained again."""
+    restarts_max: Annotated[int, Field(ge=0)] = 3
+    """How often each process is started again; 0: a lost one ends the run."""
+    history: str = "1GB"
+    """Memory that each server may take for earlier values of rows; with less, a run returns further back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """A number of bytes."""
@@ -213,6 +237,8 @@ class Config(Section):
     servers: Annotated[int, Field(ge=0, le=256)] = 0
     """How many embedding servers hold the rows, each a process of its own; 0: the trainer's process holds them."""
     wire: WireConfig = WireConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     check: bool = False
     """Follow every row and stop at the first wrong value; slow. Not of trainers in processes of their own."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -243,6 +269,7 @@ class Config(Section):
                 f"assign 'aware' is for at most {AWARE_TRAINERS_MAX} trainers, not {self.trainers}: use 'round_robin'"
             )
         cache_size(self.cache)
+        memory_bytes("recovery.history", self.recovery.history)
         if self.store_memory is not None:
             store_memory_bytes(self.store_memory, self.store)
         return self
