@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from bagpipe.errors import ClusterError
+from bagpipe.failpoints import reach
 
 _log = logging.getLogger(__name__)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -146,12 +147,17 @@ class Supervisor(Generic[ResultT]):
     def _recover(self, lost: Mapping[str, str], start: Point) -> Point:
         """Bring everybody to one point; a loss meanwhile begins it anew."""
         self.generation += 1
+        reach("recovery.begun")
         self._crew.abandon(self.generation)
+        reach("recovery.ended")
         self._crew.restart(lost.keys())
+        reach("recovery.restarted")
         point = self._newest(start)
+        reach("recovery.chosen")
         for role, cause in lost.items():
             self._log(f"{role} was lost: {cause}; going back to {point}")
         self._crew.return_to(point)
+        reach("recovery.returned")
         return point
 
     def _newest(self, start: Point) -> Point:
