@@ -13,6 +13,7 @@ these is raised: a file that was being written is gone, a cache that was being t
     ├── CapacityError       the cache can't hold what one iteration needs
     ├── GradientError       a gradient is not finite
     ├── StoreError          rows can't be read or written where they live
+    ├── CheckpointError     a checkpoint is missing, damaged, of another version or model, or can't be written
     ├── WireError           bytes or a peer that can't be trusted: malformed, too long, of another version, run or key
     ├── ClusterError        a part of a run on a cluster can't be started, or was lost; names it and the reason
     ├── ConsistencyError    the checker found a stale, lost or doubled value: a defect of Bagpipe, please report it
@@ -62,6 +63,10 @@ class GradientError(BagpipeError, ArithmeticError):
 
 class StoreError(BagpipeError, OSError):
     """Rows can't be read or written where they live."""
+
+
+class CheckpointError(BagpipeError):
+    """A checkpoint is missing, damaged, of another version or model, or can't be written."""
 
 
 class WireError(BagpipeError):
