@@ -147,7 +147,7 @@ def test_memory_that_is_not_the_clients_is_not_shared(attacked):
 def test_a_wrong_version_is_told_both_numbers(attacked):
     header, *rest = frames_of(Read([Part(0, 1)]), bytes(8))
     with raw_peer.greet(attacked) as peer:
-        assert b"version 9, this is version 2" in told(peer, header[:4] + b"\x09" + header[5:], *rest)
+        assert b"version 9, this is version 3" in told(peer, header[:4] + b"\x09" + header[5:], *rest)
 
 
 class Trap:

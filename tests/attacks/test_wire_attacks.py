@@ -153,7 +153,7 @@ def test_a_message_that_never_ends_is_cut_off(listener):
 def test_a_wrong_version_is_told_both_numbers(listener):
     header, body, ids = frames_of(a_read(1, request=5))
     (told,) = answers_to(listener, 1, header[:4] + b"\x09" + header[5:], body, ids)
-    assert b"version 9, this is version 2" in told
+    assert b"version 9, this is version 3" in told
 
 
 def test_a_wrong_version_of_zeromq_is_hung_up_on(listener):

@@ -18,6 +18,7 @@ import msgspec
 from bagpipe.wire.plan_messages import PlanBody
 from bagpipe.wire.records import NO_ITERATION as NO_ITERATION
 from bagpipe.wire.records import Count, Iteration, Positive, Record
+from bagpipe.wire.recovery_messages import RecoveryBody
 
 ALL_COLUMNS = 0
 """Of a part."""
@@ -52,6 +53,8 @@ class Open(Record, frozen=True):
     widths: list[Positive]
     """Of the rows of each table; all clients of a run must agree."""
     shared: SharedMemory | None = None
+    passed: Iteration = NO_ITERATION
+    """What this trainer has written before it came is of iterations up to this one."""
 
 
 class Opened(Record, frozen=True):
@@ -87,7 +90,10 @@ class Rows(Record, frozen=True):
 
 
 class Waiting(Record, frozen=True):
-    """Not yet: these trainers have not passed the iteration of the read. Ask again; nothing is kept of it."""
+    """Not yet: these trainers have not passed the iteration of the read. Ask again; nothing is kept of it.
+
+    Without trainers: the server is not ready for any request, because its rows are being replaced.
+    """
 
     trainers: list[Count]
     passed: list[Iteration]
@@ -186,6 +192,7 @@ Body: TypeAlias = (
     | Stats
     | Failed
     | PlanBody
+    | RecoveryBody
 )
 
 

@@ -32,6 +32,7 @@ from bagpipe.wire.messages import (
     Write,
     Written,
 )
+from bagpipe.wire.recovery_messages import Keep, Kept, KeptBlob, Marks, Recover, Save
 
 RUN = bytes(range(16))
 SMALL = Limits(body_bytes=100, buffers=2, buffer_bytes=64, message_bytes=120)
@@ -54,6 +55,11 @@ SAMPLES = [
     message(Sync()),
     message(AskStats()),
     message(Failed("StoreError", "the disk is full")),
+    message(Keep(100, "trainer-0", 9, 7, 6), b"abc"),
+    message(Kept([KeptBlob("trainer-0", 9, 7)])),
+    message(Save(0, 4, 100, "/run/checkpoints/.tmp-00000100", ["ad", "user"], None, "zstd")),
+    message(Recover(None, None)),
+    message(Marks(1, 3, [100, 200])),
 ]
 
 
@@ -125,8 +131,8 @@ IDS = bytes(8)
         ([header()] * 7, "a message of 7 frames: 2 to 4 are allowed"),
         ([b"x", b""], "a header of 1 bytes"),
         ([header(magic=b"HTTP"), body(), IDS], "begins with b'HTTP'"),
-        ([header(version=1), body(), IDS], "the peer speaks version 1, this is version 2: run the same release"),
-        ([header(version=3), body(), IDS], "the peer speaks version 3, this is version 2"),
+        ([header(version=2), body(), IDS], "the peer speaks version 2, this is version 3: run the same release"),
+        ([header(version=4), body(), IDS], "the peer speaks version 4, this is version 3"),
         ([header(number=200), body(), IDS], "message type 200 is unknown"),
         ([header(lengths=(8, 8)), body(), IDS], "a header of 56 bytes: with 1 buffers it has 48"),
         ([header(body=len(body())), body()], "announces 1 buffers, 0 came"),
@@ -189,7 +195,9 @@ def test_records_keep_their_numbers():
     assert names == [
         "Open", "Opened", "Unopened", "Read", "Rows", "Waiting", "Write", "Written", "Scan", "Scanned", "Sync",
         "Synced", "AskStats", "Stats", "Failed", "GetBatch", "GotBatch", "NotYet", "DescribePlans", "PlansDescribed",
-        "NextPlan", "Planned", "NoMorePlans", "PlannedPart",
+        "NextPlan", "Planned", "NoMorePlans", "PlannedPart", "Mark", "Forget", "Settle", "ReturnTo", "AskMarks",
+        "Marks", "Keep", "Keeping", "AskKept", "Kept", "AskBlob", "Blob", "Save", "Load", "AskWork", "Working",
+        "Worked", "Recover",
     ]  # fmt: skip
 
 
