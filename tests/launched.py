@@ -10,7 +10,8 @@ from pathlib import Path
 
 from bagpipe.cluster import keeper
 from bagpipe.config import load_config
-from bagpipe.training import prepare, train
+from bagpipe.job import prepare
+from bagpipe.training import train
 
 BAGPIPE = [sys.executable, "-c", "from bagpipe.cli import main; main()"]
 TINY = ["data.preset=tiny", "data.samples=2000", "model.name=wide_deep", "model.dim=4", "batch_size=128", "threads=1"]

@@ -100,5 +100,8 @@ class Trainers:
 
     @contextmanager
     def _launched(self):
-        with patch("bagpipe.api.current", lambda: getattr(self._here, "launch", None)):
+        def here():
+            return getattr(self._here, "launch", None)
+
+        with patch("bagpipe.api.current", here), patch("bagpipe.opening.current", here):
             yield

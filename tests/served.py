@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 from bagpipe.config import load_config
 from bagpipe.data.service import DataProcessorService, RemoteBatches
+from bagpipe.job import Job, prepare
 from bagpipe.oracle.service import OracleService
 from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
@@ -15,7 +16,7 @@ from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Threads
 from bagpipe.trainer.sync import Groups
 from bagpipe.trainer.together import run_threads
-from bagpipe.training import Job, prepare, train_remote
+from bagpipe.training import train_remote
 from bagpipe.wire.in_order import Patience
 from bagpipe.wire.simulated import SimulatedNetwork
 

@@ -7,41 +7,33 @@ first batch is read, features are mapped to layers, sizes are checked. The pipel
 from __future__ import annotations
 
 import gc
-import os
-import tempfile
-import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
 from bagpipe.adapt import Adapter
 from bagpipe.cache import RowCache
 from bagpipe.cluster.context import current
-from bagpipe.config import cache_size, store_memory_bytes
+from bagpipe.config import cache_size
 from bagpipe.embedding import CachedLayer
-from bagpipe.errors import BatchError, ConfigError, ModelError, StoreError
+from bagpipe.errors import BatchError, ConfigError, ModelError
 from bagpipe.initial import Given, Initial, Normal
 from bagpipe.layers import Binding, FeatureMap, bind, embedding_layers
 from bagpipe.layout import RowLayout
+from bagpipe.opening import OpenStore, label, memory_of_files, open_rows, same_store
 from bagpipe.optim import Frozen, PerTable, RowOptimizer
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.several import open_loader, share_batches
-from bagpipe.store import MappedStore, MemoryStore, Store
-from bagpipe.store.later import LaterStore
-from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.source import LocalPlans, PlanSource, Source
 from bagpipe.trainer.stages import Driver, Threads
 from bagpipe.trainer.sync import Peers
 from bagpipe.types import Table
-
-OpenStore = Callable[[Sequence[RowLayout]], Store]
 
 
 def accelerate(
@@ -119,11 +111,7 @@ def accelerate(
     if threads is not None:
         _at_least("threads", threads, 1)
     size = cache_size(cache)
-    resident_bytes_max = RESIDENT_BYTES_MAX
-    if store_memory is not None:
-        if callable(store):
-            raise ConfigError(f"store_memory ({store_memory!r}) is for the function that opens the store: leave it out")
-        resident_bytes_max = store_memory_bytes(store_memory, store)
+    resident_bytes_max = memory_of_files(store, store_memory)
     launch = current()
     if launch is not None and launch.trainers > 1:
         _refuse_with_several(check)
@@ -144,7 +132,7 @@ def accelerate(
 
     def make(plans: PlanSource, capacity: Sequence[int], peers: Peers | None = None) -> Batches:
         row_cache = RowCache(widths, capacity, place)
-        opened = _open_store(store, layouts, resident_bytes_max) if earlier is None else _same_store(store, earlier)
+        opened = open_rows(store, layouts, resident_bytes_max) if earlier is None else same_store(store, earlier)
         try:
             return Batches(
                 model, binding, rows, layouts, plans, row_cache, opened, used_driver,
@@ -256,82 +244,17 @@ def _refuse_unknown_optimizers(rows: RowOptimizer | PerTable, binding: Binding) 
             raise ConfigError(f"PerTable names {name!r}; the model has {', '.join(map(repr, dict.fromkeys(known)))}")
 
 
-def open_rows(store: str | Path | OpenStore, layouts: Sequence[RowLayout], store_memory: str | None = None) -> Store:
-    """Where rows of these layouts live: what `accelerate` does with its arguments of these names."""
-    resident_bytes_max = RESIDENT_BYTES_MAX
-    if store_memory is not None:
-        if callable(store):
-            raise ConfigError(f"store_memory ({store_memory!r}) is for the function that opens the store: leave it out")
-        resident_bytes_max = store_memory_bytes(store_memory, store)
-    return _open_store(store, layouts, resident_bytes_max)
-
-
-def _open_store(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
-    if callable(store):
-        return store(layouts)
-    launch = current()
-    if launch is not None:
-        if store != "memory":
-            raise ConfigError(
-                f"store={str(store)!r}: under bagpipe launch the servers hold the rows: leave store out, and give "
-                "--set store=mapped to bagpipe launch where they should be in files"
-            )
-        return launch.open_store(layouts)
-    if store == "memory":
-        return MemoryStore(layouts)
-    if store == "mapped":
-        path = tempfile.mkdtemp(prefix="bagpipe-")
-        return MappedStore.create(path, layouts, resident_bytes_max=resident_bytes_max)
-    if isinstance(store, str) and os.sep not in store:
-        raise ConfigError(f"store={store!r}: give 'memory', 'mapped', or the path of a directory for the files")
-    labels = [_label(layout) for layout in layouts]
-    if _is_occupied(Path(store)):
-        return MappedStore.open(store, layouts, labels=labels, resident_bytes_max=resident_bytes_max)
-    return MappedStore.create(store, layouts, keep=True, labels=labels, resident_bytes_max=resident_bytes_max)
-
-
-def _is_occupied(path: Path) -> bool:
-    try:
-        return path.exists() and any(path.iterdir())
-    except OSError as error:
-        raise StoreError(f"can't look into {path}: {error.strerror}: give a directory for the files") from error
-
-
 def _wanted(layout: RowLayout) -> str:
     """What the rows of a table are, and how they will be updated."""
     optimizer = layout.optimizer
     lr = "by a schedule" if callable(optimizer.lr) else optimizer.lr
     settings = {name: getattr(optimizer, name) for name in optimizer.settings}
-    return f"{_label(layout)}, lr {lr}, {settings}, after {optimizer.updates} updates"
+    return f"{label(layout)}, lr {lr}, {settings}, after {optimizer.updates} updates"
 
 
 def _refuse_with_several(check: bool) -> None:
     if check:
         raise ConfigError("check=True follows the rows of one trainer: leave it out where there are several")
-
-
-def _label(layout: RowLayout) -> str:
-    """What the rows of a table are; its first values are told by those of a few ids."""
-    last = (layout.table.rows or 2**63) - 1
-    ids = np.unique(np.linspace(0, last, 16).astype(np.uint64).clip(max=last).astype(np.int64))
-    values = np.empty((len(ids), layout.width), np.float32)
-    layout.initialise(ids, values)
-    dims = "+".join(map(str, layout.dims))
-    return (
-        f"table {layout.table.name}, {layout.table.rows or 'any number of'} rows of {dims} floats, "
-        f"{layout.optimizer.name}, first values {zlib.crc32(values.data):08x}"
-    )
-
-
-def _same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
-    held = earlier.store.path if isinstance(earlier.store, MappedStore) else None
-    if callable(store):
-        raise ConfigError("store is a function, but this model's rows are in a store already: leave store out")
-    if store not in ("memory", "mapped") and Path(store).resolve() != held:
-        raise ConfigError(f"store={str(store)!r}: this model's rows are in a store already: leave store out")
-    if earlier.trainers > 1:
-        return LaterStore(earlier.store, earlier.stats()["iterations"])
-    return earlier.store
 
 
 def _refuse_held_parameters(binding: Binding) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import CapacityError, ConfigError
+from bagpipe.job import Job
 from bagpipe.policies import POLICIES
-from bagpipe.training import Job, train_accelerated, train_reference
+from bagpipe.training import train_accelerated, train_reference
 
 KEYS = ("samples_per_second", "hit_rate", "fetched_rows", "written_rows", "stall_fraction")
 QUALITY = ("lookahead", "cache_rows", "loss", "log_loss", "auc")

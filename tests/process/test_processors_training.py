@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bagpipe.config import load_config
 from bagpipe.data.processors import pool
-from bagpipe.training import prepare, train, verify
+from bagpipe.job import prepare
+from bagpipe.training import train, verify
 
 SETTINGS = ["data.preset=tiny", "data.samples=3000", "data.shuffle=true", "batch_size=512", "epochs=2", "model.dim=4"]
 

@@ -82,7 +82,7 @@ def test_training_over_two_servers_is_bit_identical(shared_memory, store, tmp_pa
         assert all(bool(stats.shared) == bool(shared_memory) for stats in opened[0].server_stats())
         return opened[0]
 
-    monkeypatch.setattr("bagpipe.api._open_store", open_remote)
+    monkeypatch.setattr("bagpipe.api.open_rows", open_remote)
     found, _ = train_accelerated(batches, OPTIMIZERS["adam"](), "wide_deep", cache=90, lookahead=3)
     assert_identical(expected, found)
     assert "ends with" in (tmp_path / "server-1.log").read_text()

@@ -8,8 +8,8 @@ from bagpipe import compare as comparison
 from bagpipe.compare import chosen, compare
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
+from bagpipe.job import prepare
 from bagpipe.policies import POLICIES
-from bagpipe.training import prepare
 
 SETTINGS = {
     "data": {"preset": "tiny", "samples": 1200},

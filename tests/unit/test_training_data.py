@@ -8,7 +8,7 @@ from bagpipe.config import load_config
 from bagpipe.data import Shards, generated, write
 from bagpipe.data.manifest import MANIFEST, RangeEntry
 from bagpipe.errors import ConfigError, DataError
-from bagpipe.training import prepare
+from bagpipe.job import prepare
 
 
 @pytest.fixture

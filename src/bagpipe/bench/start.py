@@ -22,7 +22,8 @@ from bagpipe.bench import Benchmark, Results
 from bagpipe.config import parse_config
 from bagpipe.data import find_preset
 from bagpipe.errors import PipelineError
-from bagpipe.training import prepare, train_accelerated
+from bagpipe.job import prepare
+from bagpipe.training import train_accelerated
 
 WARM_RUNS = 3
 SLOWEST = 8

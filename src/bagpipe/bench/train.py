@@ -28,12 +28,13 @@ import torch
 from torch import nn
 
 from bagpipe.allocator import keep_freed_memory
-from bagpipe.api import OpenStore, accelerate
+from bagpipe.api import accelerate
 from bagpipe.bench import Benchmark, Results
 from bagpipe.bench.idle import IDLE_SHARE, POLL_S
 from bagpipe.data import Generated, Loader, Shards, find_preset, write
 from bagpipe.initial import Uniform
 from bagpipe.models import build_model
+from bagpipe.opening import OpenStore
 from bagpipe.optim import SGD
 from bagpipe.store.base import ROWS_PER_CHUNK
 from bagpipe.types import Batch, Table

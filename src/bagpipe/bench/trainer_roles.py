@@ -30,6 +30,7 @@ from bagpipe.bench.namespaces import DEVICE, counted_bytes
 from bagpipe.bench.train import CACHE_SHARE, LR
 from bagpipe.config import parse_config
 from bagpipe.data import Generated, find_preset
+from bagpipe.job import Job, dense_optimizer
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.service import OracleService
 from bagpipe.server.process import Ready, ServerOptions, serve
@@ -39,7 +40,6 @@ from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.process_group import open_groups
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.trainer.sync import Groups, Peers
-from bagpipe.training import Job, dense_optimizer
 from bagpipe.types import Batch
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork

@@ -31,7 +31,7 @@ def compare(
 
     configured = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
     from bagpipe.compare import chosen, compare
-    from bagpipe.training import prepare
+    from bagpipe.job import prepare
 
     names = chosen(None if policies is None else [name.strip() for name in policies.split(",")])
     with tempfile.TemporaryDirectory(prefix="bagpipe-compare-") as directory:

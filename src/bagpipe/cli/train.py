@@ -23,7 +23,8 @@ def train(
     from bagpipe.config import load_config
 
     chosen = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
-    from bagpipe.training import prepare, train
+    from bagpipe.job import prepare
+    from bagpipe.training import train
 
     keep_freed_memory()
     job = prepare(chosen, run_dir)

@@ -16,7 +16,8 @@ def verify(config: ConfigPath = None, settings: Settings = None, as_json: AsJson
     from bagpipe.config import load_config
 
     chosen = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
-    from bagpipe.training import prepare, verify
+    from bagpipe.job import prepare
+    from bagpipe.training import verify
 
     with tempfile.TemporaryDirectory(prefix="bagpipe-verify-") as directory:
         job = prepare(chosen, Path(directory) / "run")

@@ -33,8 +33,9 @@ from bagpipe.cluster.trainer_role import Trained, TrainerRole
 from bagpipe.cluster.watch import Watch
 from bagpipe.config import Config, store_memory_bytes
 from bagpipe.errors import ClusterError, ConfigError
+from bagpipe.job import Job, claim, prepare
+from bagpipe.results import Summary, joined_summary, write_summary
 from bagpipe.server.process import ServerOptions
-from bagpipe.training import Job, Summary, claim, joined_summary, prepare, write_summary
 from bagpipe.wire.endpoint import Address, parse_address
 from bagpipe.wire.keys import Security, new_keys
 

@@ -28,10 +28,12 @@ from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import ScriptTask, TrainerTask
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import ClusterError
+from bagpipe.job import Job, open_job
+from bagpipe.results import Summary
 from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.sync import Groups
-from bagpipe.training import Job, Summary, open_job, train_remote
+from bagpipe.training import train_remote
 from bagpipe.wire.sockets import SocketNetwork
 
 REPORT_S = 1.0

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bagpipe.api import _open_store
 from bagpipe.cluster import context, trainer_role
 from bagpipe.cluster.oracle_role import OracleRole
 from bagpipe.cluster.processor_role import ProcessorRole
@@ -17,10 +16,13 @@ from bagpipe.cluster.settings import Failure, Report, ScriptTask, Team, TrainerT
 from bagpipe.cluster.trainer_role import Trained, TrainerRole
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
+from bagpipe.job import Job, prepare
+from bagpipe.opening import open_rows
+from bagpipe.results import joined_summary
 from bagpipe.server.process import ServerOptions
 from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.together import run_threads
-from bagpipe.training import Job, joined_summary, prepare, train
+from bagpipe.training import train
 from bagpipe.wire.keys import new_keys
 
 HERE = "tcp://127.0.0.1:0"
@@ -183,7 +185,7 @@ def test_under_a_launch_rows_can_not_be_put_elsewhere(servers):
         with launch.open_store([SimpleNamespace(width=3, initialise=None)]) as store:
             assert isinstance(store, RemoteStore)
         with pytest.raises(ConfigError, match="bagpipe launch"):
-            _open_store("mapped", [], 0)
+            open_rows("mapped", [], 0)
     assert context.current() is None
 
 

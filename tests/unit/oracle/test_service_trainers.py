@@ -11,7 +11,8 @@ import torch
 from bagpipe.errors import ConfigError, ShardError, WireError
 from bagpipe.oracle.outbox import Answer, Outbox
 from bagpipe.oracle.service import PlanSettings
-from bagpipe.training import joined_summary, train_accelerated, train_reference
+from bagpipe.results import joined_summary
+from bagpipe.training import train_accelerated, train_reference
 from bagpipe.types import Table
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DividedBy, NextPlan, NoMorePlans

@@ -139,7 +139,7 @@ def test_training_over_any_network_is_bit_identical(num_servers, shared_memory, 
     patience = Patience(retry_s=0.5, deadline_s=10_000.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "bagpipe.api._open_store",
+            "bagpipe.api.open_rows",
             lambda _, layouts, *__: world.store(layouts, shared_memory=shared_memory, patience=patience),
         )
         found, _ = train_accelerated(

@@ -1,0 +1,165 @@
+"""What a run is made of, from its configuration: data, model, rows, optimizers, run directory; opened and checked.
+
+`prepare` writes nothing but the run directory; the same job can be trained by the reference or by any system, and all
+must end with the same bits (I1).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
+from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
+from bagpipe.data.service import DataOrder
+from bagpipe.errors import ConfigError, DataError
+from bagpipe.initial import Uniform
+from bagpipe.layers import Binding, bind
+from bagpipe.layout import RowLayout
+from bagpipe.models import build_model
+from bagpipe.oracle.service import PlanSettings
+from bagpipe.types import Batch
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs, opened and checked."""
+
+    config: Config
+    source: str
+    train: Dataset
+    held_out: Dataset
+    iterations: int
+    run_dir: Path
+
+    def model(self) -> tuple[nn.Module, Binding, list[RowLayout]]:
+        """A fresh model, its embedding tables on the meta device, and the layout of their rows."""
+        config = self.config
+        tables = self.train.tables
+        model = build_model(
+            config.model.name, tables, self.train.num_dense, config.model.dim, torch.device("meta"), seed=config.seed
+        )
+        features = [feature for table in tables for feature in table.features]
+        binding = bind(model, features, tables=tables)
+        optimizer = config.row_optimizer.build()
+        scale = 1 / config.model.dim**0.5
+        layouts = [
+            RowLayout(table, binding.dims(number), optimizer, Uniform(config.seed, table.name, scale))
+            for number, table in enumerate(binding.tables)
+        ]
+        return model, binding, layouts
+
+    def data_order(self) -> DataOrder:
+        """What data processors need to know of the run."""
+        seed = self.config.seed if self.config.data.shuffle else None
+        return DataOrder(describe(self.train), self.config.batch_size, self.iterations, seed)
+
+    def plan_settings(self) -> PlanSettings:
+        """What an oracle needs to know of the run, besides its batches."""
+        config = self.config
+        _, binding, layouts = self.model()
+        widths = tuple(layout.width for layout in layouts)
+        data = self.data_order().fingerprint()
+        return PlanSettings(
+            binding.tables,
+            widths,
+            config.cache,
+            config.lookahead,
+            config.policy,
+            data=data,
+            trainers=config.trainers,
+            assign=config.assign,
+            seed=config.seed,
+            design=config.sync.design,
+            delayed=config.sync.delayed,
+        )
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """The batches of the run, in order."""
+        config = self.config
+        epochs = -(-self.iterations // -(-self.train.num_samples // config.batch_size))
+        seed = config.seed if config.data.shuffle else None
+        workers, processes = config.data.workers, config.data.processes
+        loader = Loader(self.train, config.batch_size, epochs=epochs, seed=seed, workers=workers, processes=processes)
+        with closing(iter(loader)) as reading:
+            yield from islice(reading, self.iterations)
+
+
+def prepare(config: Config, run_dir: Path | None = None) -> Job:
+    """Open the data and claim the run directory."""
+    job = open_job(config, Path())
+    return replace(job, run_dir=claim(run_dir, config))
+
+
+def open_job(config: Config, run_dir: Path) -> Job:
+    """Open the data; the run directory is another's, and is not looked at."""
+    source, data = _open(config)
+    train, held_out = _divide(source, data, config.data.held_out)
+    an_epoch = -(-train.num_samples // config.batch_size)
+    iterations = config.iterations or (config.epochs or 1) * an_epoch
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return Job(config, source, train, held_out, iterations, run_dir)
+
+
+def dense_optimizer(config: DenseOptimizerConfig) -> Callable[[Any], torch.optim.Optimizer]:
+    """Makes the torch optimizer of the dense parameters."""
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    return lambda parameters: kinds[config.name](parameters, lr=config.lr)
+
+
+def _open(config: Config) -> tuple[str, Dataset]:
+    if config.data.path is not None:
+        return str(config.data.path), Shards(config.data.path)
+    preset = config.data.preset or DEFAULT_PRESET
+    samples = config.data.samples or min(DEFAULT_SAMPLES, find_preset(preset).samples)
+    return preset, generated(preset, samples, config.seed)
+
+
+def _divide(source: str, data: Dataset, share: float) -> tuple[Dataset, Dataset]:
+    """What is trained on and what is held out: parts that the data names, or the last samples; never `test`."""
+    parts = {name: data.part_named(name) for name in data.part_names} if isinstance(data, Shards) else {}
+    data = parts.get("train", data)
+    if "train" in parts and "validation" in parts and parts["validation"].num_samples:
+        return parts["train"], parts["validation"]
+    held_out = int(data.num_samples * share)
+    if held_out == 0 or held_out == data.num_samples:
+        raise DataError(f"{source} has {data.num_samples} samples, too few to hold out {share:.0%} of them")
+    split = data.num_samples - held_out
+    return data.part(0, split), data.part(split, data.num_samples)
+
+
+def claim(run_dir: Path | None, config: Config) -> Path:
+    """Make the run directory; one that holds something already is never written into."""
+    if run_dir is not None:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            occupied = any(run_dir.iterdir())
+        except OSError as error:
+            raise ConfigError(f"can't make the run directory {run_dir}: {error.strerror}: choose another") from error
+        if occupied:
+            raise ConfigError(f"the run directory {run_dir} is not empty: choose another, or remove it first")
+        return run_dir
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
+    for number in range(1000):
+        path = Path("runs") / (stem if number == 0 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError(f"runs/{stem} is taken a thousand times over: give --run-dir")

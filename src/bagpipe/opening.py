@@ -1,0 +1,88 @@
+"""Where the rows of a model live, as `accelerate` was told: in memory, in files, on servers, or by a function."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bagpipe.cluster.context import current
+from bagpipe.config import store_memory_bytes
+from bagpipe.errors import ConfigError, StoreError
+from bagpipe.layout import RowLayout
+from bagpipe.store import MappedStore, MemoryStore, Store
+from bagpipe.store.later import LaterStore
+from bagpipe.store.mapped import RESIDENT_BYTES_MAX
+from bagpipe.trainer.batches import Batches
+
+OpenStore = Callable[[Sequence[RowLayout]], Store]
+
+
+def memory_of_files(store: str | Path | OpenStore, store_memory: str | None) -> int:
+    """How many bytes of rows on disk may be in memory; ConfigError where that says nothing."""
+    if store_memory is None:
+        return RESIDENT_BYTES_MAX
+    if callable(store):
+        raise ConfigError(f"store_memory ({store_memory!r}) is for the function that opens the store: leave it out")
+    return store_memory_bytes(store_memory, store)
+
+
+def open_rows(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
+    """Where rows of these layouts live: what `accelerate` does with its arguments of these names."""
+    if callable(store):
+        return store(layouts)
+    launch = current()
+    if launch is not None:
+        if store != "memory":
+            raise ConfigError(
+                f"store={str(store)!r}: under bagpipe launch the servers hold the rows: leave store out, and give "
+                "--set store=mapped to bagpipe launch where they should be in files"
+            )
+        return launch.open_store(layouts)
+    if store == "memory":
+        return MemoryStore(layouts)
+    if store == "mapped":
+        path = tempfile.mkdtemp(prefix="bagpipe-")
+        return MappedStore.create(path, layouts, resident_bytes_max=resident_bytes_max)
+    if isinstance(store, str) and os.sep not in store:
+        raise ConfigError(f"store={store!r}: give 'memory', 'mapped', or the path of a directory for the files")
+    labels = [label(layout) for layout in layouts]
+    if _is_occupied(Path(store)):
+        return MappedStore.open(store, layouts, labels=labels, resident_bytes_max=resident_bytes_max)
+    return MappedStore.create(store, layouts, keep=True, labels=labels, resident_bytes_max=resident_bytes_max)
+
+
+def _is_occupied(path: Path) -> bool:
+    try:
+        return path.exists() and any(path.iterdir())
+    except OSError as error:
+        raise StoreError(f"can't look into {path}: {error.strerror}: give a directory for the files") from error
+
+
+def same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
+    """Where the rows of a model that was trained before are; anything else is refused."""
+    held = earlier.store.path if isinstance(earlier.store, MappedStore) else None
+    if callable(store):
+        raise ConfigError("store is a function, but this model's rows are in a store already: leave store out")
+    if store not in ("memory", "mapped") and Path(store).resolve() != held:
+        raise ConfigError(f"store={str(store)!r}: this model's rows are in a store already: leave store out")
+    if earlier.trainers > 1:
+        return LaterStore(earlier.store, earlier.stats()["iterations"])
+    return earlier.store
+
+
+def label(layout: RowLayout) -> str:
+    """What the rows of a table are; its first values are told by those of a few ids."""
+    last = (layout.table.rows or 2**63) - 1
+    ids = np.unique(np.linspace(0, last, 16).astype(np.uint64).clip(max=last).astype(np.int64))
+    values = np.empty((len(ids), layout.width), np.float32)
+    layout.initialise(ids, values)
+    dims = "+".join(map(str, layout.dims))
+    return (
+        f"table {layout.table.name}, {layout.table.rows or 'any number of'} rows of {dims} floats, "
+        f"{layout.optimizer.name}, first values {zlib.crc32(values.data):08x}"
+    )
