@@ -89,12 +89,13 @@ class DataProcessorService:
     """Data processor `processor` of `processors`; threads of this process."""
 
     def __init__(
-        self, listen: Listen, order: DataOrder, *, run: bytes, processor: int = 0, processors: int = 1
+        self, listen: Listen, order: DataOrder, *, run: bytes, processor: int = 0, processors: int = 1, start: int = 0
     ) -> None:
+        """`start` is the batch that will be asked for first."""
         if not 0 <= processor < processors:
             raise ConfigError(f"data processor {processor} of {processors}: they are counted from 0")
         self._listen, self._order, self._run = listen, order, run
-        self._processor, self._processors = processor, processors
+        self._processor, self._processors, self._start = processor, processors, start
         self._fingerprint = order.fingerprint()
         self._listening: Listening | None = None
         self._lock = Lock()
@@ -110,7 +111,8 @@ class DataProcessorService:
         if not self._dataset.num_samples:
             raise ConfigError("the data set has no samples: there is nothing to read")
         self._pool = ThreadPoolExecutor(READERS, "bagpipe-processor")
-        self._read_ahead(self._processor)
+        first = self._start // self._order.group_batches
+        self._read_ahead(first + (self._processor - first) % self._processors)
         try:
             self._listening = self._listen(self.handle)
         except BaseException:

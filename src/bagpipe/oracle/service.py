@@ -97,6 +97,10 @@ class PlanSettings:
         """Divides samples."""
         return Assigner(self.assign, self.trainers, self.seed, [table.features for table in self.tables])
 
+    def first_needed(self, done: int) -> int:
+        """The batch that an oracle must read first to plan from the iteration after `done` others on."""
+        return self.assigner().first_needed(done * self.accumulate)
+
     def described(self, capacity: list[int]) -> PlansDescribed:
         """What trainers are told, with the slots that the first batch led to."""
         tables = [
@@ -142,14 +146,17 @@ class OracleService:
         *,
         run: bytes,
         room: int = ROOM,
+        done: int = 0,
     ) -> None:
         """`batches` may be `RemoteBatches`, a `Loader`, or anything that gives batches once, in order.
 
-        Up to `room` plans wait until all trainers have received their parts.
+        Up to `room` plans wait until all trainers have received their parts. The first plan is that of the iteration
+        after `done` others; who divides samples may have to see earlier batches (`PlanSettings.first_needed`).
         """
         if room < 1:
             raise ConfigError(f"room is {room}: give at least 1")
         self._listen, self._batches, self._settings, self._run = listen, batches, settings, run
+        self._first_batch = done * settings.accumulate
         self._outbox = Outbox(settings.trainers, room)
         self._listening: Listening | None = None
         self._fingerprint = ""
@@ -216,7 +223,8 @@ class OracleService:
         end = Answer(Failed(PipelineError.__name__, "the oracle failed inside: its log says how"))
         try:
             assigner = self._settings.assigner()
-            source = Divided(self._batches, partial(_divide, assigner), accumulate=self._settings.accumulate)
+            batches = _shown(self._batches, assigner, self._first_batch) if self._first_batch else self._batches
+            source = Divided(batches, partial(_divide, assigner), accumulate=self._settings.accumulate)
             oracle = self._make_oracle(source)
             self._plan(source, oracle)
             end = Answer(NoMorePlans(self._planned))
@@ -271,6 +279,15 @@ class OracleService:
         for division, parts in source.divided(oracle, partition):
             samples = list(zip(*(part.samples for part in parts), strict=True))
             yield [(division.part(rank, *samples), part.group) for rank, part in enumerate(parts)]
+
+
+def _shown(batches: Iterable[Batch], assigner: Assigner, first: int) -> Iterator[Batch]:
+    """The batches from `first` on; those before it are only shown to who divides."""
+    for batch in batches:
+        if batch.number < first:
+            assigner(batch)
+        else:
+            yield batch
 
 
 def _divide(assigner: Assigner, batch: Batch) -> list[tuple[Batch, int]]:

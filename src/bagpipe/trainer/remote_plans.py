@@ -14,7 +14,7 @@ from torch import nn
 
 from bagpipe.adapt import Adapter
 from bagpipe.cache import RowCache
-from bagpipe.errors import ConfigError
+from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
@@ -54,10 +54,15 @@ class RemotePlans:
         trainer: int = 0,
         ahead: int = AHEAD,
         patience: Patience | None = None,
+        done: int = 0,
     ) -> None:
-        """Connects, and returns once the oracle has described its plans: it has read a batch then."""
-        self._name, self._trainer = f"the oracle at {address}", trainer
+        """Connects, and returns once the oracle has described its plans: it has read a batch then.
+
+        They begin after `done` iterations of the run, as the oracle was told too.
+        """
+        self._name, self._trainer, self._done = f"the oracle at {address}", trainer, done
         self._num_batches = 0
+        self._abandoned = ""
         self._adapter: Adapter | None = None
         self.described = self._describe(network, address, run, patience)
         """What the plans are like: tables, row widths, slots."""
@@ -105,26 +110,33 @@ class RemotePlans:
             assert self._adapter is not None
             yield plan, rewrite(plan, group, self._shape.tables, self._adapter)
             iteration += 1
+        if self._abandoned:
+            raise PipelineError(self._abandoned)
 
     def waited_s(self) -> float:
         """How long plans were waited for."""
         return self._answers.waited_s
 
     def position(self, iterations: int) -> dict[str, Any]:
-        """Where in the data training is after so many iterations."""
+        """Where in the data training is after so many iterations of these."""
         batches = min(iterations * self.described.accumulate, self._num_batches)
-        return {"iterations": iterations, "batches": batches, "loader": None}
+        return {"iterations": self._done + iterations, "batches": self._first_batch + batches, "loader": None}
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Refused, unless it is the beginning: the oracle decides where plans begin."""
-        if position.get("batches"):
+        """Refused, unless it is where plans begin: the oracle decides that."""
+        if position.get("batches", 0) != self._first_batch:
             raise ConfigError(
-                f"the saved state is {position['batches']} batches into the data, and {self._name} begins with the "
-                "first: leave 'data' out of the saved state, or train in one process"
+                f"the saved state is {position['batches']} batches into the data, and {self._name} begins after "
+                f"{self._first_batch}: leave 'data' out of the saved state, or train in one process"
             )
 
     def interrupt(self) -> None:
         """End a wait for the next plan: there will be no more."""
+        self._answers.interrupt()
+
+    def abandon(self, reason: str) -> None:
+        """The same from another thread, as an error of this text where the next plan is due."""
+        self._abandoned = reason
         self._answers.interrupt()
 
     def close(self) -> None:
@@ -136,9 +148,18 @@ class RemotePlans:
         answers = self._answers
         return {"plans": answers.next, "bytes_received": answers.bytes_received, "waited_s": answers.waited_s}
 
+    @property
+    def _first_batch(self) -> int:
+        return self._done * self.described.accumulate
+
     def _read(self, body: Planned | PlannedPart, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
         """The plan of an iteration and its batches."""
         plan, batches = unpack_plan(body, buffers, self._shape, iteration)
+        if iteration == 0 and batches[0].number != self._first_batch:
+            raise WireError(
+                f"the first plan of {self._name} is for batch {batches[0].number}, and {self._first_batch} was due: "
+                "start both from the same iteration"
+            )
         names = [name for name, _ in self._shape.features]
         if self._adapter is None:
             self._adapter = Adapter(batches[0])
