@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    Bytes: TypeAlias = bytes | bytearray | memoryview
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _WRITE_BYTES_MAX = 1 << 24
 """At once, so that Ctrl-C is heard between; Linux writes at most 2 GiB in one call."""

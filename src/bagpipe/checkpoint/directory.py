@@ -1,0 +1,289 @@
+"""A directory of checkpoints: each is complete and verified, or invisible (I6).
+
+    DIR/00000100/            a checkpoint after 100 iterations: manifest.json and the files that it names
+    DIR/.tmp-00000200-TOKEN/ one that is being written: it gets its name once everything in it is synced and was read
+    DIR/.old-00000000-TOKEN/ one that is being removed: it loses its name first
+
+Whatever crashes at whatever moment, the names without a dot are whole; the others are removed by the next `begin`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.failures import failing
+from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, Manifest, encode_manifest
+from bagpipe.checkpoint.reading import BLOB_SUFFIX, Checkpoint, directory_name, open_checkpoint, read_manifest
+from bagpipe.checkpoint.shards import Compression, write_file
+from bagpipe.errors import CheckpointError, ConfigError
+from bagpipe.kernels.xxh64 import xxh64
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_TMP, _OLD = ".tmp-", ".old-"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a name in a directory of checkpoints stands for."""
+
+    done: int
+    checkpoint: Checkpoint | None
+    problem: str | None
+    """Why it can't be opened."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, oldest first; one process writes, any may read."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 3,
+        full_every: int = 10,
+        compress: Compression | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        """Keep the last `keep`, with all that they build on; every `full_every`-th has all rows."""
+        for name, value in (("keep", keep), ("full_every", full_every)):
+            if value < 1:
+                raise ConfigError(f"checkpoint.{name} is {value}: give at least 1")
+        if compress not in (None, "zstd"):
+            raise ConfigError(f"checkpoint.compress is {compress!r}: give 'zstd', or leave it out")
+        self.directory = Path(directory)
+        self.keep, self.full_every, self.compress = keep, full_every, compress
+        self.disk: Disk = SystemDisk() if disk is None else disk
+        self._base: int | None = None
+
+    def continue_from(self, done: int | None) -> None:
+        """Rows go on from this checkpoint, so the next one may have only what was written since; None: from none.
+
+        A run that goes back to an earlier one has to say so: what came after is no base for it any more.
+        """
+        self._base = done
+
+    def begin(self, done: int, *, full: bool = False) -> Pending:
+        """Start to write the checkpoint after `done` iterations: on top of the last one, or else with all rows."""
+        self._make_directory(self.directory)
+        self._remove_leftovers()
+        base = None if full else self._find_base(done)
+        path = self._unused_name(_TMP, done)
+        with failing("making", path):
+            self.disk.make_directory(path)
+        return Pending(self, path, done, base)
+
+    def scan(self) -> Sequence[Found]:
+        """Every name that stands for a checkpoint, by number of iterations, with what is wrong where it is not one."""
+        found = []
+        for done in self._numbers():
+            try:
+                found.append(Found(done, open_checkpoint(self.disk, self.directory, done), None))
+            except CheckpointError as error:
+                found.append(Found(done, None, str(error)))
+        return found
+
+    def list(self) -> Sequence[Checkpoint]:
+        """All that can be opened, by number of iterations."""
+        return [found.checkpoint for found in self.scan() if found.checkpoint is not None]
+
+    def latest(self) -> Checkpoint | None:
+        """The newest that can be opened; of newer ones that can't, a warning says why."""
+        for done in reversed(self._numbers()):
+            try:
+                return open_checkpoint(self.disk, self.directory, done)
+            except CheckpointError as error:
+                _log.warning("passing over a checkpoint: %s", error)
+        return None
+
+    def open(self, done: int) -> Checkpoint:
+        """The checkpoint after `done` iterations, with all that it builds on."""
+        if done not in self._numbers():
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint after {done} iterations: it has {self._numbers() or 'none'}"
+            )
+        return open_checkpoint(self.disk, self.directory, done)
+
+    def prune(self) -> Sequence[int]:
+        """Remove all but the last `keep` and what they build on, once the newest of them is verified; what is gone."""
+        checkpoints = self.list()
+        if not checkpoints:
+            return []
+        checkpoints[-1].verify()
+        return self._remove_all_but(checkpoints[-self.keep :])
+
+    def _committed(self, done: int) -> Checkpoint:
+        """A new one was read back and has its name: others may go, and so do later ones, of a future that was left."""
+        kept = [checkpoint for checkpoint in self.list() if checkpoint.done <= done]
+        if not kept or kept[-1].done != done:
+            raise CheckpointError(f"{self.directory / directory_name(done)} can't be opened again: check the disk")
+        self._base = done
+        try:
+            self._remove_all_but(kept[-self.keep :])
+        except CheckpointError as error:
+            _log.warning("an old checkpoint stays for now: %s", error)
+        return kept[-1]
+
+    def _remove_all_but(self, kept: Iterable[Checkpoint]) -> Sequence[int]:
+        needed = {done for checkpoint in kept for done in checkpoint.chain}
+        doomed = [done for done in self._numbers() if done not in needed]
+        for done in reversed(doomed):  # what builds on another goes first
+            path, away = self.directory / directory_name(done), self._unused_name(_OLD, done)
+            with failing("removing", path):
+                self.disk.rename(path, away)
+                self.disk.sync_directory(self.directory)  # else its files could be gone before its name
+                self._remove_files(away)
+        return doomed
+
+    def _remove_files(self, path: Path) -> None:
+        """Remove a directory that has no name of a checkpoint."""
+        for name in self.disk.files(path):
+            self.disk.unlink(path / name)
+        self.disk.remove_directory(path)
+
+    def _unused_name(self, prefix: str, done: int) -> Path:
+        return self.directory / f"{prefix}{directory_name(done)}-{os.urandom(4).hex()}"
+
+    def _numbers(self) -> Sequence[int]:
+        with failing("reading", self.directory):
+            try:
+                names = self.disk.directories(self.directory)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        numbers = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 20]
+        return sorted(number for number in numbers if directory_name(number) in names)
+
+    def _find_base(self, done: int) -> BaseEntry | None:
+        if self._base is None or self._base >= done:
+            return None
+        try:
+            base = open_checkpoint(self.disk, self.directory, self._base)
+            _, checksum = read_manifest(self.disk, base.directory)
+        except CheckpointError as error:
+            _log.warning("the next checkpoint has all rows, since the last one can't be built on: %s", error)
+            return None
+        return None if len(base.chain) >= self.full_every else BaseEntry(done=base.done, checksum=checksum)
+
+    def _make_directory(self, path: Path) -> None:
+        with failing("making", path):
+            try:
+                self.disk.directories(path)
+            except FileNotFoundError:
+                self._make_directory(path.parent)
+                with suppress(FileExistsError):
+                    self.disk.make_directory(path)
+                self.disk.sync_directory(path.parent)
+
+    def _remove_leftovers(self) -> None:
+        with failing("reading", self.directory):
+            names = [name for name in self.disk.directories(self.directory) if name.startswith((_TMP, _OLD))]
+        for name in names:
+            try:
+                self._remove_files(self.directory / name)
+            except OSError as error:
+                _log.warning("%s, a leftover, can't be removed: %s", self.directory / name, error)
+
+
+class Pending:
+    """A checkpoint that is being written: leaving the `with` block without `commit` removes it."""
+
+    def __init__(self, checkpoints: Checkpoints, directory: Path, done: int, base: BaseEntry | None) -> None:
+        self.directory, self.done = directory, done
+        self._checkpoints, self._disk = checkpoints, checkpoints.disk
+        self._base = base
+        self._files: list[FileEntry] = []
+        self._over = False
+
+    @property
+    def base(self) -> int | None:
+        """The checkpoint that this one builds on: only rows written since are wanted; None: all."""
+        return None if self._base is None else self._base.done
+
+    def add(self, entries: Iterable[FileEntry]) -> None:
+        """Files that `write_rows` has written into the directory."""
+        self._files += entries
+
+    def write_blob(self, name: str, data: bytes) -> None:
+        """Keep bytes under a name, such as `trainer-0`; `Checkpoint.blob` gives them back."""
+        entry = FileEntry(name=f"{name}{BLOB_SUFFIX}", bytes=len(data), checksum=xxh64(data))
+        write_file(self._disk, self.directory, entry, [data])
+        self.add([entry])
+
+    def commit(self, facts: Facts) -> Checkpoint:
+        """Give it its name, now that all its files are written, synced and read back; then remove old ones.
+
+        If that fails it is gone, and those before it are as they were.
+        """
+        assert not self._over, "a checkpoint is committed or abandoned once"
+        name = self._checkpoints.directory / directory_name(self.done)
+        try:
+            self._write_manifest(Manifest.make(facts, done=self.done, base=self._base, files=self._files))
+            self._take_name(name)
+        except BaseException:
+            self.abandon()
+            raise
+        self._over = True
+        return self._checkpoints._committed(self.done)
+
+    def abandon(self) -> None:
+        """Remove what was written so far; after a commit, or a second time, nothing happens."""
+        if self._over:
+            return
+        self._over = True
+        with suppress(OSError):  # what can't be removed now is removed by the next `begin`
+            self._checkpoints._remove_files(self.directory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        """Last in the directory; then every name and size is looked at once more, and all names are synced."""
+        data, checksum = encode_manifest(manifest)
+        with failing("writing", self.directory / MANIFEST):
+            with self._disk.create(self.directory / MANIFEST) as file:
+                file.write(data)
+                file.sync()
+            found, again = read_manifest(self._disk, self.directory)
+        if (found, again) != (manifest, checksum):
+            raise CheckpointError(f"{self.directory / MANIFEST} reads back as something else: check the disk")
+        names = {MANIFEST, *(entry.name for entry in manifest.files)}
+        with failing("reading", self.directory):
+            there = set(self._disk.files(self.directory))
+            self._disk.sync_directory(self.directory)
+        if there != names:
+            raise CheckpointError(
+                f"{self.directory} has files {sorted(there ^ names)[:5]} too many or too few: is another run writing "
+                "checkpoints there? Give each run a directory of its own"
+            )
+
+    def _take_name(self, name: Path) -> None:
+        """In the place of another of that name, if the run has come back from that one's future."""
+        checkpoints, disk = self._checkpoints, self._disk
+        with failing("naming", name), ExitStack() as undo:
+            replaced = checkpoints._unused_name(_OLD, self.done) if self.done in checkpoints._numbers() else None
+            if replaced is not None:
+                disk.rename(name, replaced)
+                undo.callback(disk.rename, replaced, name)
+            disk.rename(self.directory, name)
+            # If the sync fails nobody knows whether it will be there after a crash, so nothing may build on it.
+            undo.callback(disk.rename, name, self.directory)
+            disk.sync_directory(checkpoints.directory)
+            undo.pop_all()
+        if replaced is not None:
+            with suppress(OSError):
+                checkpoints._remove_files(replaced)

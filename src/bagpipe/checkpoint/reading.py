@@ -1,0 +1,266 @@
+"""A complete checkpoint: its rows, put together from all that it builds on, and its other files.
+
+Rows come out for any number of servers, whatever number wrote them. Every byte is checked before it is used (I8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bagpipe.checkpoint.disk import Disk
+from bagpipe.checkpoint.failures import failing
+from bagpipe.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    FileEntry,
+    Manifest,
+    TableEntry,
+    decode_manifest,
+)
+from bagpipe.checkpoint.shards import Report, check_file, read_file, read_rows
+from bagpipe.errors import CheckpointError
+from bagpipe.kernels.idmap import IdMap
+from bagpipe.server.shards import divide
+from bagpipe.store.base import Floats, Int64s, Store
+
+BLOB_SUFFIX = ".safetensors"
+_CHAIN_MAX = 10_000
+ALL: tuple[int, int] = (0, 1)
+"""The shard of one server, which is all rows."""
+
+
+def directory_name(done: int) -> str:
+    """Of the checkpoint after so many iterations, in the directory of checkpoints."""
+    return f"{done:08d}"
+
+
+class Checkpoint:
+    """A checkpoint and those that it builds on, oldest first; open to read."""
+
+    def __init__(self, disk: Disk, links: Sequence[tuple[Path, Manifest]]) -> None:
+        self._disk = disk
+        self._links = tuple(links)
+        self.directory, self.manifest = self._links[-1]
+        tables = [(table.name, table.width) for table in self.manifest.tables]
+        for directory, manifest in self._links:
+            if [(table.name, table.width) for table in manifest.tables] != tables:
+                raise CheckpointError(f"{self.directory} builds on {directory}, which has other tables: use another")
+
+    @property
+    def done(self) -> int:
+        """Iterations that were over."""
+        return self.manifest.done
+
+    @property
+    def chain(self) -> list[int]:
+        """`done` of the checkpoints that it is made of, itself last."""
+        return [manifest.done for _, manifest in self._links]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files that it is made of."""
+        return sum(manifest.num_bytes for _, manifest in self._links)
+
+    def verify(self, report: Report | None = None) -> None:
+        """CheckpointError unless every file that it is made of is there, with the bytes that were written."""
+        done = 0
+        for directory, manifest in self._links:
+            for entry in manifest.files:
+                check_file(self._disk, directory, entry)
+                done += entry.bytes
+                if report is not None:
+                    report(done)
+
+    def blobs(self) -> list[str]:
+        """Names of what was kept beside rows, such as `trainer-0`."""
+        return [entry.name.removesuffix(BLOB_SUFFIX) for entry in self.manifest.files if entry.rows is None]
+
+    def blob(self, name: str) -> bytes:
+        """What was kept under this name."""
+        entry = self.manifest.file(f"{name}{BLOB_SUFFIX}")
+        if entry is None or entry.rows is not None:
+            raise CheckpointError(f"{self.directory} has nothing of the name {name!r}: it has {self.blobs()}")
+        return bytes(read_file(self._disk, self.directory, entry))
+
+    def table(self, name: str) -> int:
+        """The number of a table."""
+        names = [table.name for table in self.manifest.tables]
+        if name not in names:
+            raise CheckpointError(f"{self.directory} has no table {name!r}: it has {names}")
+        return names.index(name)
+
+    def rows(self, name: str, shard: tuple[int, int] = ALL) -> Iterator[tuple[Int64s, Floats]]:
+        """Ids and values of a table's rows, each once, as (ids, values) to be read only.
+
+        `shard` is (server, servers): only that server's. Newest first; memory for the ids of all but the oldest.
+        """
+        number, seen = self.table(name), IdMap()
+        for link in range(len(self._links) - 1, -1, -1):
+            for table, ids, values in self._read(link, shard, number):
+                assert table == number
+                new = np.flatnonzero(_unseen(seen, ids, remember=link > 0))
+                if len(new):
+                    yield (ids, values) if len(new) == len(ids) else (ids[new], values[new])
+
+    def in_order(self, shard: tuple[int, int] = ALL) -> Iterator[tuple[int, Int64s, Floats]]:
+        """Rows of all tables as (table, ids, values), oldest checkpoint first: a row's last value counts."""
+        for link in range(len(self._links)):
+            yield from self._read(link, shard)
+
+    def num_rows(self) -> list[int]:
+        """Of each table; those that several checkpoints of the chain have are counted again."""
+        counts = [0] * len(self.manifest.tables)
+        for _, manifest in self._links:
+            for part in (part for entry in manifest.files for part in entry.rows or ()):
+                counts[part.table] += part.rows
+        return counts
+
+    def check_tables(self, expected: Sequence[TableEntry]) -> None:
+        """CheckpointError that names every difference, unless it is of a model with these tables."""
+        if differences := table_differences(self.manifest.tables, expected):
+            raise CheckpointError(
+                f"{self.directory} is of another model: {'; '.join(differences)}: use the model and row optimizer that "
+                "it was made with, or another checkpoint"
+            )
+
+    def _read(self, link: int, shard: tuple[int, int], only: int | None = None) -> Iterator[tuple[int, Int64s, Floats]]:
+        directory, manifest = self._links[link]
+        tables = [(table.name, table.width) for table in manifest.tables]
+        for entry in manifest.files:
+            if not _may_hold(entry, shard, only):
+                continue
+            for table, ids, values in read_rows(self._disk, directory, entry, tables):
+                if only is not None and table != only:
+                    continue
+                _check_range(directory / entry.name, manifest.tables[table], ids)
+                mine = _of_shard(table, ids, values, shard)
+                if len(mine[0]):
+                    yield (table, *mine)
+
+
+def open_checkpoint(disk: Disk, directory: Path, done: int) -> Checkpoint:
+    """The checkpoint after so many iterations in a directory of checkpoints, with all that it builds on."""
+    links: list[tuple[Path, Manifest]] = []
+    checksum: str | None = None
+    while True:
+        path = directory / directory_name(done)
+        manifest, found = read_manifest(disk, path)
+        if manifest.done != done:
+            raise CheckpointError(f"{path} is of {manifest.done} iterations: give it back its name")
+        if checksum is not None and found != checksum:
+            raise CheckpointError(
+                f"{path} is not what {links[-1][0]} builds on (checksum {found}, not {checksum}): use another one"
+            )
+        links.append((path, manifest))
+        if manifest.base is None:
+            return Checkpoint(disk, links[::-1])
+        if len(links) == _CHAIN_MAX:
+            raise CheckpointError(f"{links[0][0]} builds on more than {_CHAIN_MAX} others: use another one")
+        done, checksum = manifest.base.done, manifest.base.checksum
+
+
+def read_manifest(disk: Disk, path: Path) -> tuple[Manifest, str]:
+    """The manifest in a checkpoint's own directory, and its checksum."""
+    file_path = path / MANIFEST
+    _check_real(disk, path)
+    with failing("reading", file_path), disk.open(file_path) as file:
+        if file.num_bytes > MANIFEST_BYTES_MAX:
+            raise CheckpointError(
+                f"{file_path} has {file.num_bytes:,} B, at most {MANIFEST_BYTES_MAX:,} are read: use another checkpoint"
+            )
+        data = bytearray(file.num_bytes)
+        count = file.read_into(data)
+    return decode_manifest(file_path, bytes(data[:count]))
+
+
+def load_rows(
+    checkpoint: Checkpoint,
+    store: Store,
+    tables: Sequence[str],
+    *,
+    shard: tuple[int, int] = ALL,
+    report: Report | None = None,
+) -> int:
+    """Write the rows of a shard (server, servers) into an empty store, whatever servers they were saved by; how many.
+
+    `tables` names the store's tables. After an error in the middle the store has a part of the rows: throw it away.
+    """
+    saved = [(table.name, table.width) for table in checkpoint.manifest.tables]
+    wanted = [(name, source.width) for name, source in zip(tables, store.tables, strict=True)]
+    if saved != wanted:  # their order counts too: which server has a row depends on the number of its table
+        raise CheckpointError(
+            f"{checkpoint.directory} is of another model: its tables and the floats of a row are {_shown(saved)}, "
+            f"and {_shown(wanted)} are asked for: use the model and row optimizer that it was made with"
+        )
+    num_rows = 0
+    for table, ids, values in checkpoint.in_order(shard):
+        store.write(table, ids, values)
+        num_rows += len(ids)
+        if report is not None:
+            report(num_rows)
+    return num_rows
+
+
+def table_differences(saved: Sequence[TableEntry], expected: Sequence[TableEntry]) -> list[str]:
+    """What tables of a checkpoint differ in from those of a model, for people."""
+    ours, theirs = ({table.name: table for table in tables} for tables in (saved, expected))
+    found = [f"table {name!r} is only in the checkpoint" for name in ours if name not in theirs]
+    found += [f"table {name!r} is only in the model" for name in theirs if name not in ours]
+    for name in (name for name in ours if name in theirs):
+        for field in ("rows", "dims", "width", "optimizer"):
+            mine, wanted = getattr(ours[name], field), getattr(theirs[name], field)
+            if mine != wanted:
+                found.append(f"table {name!r} has {field} {mine} in the checkpoint and {wanted} in the model")
+    if not found and [table.name for table in saved] != [table.name for table in expected]:
+        found.append(f"its tables are in the order {list(ours)}, those of the model {list(theirs)}")
+    return found
+
+
+def _shown(tables: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {width}" for name, width in tables)
+
+
+def _check_real(disk: Disk, path: Path) -> None:
+    with failing("reading", path.parent):
+        real = path.name in disk.directories(path.parent)
+    if not real:
+        raise CheckpointError(f"there is no checkpoint {path} (a symbolic link does not count): check the path")
+
+
+def _may_hold(entry: FileEntry, shard: tuple[int, int], only: int | None) -> bool:
+    """Whether a file can have rows of a shard, and of one table: each server has a range of the hash of keys."""
+    if entry.rows is None or (only is not None and all(part.table != only for part in entry.rows)):
+        return False
+    if entry.shard is None:
+        return True
+    (server, servers), (wanted, of) = msgspec.structs.astuple(entry.shard), shard
+    return bool(server * of < (wanted + 1) * servers and wanted * servers < (server + 1) * of)
+
+
+def _check_range(path: Path, table: TableEntry, ids: Int64s) -> None:
+    if table.rows is not None and len(ids) and not 0 <= ids.min() <= ids.max() < table.rows:
+        raise CheckpointError(
+            f"{path} has ids {ids.min()} to {ids.max()} of table {table.name!r} of {table.rows} rows: use another one"
+        )
+
+
+def _of_shard(table: int, ids: Int64s, values: Floats, shard: tuple[int, int]) -> tuple[Int64s, Floats]:
+    server, servers = shard
+    if servers == 1:
+        return ids, values
+    order, starts = divide(table, ids, servers)
+    mine = order[starts[server] : starts[server + 1]]
+    return (ids, values) if len(mine) == len(ids) else (ids[mine], values[mine])
+
+
+def _unseen(seen: IdMap, ids: Int64s, remember: bool) -> Int64s:
+    positions = np.empty(len(ids), np.int64)
+    seen.find(ids, positions)
+    unseen = (positions < 0).astype(np.int64)
+    if remember:
+        seen.find_or_insert(ids, positions)
+    return unseen
