@@ -1,0 +1,114 @@
+"""Small runs with faults, compared bit by bit with the same run undisturbed."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from bagpipe.failpoints import NAMES, Fault
+from bagpipe.training import train_reference
+from crew import Crew, run_crew
+from scheduled import Plot
+from served import make_job, quiet
+
+SETTINGS = ["epochs=1", "batch_size=12", "data.samples=110", "data.held_out=0.05", "cache=100", "lookahead=4"]
+
+
+@dataclass(frozen=True)
+class World:
+    """How many of each role there are, and what else a run is like."""
+
+    trainers: int = 2
+    servers: int = 2
+    processors: int = 1
+    settings: tuple[str, ...] = ()
+
+
+SMALL = World(1, 1)
+USUAL = World(2, 2)
+LARGE = World(3, 2, 2)
+
+
+@lru_cache
+def job_of(world):
+    """The run of a world."""
+    return make_job(Path(tempfile.mkdtemp()) / "run", *SETTINGS, f"trainers={world.trainers}", *world.settings)
+
+
+@lru_cache
+def expected(world):
+    """What it comes to."""
+    return train_reference(job_of(world), quiet)[0].sha256()
+
+
+@dataclass
+class Ended:
+    """How a run went."""
+
+    reaches: dict
+    happened: list
+    incidents: list
+    seconds: float
+    differs: bool
+    crew: Crew
+
+
+def run(world, *faults, victims=None, seed=0, restarts_max=20, **options):
+    """Train to the end in spite of these faults; nothing may stay, and no role may be left hanging."""
+    before = set(threading.enumerate())
+    plot = Plot(*faults, victims=victims)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="bagpipe-crew-") as directory:
+        crew = Crew(
+            job_of(world), Path(directory), seed=seed, servers=world.servers, processors=world.processors, plot=plot,
+            **options,
+        )  # fmt: skip
+        state, _, supervisor = run_crew(crew, restarts_max)
+    seconds = time.monotonic() - start
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left), f"threads are left: {left}"
+    differs = state.sha256() != expected(world)
+    return Ended(dict(plot.reaches), plot.happened, supervisor.incidents, seconds, differs, crew)
+
+
+def survives(world, *faults, victims=None, seed=0, **options):
+    """The same, and the bits are those of an undisturbed run; all faults have happened."""
+    ended = run(world, *faults, victims=victims, seed=seed, **options)
+    told = ", ".join(map(str, faults))
+    assert not ended.differs, f"other bits after {told} (seed {seed}, {world})"
+    assert {fault for _, fault in ended.happened} == set(faults), f"not all of {told} happened (seed {seed}, {world})"
+    assert ended.incidents, f"nobody noticed {told}"
+    return ended
+
+
+@lru_cache
+def undisturbed(world, seed=0):
+    """How often each role reaches each point where nothing goes wrong, as (role, name) to a number."""
+    ended = run(world, seed=seed)
+    assert not ended.differs
+    assert not ended.incidents
+    return ended.reaches
+
+
+def roles_at(world, name, seed=0):
+    """Who reaches a point, and how often."""
+    return {role: count for (role, found), count in undisturbed(world, seed).items() if found == name and role}
+
+
+def random_faults(world, seed, number):
+    """So many deaths anywhere, by a seed."""
+    choose = random.Random(seed)
+    reached = sorted((role, name, count) for (role, name), count in undisturbed(world).items() if role)
+    return [
+        Fault(name, "kill", choose.randint(1, count), role) for role, name, count in choose.choices(reached, k=number)
+    ]
+
+
+RECOVERY = [name for name in NAMES if name.startswith("recovery.")]
