@@ -82,7 +82,7 @@ NAMES: dict[str, str] = {
     "checkpoint.manifest.written": "the manifest is written; the directory has its temporary name",
     "checkpoint.renamed": "the directory has its name; that is not synced",
     "checkpoint.complete": "the checkpoint is complete; older ones are still there",
-    "checkpoint.pruned": "an older checkpoint is gone",
+    "checkpoint.pruned": "an older checkpoint has lost its name; its files are still there",
     # oracle and data processors
     "oracle.batch.read": "the oracle has its next batch; it is not planned",
     "oracle.plan.made": "a plan is made; no trainer can have it",

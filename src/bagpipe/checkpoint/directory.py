@@ -24,6 +24,7 @@ from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, M
 from bagpipe.checkpoint.reading import BLOB_SUFFIX, Checkpoint, directory_name, open_checkpoint, read_manifest
 from bagpipe.checkpoint.shards import Compression, write_file
 from bagpipe.errors import CheckpointError, ConfigError
+from bagpipe.failpoints import reach
 from bagpipe.kernels.xxh64 import xxh64
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Checkpoints:
         path = self._unused_name(_TMP, done)
         with failing("making", path):
             self.disk.make_directory(path)
+        reach("checkpoint.begun")
         return Pending(self, path, done, base)
 
     def scan(self) -> Sequence[Found]:
@@ -124,6 +126,7 @@ class Checkpoints:
 
     def _committed(self, done: int) -> Checkpoint:
         """A new one was read back and has its name: others may go, and so do later ones, of a future that was left."""
+        reach("checkpoint.complete")
         kept = [checkpoint for checkpoint in self.list() if checkpoint.done <= done]
         if not kept or kept[-1].done != done:
             raise CheckpointError(f"{self.directory / directory_name(done)} can't be opened again: check the disk")
@@ -142,6 +145,7 @@ class Checkpoints:
             with failing("removing", path):
                 self.disk.rename(path, away)
                 self.disk.sync_directory(self.directory)  # else its files could be gone before its name
+                reach("checkpoint.pruned")
                 self._remove_files(away)
         return doomed
 
@@ -227,7 +231,9 @@ class Pending:
         assert not self._over, "a checkpoint is committed or abandoned once"
         name = self._checkpoints.directory / directory_name(self.done)
         try:
+            reach("checkpoint.blobs.written")
             self._write_manifest(Manifest.make(facts, done=self.done, base=self._base, files=self._files))
+            reach("checkpoint.manifest.written")
             self._take_name(name)
         except BaseException:
             self.abandon()
@@ -280,6 +286,7 @@ class Pending:
                 disk.rename(name, replaced)
                 undo.callback(disk.rename, replaced, name)
             disk.rename(self.directory, name)
+            reach("checkpoint.renamed")
             # If the sync fails nobody knows whether it will be there after a crash, so nothing may build on it.
             undo.callback(disk.rename, name, self.directory)
             disk.sync_directory(checkpoints.directory)
