@@ -290,9 +290,11 @@ def test_clipping_scales_all_gradients_by_one_factor_on_all_trainers():
     assert world.state().differing(World(rows=lambda _: optim.SGD(0.5)).train())
 
 
+@pytest.mark.parametrize("assign", ["contiguous", "aware"])
 @pytest.mark.parametrize("stop", [3, 8])
-def test_a_saved_state_goes_on_where_it_was_on_all_trainers(stop):
-    world, saved = World(), {}
+def test_a_saved_state_goes_on_where_it_was_on_all_trainers(stop, assign):
+    settings = f"assign={assign}"
+    world, saved = World(settings), {}
 
     def first(rank):
         with world.open(rank) as found:
@@ -306,7 +308,7 @@ def test_a_saved_state_goes_on_where_it_was_on_all_trainers(stop):
                 saved.update(rows=state, dense=dense)
 
     world.trainers.run(first)
-    again = World()
+    again = World(settings)
 
     def second(rank):
         with again.open(rank) as found:
@@ -318,25 +320,7 @@ def test_a_saved_state_goes_on_where_it_was_on_all_trainers(stop):
                 again.step(rank, batch)
 
     again.trainers.run(second)
-    assert_identical(World().train(), again.state())
-
-
-def test_samples_that_were_placed_by_their_rows_go_on_from_the_beginning_only():
-    world = World("assign=aware")
-    position = {"iterations": 3, "batches": 3, "loader": None}
-
-    def script(rank):
-        with world.open(rank) as found:
-            tables = {table.name: {"ids": torch.empty(0, dtype=torch.int64)} for table in TABLES}
-            for layout in found.layouts:
-                tables[layout.table.name]["rows"] = torch.empty(0, layout.width)
-            found.load_state_dict({"tables": tables, "optimizer": world.rows[rank].state_dict(), "data": position})
-            for batch in found:
-                world.step(rank, batch)
-
-    errors = world.trainers.failures(script)
-    assert isinstance(errors[0], BatchError)
-    assert all("batch 3 comes out of turn" in str(error) for error in errors)
+    assert_identical(World(settings).train(), again.state())
 
 
 @pytest.mark.parametrize("within", [True, False])

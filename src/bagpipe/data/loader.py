@@ -7,6 +7,7 @@ belongs to, and is refused elsewhere (I8).
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from bagpipe.data.dataset import Dataset
@@ -30,6 +31,7 @@ class Loader:
         epochs: int = 1,
         seed: int | None = None,
         start: int = 0,
+        stop: int | None = None,
         workers: int = 1,
         processes: int = 0,
         deadline_s: float = DEADLINE_S,
@@ -42,6 +44,7 @@ class Loader:
             epochs: How often to go through the data.
             seed: Another order each epoch, fixed by this number; None: stored order.
             start: The first batch to give, counted over all epochs.
+            stop: The batch before which to end, counted alike; None: the end of the last epoch.
             workers: Threads that read, with processes=0.
             processes: Data processors that read instead; 0: threads of this process. Changes nothing but speed.
             deadline_s: How long a data processor may take for a batch before another one takes its place.
@@ -56,6 +59,7 @@ class Loader:
             ("start", start, 0),
             ("workers", workers, 1),
             ("processes", processes, 0),
+            ("stop", 0 if stop is None else stop, 0),
         ):
             if value < least:
                 raise ConfigError(f"{name} is {value}: give at least {least}")
@@ -66,12 +70,13 @@ class Loader:
         self.dataset, self.batch_size, self.epochs, self.seed = dataset, batch_size, epochs, seed
         self.workers, self.processes, self.deadline_s = workers, processes, deadline_s
         self._order = BatchOrder(dataset.num_samples, batch_size, seed)
-        self._start = start
+        self._start, self._stop = start, stop
         self._next = start
 
     def __len__(self) -> int:
-        """Batches of all epochs."""
-        return self.epochs * self._order.epoch_batches
+        """Batches of all epochs, up to where it stops."""
+        batches = self.epochs * self._order.epoch_batches
+        return batches if self._stop is None else min(batches, self._stop)
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """The batches from the position on; iterating again gives the same ones again."""
@@ -95,6 +100,7 @@ class Loader:
             epochs=times * self.epochs,
             seed=self.seed,
             start=self._start,
+            stop=self._stop,
             workers=self.workers,
             processes=self.processes,
             deadline_s=self.deadline_s,
@@ -144,7 +150,7 @@ class Loader:
 
     def _count(self, reading: Iterator[Batch]) -> Generator[Batch, None, None]:
         try:
-            for batch in reading:
+            for batch in islice(reading, max(0, len(self) - self._start)):
                 self._next = batch.number + 1
                 yield batch
         finally:

@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from bagpipe.cache import RowCache
 from bagpipe.embedding import CachedLayer, Lookups, TableView
 from bagpipe.errors import DeadlineError, ModelError
+from bagpipe.failpoints import reach
 from bagpipe.joint_checker import JointChecker, make_checker
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, swap
@@ -31,12 +32,14 @@ from bagpipe.store import Store
 from bagpipe.trainer.evaluation import private_batches
 from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
+from bagpipe.trainer.keeping import Keeping
+from bagpipe.trainer.kept import Attachable, check_attachable
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.saved import check_rows, save_rows
-from bagpipe.trainer.sessions import attach
+from bagpipe.trainer.sessions import abandon, attach
 from bagpipe.trainer.source import PlanSource, Rewritten
 from bagpipe.trainer.stages import Driver
-from bagpipe.trainer.sync import Peers, RowSync
+from bagpipe.trainer.sync import Peers
 from bagpipe.trainer.update import RowUpdate, holder_of, views_of
 
 Ids = npt.NDArray[np.int64]
@@ -61,8 +64,14 @@ class Batches:
         threads: int,
         check: bool,
         peers: Peers | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
+        self._before = 0
+        """Iterations of the run before this loop."""
+        if keeping is not None and keeping.start is not None:
+            self._resume(source, keeping.start.position)  # refused while nothing has changed, if it is of other data
+        self._keeping = keeping
         self.closed = False
         self._source, self._rows, self._threads = source, rows, threads
         self._lookups = Lookups(layouts, self, cache.device)
@@ -86,8 +95,10 @@ class Batches:
         if peers is not None:
             joint_checker = self._checker if isinstance(self._checker, JointChecker) else None
             self._joint = JointUpdate(self._update, cache, self._pipeline, model, layouts, driver, peers, joint_checker)
+        if keeping is not None:
+            keeping.restore(self)
         # A session that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the session.
-        self._abandoned = weakref.finalize(self, _abandon, self._pipeline, self._joint.sync, rows, self._helpers)
+        self._abandoned = weakref.finalize(self, abandon, self._pipeline, self._joint.sync, rows, self._helpers)
 
     def __enter__(self) -> Batches:
         return self
@@ -120,6 +131,7 @@ class Batches:
             assert self._plan is not None
             self._joint.begin_batch(self._plan, len(self._micro))
             self._lookups.pooling.begin(rewritten.handles)
+            reach("trainer.batch.given")
             yield rewritten.batch
             del rewritten
         self.close()
@@ -130,12 +142,13 @@ class Batches:
             return
         self.closed, stuck = True, False
         try:
-            self._leave_loop()
-            self.cache.release()
-            if self._checker is not None:
-                self._checker.finished()
-            self.store.sync()
-            self._joint.end(early=not self._ended)
+            with nullcontext() if self._keeping is None else self._keeping.ending():
+                self._leave_loop()
+                self.cache.release()
+                if self._checker is not None:
+                    self._checker.finished()
+                self.store.sync()
+                self._joint.end(early=not self._ended)
         except DeadlineError:
             stuck = True  # a stage may still read plans
             raise
@@ -176,6 +189,22 @@ class Batches:
         return self._joint.trainers
 
     @property
+    def done(self) -> int:
+        """How many iterations of the run are over, those before it was resumed included."""
+        return self._before + self._trained
+
+    def attach(self, **objects: Attachable) -> None:
+        """Keep the states of these with marks and checkpoints, by name; where a run goes on they are restored at once.
+
+        To be called before the first batch, on all trainers alike, with all that has a state: the dense optimizer,
+        schedulers, a scaler, each `torch.Generator` that the model draws from. Without checkpoints nothing happens.
+        """
+        if self._keeping is None:
+            check_attachable(objects)
+        else:
+            self._keeping.attach(objects)
+
+    @property
     def step_due(self) -> bool:
         """Whether the current batch is the last of its iteration, so that the optimizers' steps follow it."""
         return self._plan is not None and not self._micro
@@ -200,7 +229,8 @@ class Batches:
             updated = bool(scaler.step(self))
             self._trained = plan.iteration + 1
             return updated
-        self._skipped = True  # unless the next line lets it pass
+        self._skipped = True  # unless the next lines let it pass
+        reach("trainer.step.begun")
         if not self._joint.agree(plan, self._views):
             self._trained = plan.iteration + 1
             return False
@@ -216,6 +246,7 @@ class Batches:
             self._trained = plan.iteration + 1
             if self._checker is not None:
                 self._checker.updated(plan, self._update.tables)
+        reach("trainer.step.updated")
         return True
 
     def zero_grad(self) -> None:
@@ -282,12 +313,28 @@ class Batches:
         check_rows(self.layouts, state)
         self._refuse_while_training()
         if "data" in state:
-            self._source.resume(state["data"])
+            self._resume(self._source, state["data"])
         self._rows.load_state_dict(state["optimizer"])
         for number, layout in enumerate(self.layouts) if self.rank == 0 else ():
             part = state["tables"][layout.table.name]
             self.write_rows(number, part["ids"].numpy(), part["rows"].numpy())
-        self._joint.barrier("saved rows to be in the store")
+        self.meet("saved rows to be in the store")
+
+    def progress(self) -> dict[str, Any]:
+        """Where training is: the counters of row optimizers, and the position in the data."""
+        return {"optimizer": self._rows.state_dict(), "data": self._source.position(self._trained)}
+
+    def go_on(self, progress: Mapping[str, Any]) -> None:
+        """Take over the counters of a loop that this one goes on from."""
+        self._rows.load_state_dict(progress["optimizer"])
+
+    def _resume(self, source: PlanSource, position: Mapping[str, Any]) -> None:
+        source.resume(position)
+        self._before = int(position.get("iterations", 0))
+
+    def meet(self, what: str) -> None:
+        """Return when all trainers are here."""
+        self._joint.barrier(what)
 
     def barrier(self) -> None:
         """Return when the store has every update so far."""
@@ -295,7 +342,7 @@ class Batches:
             self._joint.settle()
             self.cache.fence()
             self._pipeline.flush()
-            self._joint.barrier("a barrier: the store to take all updated rows")
+            self.meet("a barrier: the store to take all updated rows")
             self._unflushed = False
 
     def read_rows(self, table: int, ids: Ids) -> Floats:
@@ -330,10 +377,14 @@ class Batches:
             self._pass_over()
             with uninterrupted():
                 self._finish_iteration()
+            if self._keeping is not None:
+                self._keeping.between(self)
             if self._lookups.workers is None:
                 self._lookups.workers = Workers(self._threads)
                 self._helpers.append(self._lookups.workers)
             if not self._wait():
+                if self._keeping is not None:
+                    self._keeping.end(self)
                 self._ended = True
                 return False
             with uninterrupted():
@@ -394,14 +445,3 @@ class Batches:
             "up those of several batches pass accumulate= to bagpipe.accelerate, to drop them call batches.zero_grad()",
             stacklevel=4,
         )
-
-
-def _abandon(
-    pipeline: Pipeline[Any], sync: RowSync | None, rows: RowOptimizer | PerTable, helpers: Sequence[Workers]
-) -> None:
-    pipeline.abandon()
-    if sync is not None:
-        sync.close()
-    rows.detach()
-    for workers in helpers:
-        workers.close()

@@ -18,6 +18,7 @@ from bagpipe.oracle.fan_out import fan_out
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan import Plan
+from bagpipe.trainer.reading import LookBack
 from bagpipe.trainer.source import Group, Ids, Plans, Rewritten, Source, rewrite
 
 Divide = Callable[[Any], Sequence[tuple[Any, int]]]
@@ -27,8 +28,16 @@ Divide = Callable[[Any], Sequence[tuple[Any, int]]]
 class Divided(Source):
     """Reads a loader whose batches several trainers share."""
 
-    def __init__(self, loader: Iterable[Any], divide: Divide, epochs: int = 1, accumulate: int = 1) -> None:
-        super().__init__(loader, epochs, accumulate)
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        divide: Divide,
+        epochs: int = 1,
+        accumulate: int = 1,
+        first_needed: Callable[[int], int] = lambda number: number,
+    ) -> None:
+        """`first_needed` says from which batch on `divide` must be shown all, to divide a given one alike."""
+        super().__init__(loader, epochs, accumulate, LookBack(first_needed, divide))
         self._divide = divide
 
     def divided(self, oracle: Oracle, partition: Partition) -> Iterator[tuple[Division, list[Part]]]:

@@ -7,9 +7,9 @@ position are read and passed over, so it must give the same ones again.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
@@ -34,7 +34,7 @@ class Positioned(Protocol):
         ...
 
     def state_dict(self, given: int | None = None) -> dict[str, Any]:
-        """The position this many batches after the one it begins at."""
+        """The position this many batches after the one it begins at, or before it."""
         ...
 
     def load_state_dict(self, state: State) -> None:
@@ -42,16 +42,29 @@ class Positioned(Protocol):
         ...
 
 
+class LookBack(NamedTuple):
+    """Who must see batches before the position of a run that is resumed."""
+
+    first: Callable[[int], int]
+    """From the position to the first batch that is needed."""
+    show: Callable[[Any], object]
+    """Called with each of them, in order."""
+
+
 class Reading:
     """The batches of a run, numbered from its very beginning."""
 
-    def __init__(self, loader: Iterable[Any], epochs: int) -> None:
+    def __init__(self, loader: Iterable[Any], epochs: int, look_back: LookBack | None = None) -> None:
+        """`look_back` is for who must see some of the batches before the position too."""
+        self._look_back = look_back
         self.num_read = 0
         """Batches of the run that were read, those before the position included."""
         self._before = 0
         """Batches of the run before this reading began."""
         self._passed_over = 0
         """Of these the ones that the loader gives all the same."""
+        self._shown_from = 0
+        """The first of these that is shown."""
         self._clock: tuple[float, float | None] = (0.0, None)
         self._positioned: Positioned | None = None
         self._epochs: Iterator[Iterable[Any]]
@@ -78,6 +91,8 @@ class Reading:
                     number, self.num_read = self.num_read, self.num_read + 1
                     if number >= self._before:
                         yield number, batch
+                    elif self._look_back is not None and number >= self._shown_from:
+                        self._look_back.show(batch)
             finally:
                 # Not left to garbage collection: its processes and threads end with it.
                 if self._positioned is not None and hasattr(reading, "close"):
@@ -99,12 +114,15 @@ class Reading:
         batches = state.get("batches")
         if not isinstance(batches, int) or batches < 0:
             raise ModelError(f"the saved state is {batches!r} batches into the data: it is damaged")
+        first = batches if self._look_back is None else self._look_back.first(batches)
         if self._positioned is not None and state.get("loader") is not None:
             self._positioned.load_state_dict(state["loader"])
-            self.num_read, self._passed_over = batches, 0
+            if first < batches:
+                self._positioned.load_state_dict(self._positioned.state_dict(first - batches))
+            self.num_read, self._passed_over = first, batches - first
         else:
             self.num_read, self._passed_over = 0, batches
-        self._before = batches
+        self._before, self._shown_from = batches, first
 
     def seconds(self) -> float:
         """How long the loader was waited for, so far."""

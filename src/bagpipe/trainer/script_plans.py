@@ -47,7 +47,7 @@ class SharedLoader(Divided):
     """Reads the loader of the first trainer, whose batches all share."""
 
     def __init__(self, loader: Iterable[Any], epochs: int, accumulate: int) -> None:
-        super().__init__(loader, self._parts, epochs, accumulate)
+        super().__init__(loader, self._parts, epochs, accumulate, self._first_needed)
         self._splitter: Splitter | None = None
         self._assigner: Assigner | None = None
         self.types: Types = {}
@@ -73,6 +73,10 @@ class SharedLoader(Divided):
                 f"{LIMITS.buffer_bytes / 1e6:.0f} MB can be sent at once: make batches smaller, or use more trainers"
             )
         return packed
+
+    def _first_needed(self, number: int) -> int:
+        assert self._assigner is not None, "share comes first"
+        return self._assigner.first_needed(number)
 
     def _parts(self, batch: Any) -> Sequence[tuple[Any, int]]:
         assert self._splitter is not None, "share comes first"

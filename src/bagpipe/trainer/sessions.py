@@ -1,12 +1,16 @@
-"""Which training loop each row optimizer was given to, without keeping either of them alive."""
+"""Which training loop each row optimizer was given to, without keeping either of them alive, and how a loop ends."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bagpipe.errors import ModelError
+from bagpipe.kernels.parallel import Workers
 from bagpipe.optim import PerTable, RowOptimizer
+from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.sync import RowSync
 
 if TYPE_CHECKING:
     from bagpipe.trainer.batches import Batches
@@ -34,3 +38,15 @@ def attach(rows: RowOptimizer | PerTable, batches: Batches) -> None:
 
     rows.attach(step)
     _sessions[rows] = session
+
+
+def abandon(
+    pipeline: Pipeline[Any], sync: RowSync | None, rows: RowOptimizer | PerTable, helpers: Sequence[Workers]
+) -> None:
+    """Let go of what a session has started, when it is over or nobody holds it any more."""
+    pipeline.abandon()
+    if sync is not None:
+        sync.close()
+    rows.detach()
+    for workers in helpers:
+        workers.close()

@@ -21,7 +21,7 @@ from bagpipe.errors import ValueRangeError
 from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
-from bagpipe.trainer.reading import Reading
+from bagpipe.trainer.reading import LookBack, Reading
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
@@ -80,10 +80,12 @@ class PlanSource(Protocol):
 class Source:
     """Reads a loader, epoch after epoch, `accumulate` batches an iteration."""
 
-    def __init__(self, loader: Iterable[Any], epochs: int = 1, accumulate: int = 1) -> None:
+    def __init__(
+        self, loader: Iterable[Any], epochs: int = 1, accumulate: int = 1, look_back: LookBack | None = None
+    ) -> None:
         self.tables: tuple[Table, ...] = ()
         """Whose ids are taken; set before the first plan."""
-        self.reading = Reading(loader, epochs)
+        self.reading = Reading(loader, epochs, look_back)
         self._accumulate = accumulate
         self._iterations = 0
         """Iterations of the run before this reading began."""

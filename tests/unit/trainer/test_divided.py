@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from bagpipe.data import Loader, generated
 from bagpipe.errors import BatchError, DataError, ValueRangeError
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
@@ -152,3 +153,43 @@ def test_a_position_is_that_of_the_common_loader():
         resumed.of(rank).resume(position)
     first = next(resumed.of(1).plans())
     assert np.array_equal(first[1][0].batch.dense.numpy().flatten(), batches[4].dense[2:].numpy().flatten())
+
+
+@pytest.mark.parametrize("kind", ["list", "loader"])
+@pytest.mark.parametrize("position", [1, 3, 4, 5, 8, 9])
+def test_samples_placed_by_their_rows_are_divided_alike_from_any_position_on(monkeypatch, kind, position):
+    monkeypatch.setattr("bagpipe.oracle.assign.PERIOD", 4)
+    data = generated("tiny", 70)
+    tables = [table.features for table in data.tables]
+
+    def divided(after):
+        shown = []
+        assigner = Assigner("aware", 3, 0, tables)
+        loader = Loader(data, 8, seed=1)
+
+        def divide(batch):
+            shown.append(batch.number)
+            return divide_by(assigner)(batch)
+
+        source = Divided(loader if kind == "loader" else list(loader), divide, first_needed=assigner.first_needed)
+        source.tables = data.tables
+        if after:
+            state = {"iterations": after, "batches": after, "loader": None}
+            if kind == "loader":
+                state["loader"] = loader.state_dict(after)
+            source.resume(state)
+        found = [
+            (number, [part.labels.tolist() + part.dense.tolist() for part, _ in divide(batch)])
+            for number, batch in source.reading
+        ]
+        first = position - position % 4 if after else 0
+        assert shown == list(range(first, 9))
+        for given in range(
+            10 - after if after else 0
+        ):  # what is saved from there on does not depend on what was looked back at
+            saved = source.position(given)
+            assert saved["batches"] == saved["iterations"] == after + given
+            assert kind == "list" or saved["loader"]["iteration"] == saved["batches"]
+        return found
+
+    assert divided(position) == divided(0)[position:]

@@ -1,0 +1,193 @@
+"""What a trainer keeps with a mark besides rows: generators and buffers, and the first one all that trainers share.
+
+It is a tree of plain values and tensors of its own, made while training rests, so that training can go on while it is
+packed and sent. What is taken over is compared with what is there first: a difference is named, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bagpipe.errors import CheckpointError, ModelError
+
+FIRST = "trainer-0"
+"""Whose blob has what all trainers share."""
+
+Tree = dict[str, Any]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An optimizer, a scheduler, a scaler: anything whose state can be taken and given back."""
+
+    def state_dict(self) -> Any:
+        """All of it, as plain values and tensors."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from it."""
+
+
+Attachable = Stateful | torch.Generator
+
+
+def blob_name(rank: int) -> str:
+    """What the blob of a trainer is called."""
+    return f"trainer-{rank}"
+
+
+def check_attachable(objects: Mapping[str, object]) -> None:
+    """ModelError if one of them has no state that can be kept."""
+    for name, thing in objects.items():
+        if not isinstance(thing, Stateful | torch.Generator):
+            raise ModelError(
+                f"{name!r} is a {type(thing).__name__}: attach what has state_dict() and load_state_dict(), or a "
+                "torch.Generator"
+            )
+
+
+class Attached:
+    """Objects of a training loop that are kept with it, by name."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Attachable] = {}
+        self.asked = False
+        """Whether the loop has said which objects these are, if only that there are none."""
+
+    def add(self, objects: Mapping[str, Attachable]) -> None:
+        """ModelError if one can't be kept or is there already."""
+        check_attachable(objects)
+        if twice := objects.keys() & self.objects.keys():
+            raise ModelError(f"something is attached as {min(twice)!r} already: choose another name")
+        self.asked = True
+        self.objects.update(objects)
+
+    def saved(self, *, own: bool) -> Tree:
+        """Their states: of those that each trainer has for itself, which generators are, or of the others."""
+        return {
+            name: {"kind": type(thing).__name__, "state": copied(_state(thing))}
+            for name, thing in self.objects.items()
+            if is_own(thing) == own
+        }
+
+    def check_names(self, saved: Set[str]) -> None:
+        """CheckpointError unless these are the objects whose states were saved."""
+        if self.objects.keys() != saved:
+            raise CheckpointError(
+                f"the run to go on from had attached {named(saved)}, and this one has {named(self.objects)}: call "
+                "batches.attach(...) before the first batch, with the same names"
+            )
+
+
+def restore(name: str, thing: Attachable, saved: Mapping[str, Any]) -> None:
+    """Give an object the state back that it had when it was kept; CheckpointError if it was something else."""
+    if name not in saved:
+        raise CheckpointError(
+            f"the run to go on from had attached {named(saved)}, and not {name!r}: attach the same under the same names"
+        )
+    kind, state = saved[name]["kind"], saved[name]["state"]
+    if kind != type(thing).__name__:
+        raise CheckpointError(
+            f"{name!r} was a {kind} when it was kept, and is a {type(thing).__name__}: attach a {kind}"
+        )
+    try:
+        if isinstance(thing, torch.Generator):
+            thing.set_state(state)
+        else:
+            thing.load_state_dict(state)
+    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{name!r} can't take over the state that was kept: {error}") from error
+
+
+def generator_states() -> Tree:
+    """Where the generators are that a program uses without naming one: PyTorch's, NumPy's and Python's."""
+    name, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - which models may use
+    version, words, gauss_next = random.getstate()
+    states: Tree = {
+        "torch": torch.get_rng_state(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), int(place), int(has_gauss), float(gauss)],
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss_next],
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Put them there again."""
+    torch.set_rng_state(states["torch"])
+    name, keys, place, has_gauss, gauss = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, gauss))  # noqa: NPY002
+    version, words, gauss_next = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss_next))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+
+
+def copied(value: Any) -> Any:
+    """The same tree with tensors, arrays and collections of its own."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        parts = copy.copy(value)  # also of OrderedDict and Counter
+        for key, part in value.items():
+            parts[key] = copied(part)
+        return parts
+    if type(value) in (list, tuple):
+        return type(value)(copied(part) for part in value)
+    return copy.copy(value)
+
+
+def check_tensors(kind: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+    """CheckpointError unless tensors of these names, shapes and types were saved."""
+    for names, what in ((here.keys() - saved.keys(), "was not kept"), (saved.keys() - here.keys(), "is not here")):
+        if names:
+            more = f", like {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(f"{kind} {min(names)!r} {what}{more}: build the model that was trained")
+    for name, value in here.items():
+        there = saved[name]
+        if (there.shape, there.dtype) != (value.shape, value.dtype):
+            raise CheckpointError(
+                f"{kind} {name!r} has shape {tuple(there.shape)} of {there.dtype} in what was kept, and "
+                f"{tuple(value.shape)} of {value.dtype} here: build the model that was trained"
+            )
+
+
+def set_tensors(here: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved values into the tensors of a model, where they are."""
+    with torch.no_grad():
+        for name, value in here.items():
+            value.copy_(saved[name])
+
+
+def dense_parameters(model: nn.Module, without: Iterable[nn.Module] = ()) -> dict[str, Tensor]:
+    """The parameters of a model by name, but for those of some of its layers."""
+    left_out = {id(value) for layer in without for value in layer.parameters()}
+    return {name: value for name, value in model.named_parameters() if id(value) not in left_out}
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a model by name."""
+    return dict(model.named_buffers())
+
+
+def _state(thing: Attachable) -> Any:
+    return thing.get_state() if isinstance(thing, torch.Generator) else thing.state_dict()
+
+
+def is_own(thing: Attachable) -> bool:
+    """Whether each trainer has one with a state of its own."""
+    return isinstance(thing, torch.Generator) or bool(getattr(thing, "own_of_each_trainer", False))
+
+
+def named(names: Iterable[str]) -> str:
+    """For messages."""
+    return ", ".join(map(repr, names)) or "nothing"
