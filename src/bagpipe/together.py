@@ -61,7 +61,7 @@ class Trainers:
         self._groups = [Groups(*ends) for ends in zip(*groups, strict=True)]
         binding, layouts = made[0][1:]
         assigner = Assigner(config.assign, trainers, config.seed, [table.features for table in binding.tables])
-        source = Divided(loader, divide_by(assigner), accumulate=accumulate)
+        source = Divided(loader, divide_by(assigner), accumulate=accumulate, first_needed=assigner.first_needed)
         source.tables = binding.tables
         source.adapter.require(source.features)
         widths = [layout.width for layout in layouts]
