@@ -219,7 +219,7 @@ def test_rows_alone_that_are_not_finite_on_one_trainer_are_skipped_by_all():
     assert all(np.isfinite(values).all() for _, values in found[0].state.rows.values())
 
 
-@pytest.mark.parametrize("assign", ["contiguous", "round_robin"])
+@pytest.mark.parametrize("assign", ["contiguous", "round_robin", "aware"])
 @pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize("cut", [1, 4])
 def test_training_goes_on_from_a_saved_state(design, assign, cut):
