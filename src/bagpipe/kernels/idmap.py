@@ -1,4 +1,4 @@
-"""From any 64-bit id to a dense position 0, 1, 2, ... in order of first insertion; nothing is ever removed.
+"""From any 64-bit id to a dense position 0, 1, 2, ... in order of first insertion; only the last ones can be removed.
 
 Open addressing with linear probing. A slot is one 64-bit word: the upper half of the id's mixed bits and its position
 plus one, so that a probe rarely looks beyond the word, and growing reads no id: slots lie in order of those mixed
@@ -135,17 +135,18 @@ def _find_or_insert(
 
 
 @kernel
-def _rehash(slots: UInt64s, larger: UInt64s) -> None:
-    num_slots = larger.shape[0]
+def _rehash(slots: UInt64s, others: UInt64s, size: int) -> None:
+    """Put the ids of the first `size` positions into other, empty slots."""
+    num_slots = others.shape[0]
     for i in range(slots.shape[0]):
         word = slots[i]
-        if word != _EMPTY:
+        if word != _EMPTY and _position(word) < size:
             slot = _home(word >> _HALF, num_slots)
-            while larger[slot] != _EMPTY:
+            while others[slot] != _EMPTY:
                 slot += 1
                 if slot == num_slots:
                     slot = 0
-            larger[slot] = word
+            others[slot] = word
 
 
 class IdMap:
@@ -196,8 +197,15 @@ class IdMap:
         slots = np.zeros(num_slots, np.uint64)
         keys = np.empty(_num_ids_max(num_slots), np.int64)
         keys[: self._size] = self._keys[: self._size]
-        _rehash(self._slots, slots)
+        _rehash(self._slots, slots, self._size)
         self._slots, self._keys = slots, keys
+
+    def truncate(self, size: int) -> None:
+        """Forget the ids of all positions from `size` on; nothing changes if memory is short."""
+        if size < self._size:
+            slots = np.zeros_like(self._slots)  # a hole in the old ones would end the search for whatever lies behind
+            _rehash(self._slots, slots, size)
+            self._slots, self._size = slots, size
 
 
 class IdMapByDict:
@@ -223,3 +231,7 @@ class IdMapByDict:
         size_before = len(self)
         positions[: len(ids)] = [self._position_of.setdefault(key, len(self._position_of)) for key in ids.tolist()]
         return len(self) - size_before
+
+    def truncate(self, size: int) -> None:
+        """Forget the ids of all positions from `size` on."""
+        self._position_of = dict(list(self._position_of.items())[:size])

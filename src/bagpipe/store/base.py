@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from bagpipe.checkpoint.manifest import FileEntry
+    from bagpipe.checkpoint.shards import Compression
 
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -177,7 +178,13 @@ class Marked(Protocol):
         """What was kept with a mark, by name; empty where there is no such mark."""
 
     def save(
-        self, done: int, directory: Path, names: Sequence[str], *, since: int | None = None, compress: str | None = None
+        self,
+        done: int,
+        directory: Path,
+        names: Sequence[str],
+        *,
+        since: int | None = None,
+        compress: Compression | None = None,
     ) -> list[FileEntry]:
         """Write the rows of a mark to files in a directory, and return when they are there; training may go on.
 

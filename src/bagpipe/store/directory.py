@@ -16,8 +16,8 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from bagpipe.errors import StoreError
 from bagpipe.store.base import Int64s
-from bagpipe.store.failures import medium_failure, too_short
+from bagpipe.store.failures import failing, medium_failure, too_short
 
 VERSION = 2
 INDEX_NAME = "index.json"
@@ -68,16 +68,21 @@ class TableFiles:
         """Write the ids that follow those already there; they count once the index says so."""
         fd = _open(self.ids_path, os.O_WRONLY | os.O_CREAT)
         try:
-            with _failing("writing", self.ids_path):
+            with failing("writing", self.ids_path):
                 for some in ids:
                     self._append_ids(fd, some)
+                os.ftruncate(fd, self.num_ids * 8)  # there were more before rows were returned to a mark
                 os.fsync(fd)
         finally:
             os.close(fd)
 
+    def forget_ids(self) -> None:
+        """The ids that are there are not true any more: the next ones to be saved are the first."""
+        self.num_ids = self.ids_crc32 = 0
+
     def load_ids(self, table: TableIndex) -> Int64s:
         """All ids, as many as the index says and as it sums them up."""
-        with open(_open(self.ids_path, os.O_RDONLY), "rb") as file, _failing("reading", self.ids_path):
+        with open(_open(self.ids_path, os.O_RDONLY), "rb") as file, failing("reading", self.ids_path):
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes != table.num_rows * 8:
                 raise too_short(self.ids_path, num_bytes, table.num_rows * 8)
@@ -117,7 +122,7 @@ class StoreDirectory:
         """A directory without rows, where there is none yet or an empty one."""
         path = path.resolve()
         with ExitStack() as undo:
-            with _failing("creating", path):
+            with failing("creating", path):
                 if not path.exists():
                     path.mkdir(mode=0o700, parents=True)
                     undo.callback(_remove_if_empty, path)
@@ -156,7 +161,7 @@ class StoreDirectory:
         """Make the directory readable as the index says, once rows and ids are on the disk."""
         line = index.model_dump_json().encode()
         path, draft = self.path / INDEX_NAME, self.path / f"{INDEX_NAME}.new"
-        with _failing("writing", path), ExitStack() as undo:
+        with failing("writing", path), ExitStack() as undo:
             undo.callback(path.unlink, missing_ok=True)
             undo.callback(draft.unlink, missing_ok=True)
             with draft.open("wb") as file:
@@ -169,7 +174,7 @@ class StoreDirectory:
 
     def withdraw(self) -> None:
         """Take the index away, because what it says is about to change."""
-        with _failing("removing", self.path / INDEX_NAME):
+        with failing("removing", self.path / INDEX_NAME):
             (self.path / INDEX_NAME).unlink(missing_ok=True)
             os.fsync(self._fd)
 
@@ -243,16 +248,5 @@ def _remove_if_empty(path: Path) -> None:
 
 
 def _open(path: Path, flags: int) -> int:
-    with _failing("opening", path):
+    with failing("opening", path):
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-@contextmanager
-def _failing(doing: str, path: Path) -> Iterator[None]:
-    """Turn an error of the operating system into one that names the file."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise medium_failure(path, doing, error.errno or 0) from error

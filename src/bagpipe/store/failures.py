@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bagpipe.errors import StoreError
@@ -47,3 +49,14 @@ def too_short(path: Path, num_bytes: int, needed_bytes: int) -> StoreError:
         f"{path} has {num_bytes:,} B and should have {needed_bytes:,}: it was cut off by something else; "
         "start again from a checkpoint"
     )
+
+
+@contextmanager
+def failing(doing: str, path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into one that names the file."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise medium_failure(path, doing, error.errno or 0) from error

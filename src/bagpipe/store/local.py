@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from threading import Lock
+from typing import Protocol
 
 import numpy as np
 
@@ -66,11 +67,33 @@ class Backing(ABC):
         """Disk that rows take."""
 
 
+class Change(Protocol):
+    """A write that was looked at, and is under way."""
+
+    def commit(self, found: Sequence[Int64s]) -> None:
+        """Every row has its position now, and no value has changed yet. Must not fail."""
+
+    def end(self) -> None:
+        """The write is over, or was given up; called once."""
+
+
+class Watch(Protocol):
+    """Sees every write before a row changes."""
+
+    def look(self, parts: Sequence[TablePart], found: Sequence[Int64s]) -> Change:
+        """Take note of a write, or refuse it by raising: tables ascend, and a position is -1 where the row is new.
+
+        Several threads may be here, without locks and never with the same row.
+        """
+
+
 class _Table:
     def __init__(self, source: RowSource, backing: Backing) -> None:
         self.source = source
         self.backing = backing
         self.positions = IdMap()
+        self.promised = 0
+        """Rows that writes under way will add; room is made for them."""
         self.lock = Lock()
 
 
@@ -82,6 +105,8 @@ class LocalStore(Store):
         self._sources = check_widths(tables)
         self.bytes_in_memory_max: int | None = None
         """Rows that would take more memory are refused."""
+        self.watch: Watch | None = None
+        """To be set while nobody writes."""
         self._tables = [_Table(source, make_backing(number, source.width)) for number, source in enumerate(tables)]
         self._refusal: str | None = None
 
@@ -138,13 +163,10 @@ class LocalStore(Store):
         if not written:
             return
         self._before_write()
-        found = self._insert([(table, ids) for table, ids, _ in written])
-        for (table, _, values), positions in zip(written, found, strict=True):
-            try:
-                self._tables[table].backing.scatter(positions, values)
-            except BaseException as error:
-                self._refusal = f"a write to table {table} failed halfway ({error}): start again from a checkpoint"
-                raise
+        if self.watch is None:
+            self._scatter(written, self._insert([(table, ids) for table, ids, _ in written]))
+        else:
+            self._write_watched(self.watch, written)
 
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""
@@ -176,6 +198,23 @@ class LocalStore(Store):
         part.backing.gather(np.arange(start, start + len(rows)), rows)
         return ids, rows
 
+    def put_back(self, table: int, positions: Int64s, values: Floats) -> None:
+        """Set rows that are there to earlier values, unwatched; readers and writers are at rest."""
+        self._check_usable()
+        self._before_write()
+        self._scatter([(table, positions, values)], [positions])
+
+    def truncate(self, table: int, num_rows: int) -> None:
+        """Forget that any but the first rows of a table were ever written; readers and writers are at rest.
+
+        Their room stays, for those who are written next.
+        """
+        self._check_usable()
+        if num_rows < self.num_rows(table):
+            self._before_write()
+            with self._tables[table].lock:
+                self._tables[table].positions.truncate(num_rows)
+
     def sync(self) -> None:
         """Return once everything written outlives this process, where the store promises that at all."""
         self._check_usable()
@@ -204,21 +243,74 @@ class LocalStore(Store):
     def _insert(self, parts: Sequence[tuple[int, Int64s]]) -> list[Int64s]:
         """The positions of all ids, tables in ascending order; room is made for all before a table changes."""
         found = [np.empty(len(ids), np.int64) for _, ids in parts]
-        with ExitStack() as locked:
-            num_new = []
-            for (table, ids), positions in zip(parts, found, strict=True):
-                part = self._tables[table]
-                locked.enter_context(part.lock)
-                num_new.append(part.positions.find(ids, positions))
-            if any(num_new):
-                self._check_memory([table for table, _ in parts], num_new)
-            for (table, _), more in zip(parts, num_new, strict=True):
-                if more:
-                    self._make_room(table, more)
+        with self._locked(parts):
+            num_new = self._find_or_make_room(parts, found)
             for (table, ids), positions, more in zip(parts, found, num_new, strict=True):
                 if more:
                     self._tables[table].positions.find_or_insert(ids, positions)
         return found
+
+    def _write_watched(self, watch: Watch, written: Sequence[TablePart]) -> None:
+        """As a plain write; between finding rows and adding new ones, without locks, it may be refused."""
+        parts = [(table, ids) for table, ids, _ in written]
+        found = [np.empty(len(ids), np.int64) for _, ids in parts]
+        with self._locked(parts):
+            num_new = self._find_or_make_room(parts, found)
+            self._promise(parts, num_new, 1)
+        change: Change | None = None
+        try:
+            change = watch.look(written, found)
+        finally:
+            with self._locked(parts):
+                self._promise(parts, num_new, -1)
+                for (table, ids), positions, more in zip(parts, found, num_new, strict=True):
+                    if more and change is not None:
+                        self._tables[table].positions.find_or_insert(ids, positions)
+        try:
+            self._commit(change, found)
+            self._scatter(written, found)
+        finally:
+            change.end()
+
+    def _commit(self, change: Change, found: Sequence[Int64s]) -> None:
+        try:
+            change.commit(found)
+        except BaseException as error:  # new rows are there and have no values
+            self._refusal = f"a write failed halfway ({error}): start again from a checkpoint"
+            raise
+
+    def _scatter(self, written: Sequence[TablePart], found: Sequence[Int64s]) -> None:
+        for (table, _, values), positions in zip(written, found, strict=True):
+            try:
+                self._tables[table].backing.scatter(positions, values)
+            except BaseException as error:
+                self._refusal = f"a write to table {table} failed halfway ({error}): start again from a checkpoint"
+                raise
+
+    @contextmanager
+    def _locked(self, parts: Sequence[tuple[int, Int64s]]) -> Iterator[None]:
+        """The locks of these tables, which ascend so that no two writers wait for each other."""
+        with ExitStack() as locked:
+            for table, _ in parts:
+                locked.enter_context(self._tables[table].lock)
+            yield
+
+    def _find_or_make_room(self, parts: Sequence[tuple[int, Int64s]], found: Sequence[Int64s]) -> list[int]:
+        """Where rows are; how many of each table are not there yet, which will find room."""
+        num_new = [
+            self._tables[table].positions.find(ids, positions)
+            for (table, ids), positions in zip(parts, found, strict=True)
+        ]
+        if any(num_new):
+            self._check_memory([table for table, _ in parts], num_new)
+        for (table, _), more in zip(parts, num_new, strict=True):
+            if more:
+                self._make_room(table, more)
+        return num_new
+
+    def _promise(self, parts: Sequence[tuple[int, Int64s]], num_new: Sequence[int], sign: int) -> None:
+        for (table, _), more in zip(parts, num_new, strict=True):
+            self._tables[table].promised += sign * more
 
     def _check_memory(self, tables: Sequence[int], num_new: Sequence[int]) -> None:
         if self.bytes_in_memory_max is None:
@@ -233,10 +325,10 @@ class LocalStore(Store):
 
     def _make_room(self, table: int, num_new: int) -> None:
         part = self._tables[table]
-        num_rows = len(part.positions) + num_new
+        num_rows = len(part.positions) + part.promised + num_new
         try:
             part.backing.reserve(num_rows)
-            part.positions.reserve(num_new)
+            part.positions.reserve(part.promised + num_new)
         except MemoryError as error:
             raise StoreError(
                 f"table {table}: no memory for {num_rows:,} rows of {part.source.width * 4} B: "

@@ -83,6 +83,13 @@ class MappedStore(LocalStore):
         """The directory."""
         return self._directory.path
 
+    def truncate(self, table: int, num_rows: int) -> None:
+        """Forget that any but the first rows of a table were ever written."""
+        super().truncate(table, num_rows)
+        files = self._directory.tables[table]
+        if num_rows < files.num_ids:
+            files.forget_ids()
+
     def sync(self) -> None:
         """Make the directory readable as it is now, also if this process is killed, until the next write."""
         super().sync()

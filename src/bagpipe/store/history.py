@@ -1,0 +1,300 @@
+"""What rows were at earlier marks: the old value of each row that is written after one, once a row and mark.
+
+A table has one number a row, the epoch of its last write, which grows with every mark; a mark has pieces of (position,
+epoch, value) of rows first written after it. A writer copies old values without a lock, then adds them and
+sets the epochs under one, and only then changes rows; so whoever copies rows, and looks at their epochs after, knows
+which copies are too new. Old values take `bytes_max` at most; the oldest marks are given up for that (I5).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagpipe.errors import StoreError
+from bagpipe.kernels.history import NEVER, pick_earlier, stamp
+from bagpipe.store.base import Floats, Int64s, TablePart
+from bagpipe.store.local import LocalStore
+
+Int32s = NDArray[np.int32]
+
+_REMEMBERED_MAX = 65_536
+"""Epochs of marks, forgotten ones too."""
+
+
+class Piece(NamedTuple):
+    """Old values of rows of one table."""
+
+    positions: Int64s
+    before: Int32s
+    """The epoch in which each was written."""
+    values: Floats
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.positions.nbytes + self.before.nbytes + self.values.nbytes
+
+
+class Mark:
+    """A point to return to. The history's lock is held by whoever reads or changes one."""
+
+    def __init__(self, done: int, epoch: int, num_rows: Sequence[int]) -> None:
+        self.done, self.epoch, self.num_rows = done, epoch, tuple(num_rows)
+        self.pieces: list[list[Piece]] = [[] for _ in num_rows]
+        """By table, of rows first written between this mark and the next."""
+        self.num_bytes = 0
+        self.pins = 0
+        """Snapshots that need it."""
+        self.forgotten = False
+        """Nobody returns to it any more; a snapshot of this or an older one still needs the values."""
+        self.gone: str | None = None
+        """Why its values are not there any more."""
+
+
+class History:
+    """The marks of a local store, and the old values that go with them. It sees every write of that store."""
+
+    def __init__(self, store: LocalStore, bytes_max: int | None = None) -> None:
+        self.bytes_max = bytes_max
+        self.lock = Lock()
+        self.returns = 0
+        """How often rows were made older; who copied rows meanwhile can't tell which ones."""
+        self.num_bytes = 0
+        """Memory that old values take, those included that writers are about to add."""
+        self._store = store
+        self._marks: list[Mark] = []
+        self._epoch = 1
+        self._epoch_of: dict[int, int] = {}
+        self._changed = False
+        """Whether anything was written since the last mark."""
+        self._num_writing = 0
+        self.epochs: list[Int32s] = [np.zeros(store.num_rows(table), np.int32) for table in range(len(store.tables))]
+        """By table and position; replaced, under the lock, when a table grows."""
+
+    # Marks
+
+    def check_mark(self, done: int) -> None:
+        """Refuse a mark that can't be made."""
+        with self.lock:
+            self._check_mark(done)
+
+    def mark(self, done: int) -> None:
+        """Let rows be returned to what they are now; a second time, if nothing was written meanwhile, does nothing."""
+        with self.lock:
+            self._check_mark(done)
+            if self._marks and self._marks[-1].done == done and not self._marks[-1].forgotten:
+                return
+            self._epoch += 1
+            self._marks.append(Mark(done, self._epoch, list(map(self._store.num_rows, range(len(self.epochs))))))
+            self._epoch_of[done] = self._epoch
+            if len(self._epoch_of) > _REMEMBERED_MAX:
+                del self._epoch_of[min(self._epoch_of)]
+            self._changed = False
+
+    def marks(self) -> list[int]:
+        """The marks that rows can be returned to."""
+        with self.lock:
+            return [mark.done for mark in self._marks if not mark.forgotten]
+
+    def forget(self, before: int) -> None:
+        """Drop the marks below this one."""
+        with self.lock:
+            for mark in self._marks:
+                if mark.done < before:
+                    mark.forgotten = True
+            self._drop_unneeded()
+
+    def return_to(self, done: int) -> None:
+        """Make all rows what they were at a mark; later marks are gone."""
+        with self.lock:
+            self._check_at_rest("a return")
+            mark = self._find(done)
+            later = self._marks[self._marks.index(mark) :]
+        for other in reversed(later):
+            for table, pieces in enumerate(other.pieces):
+                for piece in pieces:
+                    self._store.put_back(table, piece.positions, piece.values)
+        for table, num_rows in enumerate(mark.num_rows):
+            self._store.truncate(table, num_rows)
+        with self.lock:
+            self._restore_epochs(mark, later)
+            for other in later[1:]:
+                self._drop(other, f"rows were returned to mark {done}")
+            self.num_bytes -= mark.num_bytes
+            mark.pieces, mark.num_bytes = [[] for _ in self.epochs], 0
+            self._epoch, self._changed = mark.epoch, False
+            self._epoch_of = {other: epoch for other, epoch in self._epoch_of.items() if other <= done}
+            self.returns += 1
+
+    def reset(self) -> None:
+        """Forget every mark, and all rows, which the store is about to lose."""
+        with self.lock:
+            self._check_at_rest("a new beginning")
+            for mark in list(self._marks):
+                self._drop(mark, "all rows were replaced")
+            self._epoch_of, self._changed = {}, False
+            self.epochs = [np.zeros(0, np.int32) for _ in self.epochs]
+            self.returns += 1
+        for table in range(len(self.epochs)):
+            self._store.truncate(table, 0)
+
+    # For snapshots
+
+    def pin(self, done: int) -> Mark:
+        """A mark whose values stay until it is unpinned."""
+        with self.lock:
+            mark = self._find(done)
+            mark.pins += 1
+            return mark
+
+    def unpin(self, mark: Mark) -> None:
+        """One snapshot less."""
+        with self.lock:
+            mark.pins -= 1
+            self._drop_unneeded()
+
+    def epoch_of(self, done: int) -> int | None:
+        """Rows written after this mark have this epoch or a later one; None if the mark is not remembered."""
+        with self.lock:
+            return self._epoch_of.get(done)
+
+    def pieces_since(self, mark: Mark, table: int) -> list[Piece]:
+        """Old values of a table, in the order of marks; the lock is held."""
+        return [piece for other in self._marks[self._marks.index(mark) :] for piece in other.pieces[table]]
+
+    # For writers
+
+    def look(self, parts: Sequence[TablePart], found: Sequence[Int64s]) -> Recording:
+        """Copy the old values of rows that this write is the first to change since the last mark."""
+        with self.lock:
+            self._num_writing += 1
+            mark = self._marks[-1] if self._marks else None
+            epochs = [self.epochs[table] for table, _, _ in parts]
+        change = Recording(self, [table for table, _, _ in parts], mark)
+        try:
+            if mark is not None:
+                self._copy(change, mark, epochs, found)
+        except BaseException:
+            change.end()
+            raise
+        return change
+
+    def _copy(self, change: Recording, mark: Mark, epochs: Sequence[Int32s], found: Sequence[Int64s]) -> None:
+        earlier: list[tuple[Int64s, Int32s]] = []
+        for known, positions in zip(epochs, found, strict=True):
+            picked, before = np.empty(len(positions), np.int64), np.empty(len(positions), np.int32)
+            count = pick_earlier(known, positions, mark.epoch, picked, before)
+            if count < len(positions):
+                picked, before = picked[:count].copy(), before[:count].copy()
+            earlier.append((picked, before))
+        widths = [self._store.tables[table].width for table in change.tables]
+        num_bytes = sum(len(picked) * (12 + 4 * width) for (picked, _), width in zip(earlier, widths, strict=True))
+        if not self._claim(mark, num_bytes):
+            return
+        change.num_bytes = num_bytes
+        for table, width, (picked, before) in zip(change.tables, widths, earlier, strict=True):
+            values = np.empty((len(picked), width), np.float32)
+            if len(picked):
+                self._store.gather(table, picked, values)
+            change.pieces.append(Piece(picked, before, values))
+
+    def _claim(self, mark: Mark, num_bytes: int) -> bool:
+        """Make room for old values by giving up the oldest marks; False if this one is among them."""
+        with self.lock:
+            while self.bytes_max is not None and self._marks and self.num_bytes + num_bytes > self.bytes_max:
+                oldest = self._marks[0]
+                reason = f"rows changed since mark {oldest.done} take more than the {self.bytes_max:,} B for old values"
+                self._drop(oldest, f"{reason}: allow more (recovery.history)")
+                if not oldest.forgotten:
+                    logging.getLogger("bagpipe").warning(
+                        "%s: that mark is given up, and after a fault training goes further back", reason
+                    )
+            if mark.gone is None:
+                self.num_bytes += num_bytes
+            return mark.gone is None
+
+    def _commit(self, change: Recording, found: Sequence[Int64s]) -> None:
+        with self.lock:
+            for number, (table, positions) in enumerate(zip(change.tables, found, strict=True)):
+                epochs = self._grown(table, int(positions.max()) + 1)
+                if change.mark is not None and change.mark.gone is None and change.pieces:
+                    change.mark.pieces[table].append(change.pieces[number])
+                    change.mark.num_bytes += change.pieces[number].num_bytes
+                    change.num_bytes -= change.pieces[number].num_bytes
+                stamp(epochs, positions, self._epoch)
+            self._changed = True
+
+    def _end(self, change: Recording) -> None:
+        with self.lock:
+            self._num_writing -= 1
+            self.num_bytes -= change.num_bytes
+
+    def _grown(self, table: int, num_rows: int) -> Int32s:
+        epochs = self.epochs[table]
+        if num_rows > len(epochs):
+            larger = np.full(max(num_rows, len(epochs) * 3 // 2), NEVER, np.int32)
+            larger[: len(epochs)] = epochs
+            self.epochs[table] = epochs = larger
+        return epochs
+
+    # The lock is held in all that follows
+
+    def _check_at_rest(self, what: str) -> None:
+        if self._num_writing:
+            raise StoreError(f"{what} while {self._num_writing} writes are under way: wait for the writers first")
+
+    def _check_mark(self, done: int) -> None:
+        self._check_at_rest("a mark")
+        last = max(self._epoch_of, default=-1)
+        if done < last or (done == last and self._changed) or done < 0:
+            raise StoreError(f"mark {done} comes after mark {last}: they are made in ascending order from 0 on")
+
+    def _find(self, done: int) -> Mark:
+        for mark in self._marks:
+            if mark.done == done and not mark.forgotten:
+                return mark
+        there = [mark.done for mark in self._marks if not mark.forgotten]
+        raise StoreError(f"there is no mark {done}: there are {there}; return to one of these, or load a checkpoint")
+
+    def _restore_epochs(self, mark: Mark, later: Sequence[Mark]) -> None:
+        for other in reversed(later):
+            for epochs, pieces in zip(self.epochs, other.pieces, strict=True):
+                for piece in pieces:
+                    epochs[piece.positions] = piece.before
+        for epochs, num_rows in zip(self.epochs, mark.num_rows, strict=True):
+            epochs[num_rows:] = NEVER
+
+    def _drop_unneeded(self) -> None:
+        """From the oldest on only: a snapshot of an old mark needs the values of all later ones."""
+        while self._marks and self._marks[0].forgotten and not self._marks[0].pins:
+            self._drop(self._marks[0], "it was forgotten")
+
+    def _drop(self, mark: Mark, why: str) -> None:
+        self._marks.remove(mark)
+        self.num_bytes -= mark.num_bytes
+        mark.gone, mark.pieces, mark.num_bytes = why, [], 0
+
+
+class Recording:
+    """A write under way, with the old values that it has copied."""
+
+    def __init__(self, history: History, tables: Sequence[int], mark: Mark | None) -> None:
+        self.tables, self.mark = tables, mark
+        self.pieces: list[Piece] = []
+        self.num_bytes = 0
+        """Claimed, and not yet a mark's."""
+        self._history = history
+
+    def commit(self, found: Sequence[Int64s]) -> None:
+        """The old values are the mark's now, and the rows are known to be newer."""
+        self._history._commit(self, found)
+
+    def end(self) -> None:
+        """The write is over."""
+        self._history._end(self)

@@ -1,0 +1,196 @@
+"""The records of a journal's files, and how they are told from anything else.
+
+A record is a head of 40 B and a body; numbers are little-endian.
+
+    4 B "BPJ1"   u32 kind   u64 its number in the file   u64 size of the body   u64 XXH64 of the body
+    u64 XXH64 of the 32 B before and of the file's base (i64): a record is good in its own file and place only
+
+    kind 0, begins every file   i64 base, u64 number of tables, u64 floats of a row of each
+    kind 1, a write             for each table: u64 table, u64 rows, i64 ids, f32 values, zeros to a multiple of 8 B
+    kind 2, a mark, ends a file i64 done
+    kind 3, alone in its file   bytes that are kept with a mark; the base is the mark
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from bagpipe.checkpoint.disk import Readable
+from bagpipe.errors import StoreError
+from bagpipe.kernels.xxh64 import xxh64
+from bagpipe.store.base import TablePart
+
+BEGIN, WRITE, MARK, BLOB = range(4)
+START = -1
+"""The base of a file whose writes begin with a store without rows."""
+
+_MAGIC = b"BPJ1"
+_HEAD = struct.Struct("<4sIQQQ")
+_SUM = struct.Struct("<Q")
+_PART = struct.Struct("<QQ")
+_NUMBER = struct.Struct("<q")
+HEAD_BYTES = _HEAD.size + _SUM.size
+_MARK_BYTES = HEAD_BYTES + _NUMBER.size
+_JOINED_BYTES = 1 << 16
+"""Pieces below this are copied together: a call of the operating system costs more."""
+
+Piece = bytes | memoryview
+
+
+class Body:
+    """The body of a record in pieces, summed up before anyone holds a lock."""
+
+    def __init__(self, kind: int, pieces: Sequence[Piece]) -> None:
+        self.kind = kind
+        self.num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+        self._pieces = _joined(pieces)
+        self._checksum = int(xxh64(*self._pieces), 16)
+
+    def record(self, base: int, number: int) -> list[Piece]:
+        """All bytes of the record, at its place."""
+        return _joined([head(self.kind, number, self.num_bytes, self._checksum, base), *self._pieces])
+
+
+def begin_body(base: int, widths: Sequence[int]) -> Body:
+    """The first record of a file."""
+    return Body(BEGIN, [_NUMBER.pack(base), np.array([len(widths), *widths], "<u8").tobytes()])
+
+
+def write_body(parts: Sequence[TablePart]) -> Body:
+    """A write."""
+    pieces: list[Piece] = []
+    for table, ids, values in parts:
+        pieces += [_PART.pack(table, len(ids)), _octets(ids, "<i8"), _octets(values, "<f4"), b"\0" * _padding(values)]
+    return Body(WRITE, pieces)
+
+
+def mark_body(done: int) -> Body:
+    """The last record of a file."""
+    return Body(MARK, [_NUMBER.pack(done)])
+
+
+def head(kind: int, number: int, num_bytes: int, checksum: int, base: int) -> bytes:
+    """The head of a record."""
+    start = _HEAD.pack(_MAGIC, kind, number, num_bytes, checksum)
+    return start + _SUM.pack(int(xxh64(start, _NUMBER.pack(base)), 16))
+
+
+def closing_mark(file: Readable, base: int) -> int | None:
+    """The mark that ends this file of writes; None where there is none, because the file ends in the middle."""
+    data = bytearray(_MARK_BYTES)
+    start = file.num_bytes - _MARK_BYTES
+    if start < 0 or file.read_into(data, start) < _MARK_BYTES:
+        return None
+    found = _parse_head(bytes(data[:HEAD_BYTES]), base)
+    if found is None:
+        return None
+    kind, _, num_bytes, checksum = found
+    body = bytes(data[HEAD_BYTES:])
+    if (kind, num_bytes) != (MARK, len(body)) or int(xxh64(body), 16) != checksum:
+        return None
+    return int(_NUMBER.unpack(body)[0])
+
+
+def records(file: Readable, path: Path, base: int) -> Iterator[tuple[int, memoryview]]:
+    """The kind and body of every record; StoreError at the first that is not whole. Memory: one record."""
+    start = number = 0
+    while start < file.num_bytes:
+        data = bytearray(HEAD_BYTES)
+        found = _parse_head(bytes(data), base) if file.read_into(data, start) == HEAD_BYTES else None
+        start += HEAD_BYTES
+        if found is None or found[1] != number or found[2] > file.num_bytes - start:
+            raise damaged(path, start - HEAD_BYTES)
+        kind, _, num_bytes, checksum = found
+        body = memoryview(bytearray(num_bytes))
+        if file.read_into(body, start) < num_bytes or int(xxh64(body), 16) != checksum:
+            raise damaged(path, start - HEAD_BYTES)
+        if (kind == BEGIN) != (number == 0) or kind not in (BEGIN, WRITE, MARK, BLOB):
+            raise damaged(path, start - HEAD_BYTES)
+        yield kind, body
+        start, number = start + num_bytes, number + 1
+
+
+def begin_of(path: Path, body: memoryview) -> tuple[int, list[int]]:
+    """The base and the widths that a file begins with."""
+    with _parsing(path):
+        base, count = struct.unpack("<qQ", body[:16])
+        widths = np.frombuffer(body[16:], "<u8").tolist()
+        if len(widths) != count:
+            raise ValueError
+        return base, widths
+
+
+def parts_of(path: Path, body: memoryview, widths: Sequence[int]) -> list[TablePart]:
+    """The rows of a write, to be read only."""
+    parts: list[TablePart] = []
+    with _parsing(path):
+        while body:
+            table, count = _PART.unpack(body[: _PART.size])
+            body = body[_PART.size :]
+            ids = np.frombuffer(body[: count * 8], "<i8").astype(np.int64, copy=False)
+            body = body[count * 8 :]
+            num_bytes = count * widths[table] * 4
+            values = (
+                np.frombuffer(body[:num_bytes], "<f4").astype(np.float32, copy=False).reshape(len(ids), widths[table])
+            )
+            if len(ids) != count:
+                raise ValueError
+            body = body[num_bytes + _padding(values) :]
+            parts.append((table, ids, values))
+    return parts
+
+
+def mark_of(path: Path, body: memoryview) -> int:
+    """The mark that a file ends with."""
+    with _parsing(path):
+        return int(_NUMBER.unpack(body)[0])
+
+
+@contextmanager
+def _parsing(path: Path) -> Iterator[None]:
+    """The checksum was right, so whoever wrote it meant something else."""
+    try:
+        yield
+    except (ValueError, IndexError, struct.error) as error:
+        raise StoreError(f"{path} was not written by this Bagpipe: use the one that wrote it") from error
+
+
+def damaged(path: Path, start: int) -> StoreError:
+    """A record that should be whole is not."""
+    return StoreError(f"{path} is damaged at byte {start:,}: return to an earlier mark, or load a checkpoint")
+
+
+def _parse_head(data: bytes, base: int) -> tuple[int, int, int, int] | None:
+    magic, kind, number, num_bytes, checksum = _HEAD.unpack(data[: _HEAD.size])
+    if magic != _MAGIC or data != head(kind, number, num_bytes, checksum, base):
+        return None
+    return kind, number, num_bytes, checksum
+
+
+def _padding(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> int:
+    return -values.nbytes % 8
+
+
+def _octets(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], kind: str) -> Piece:
+    return np.ascontiguousarray(array.astype(kind, copy=False)).reshape(-1).view(np.uint8).data
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same bytes in fewer pieces."""
+    joined: list[Piece] = []
+    small: list[Piece] = []
+    for piece in [*pieces, None]:
+        if piece is not None and len(piece) < _JOINED_BYTES:
+            small.append(piece)
+            continue
+        if small:
+            joined.append(b"".join(small) if len(small) > 1 else small[0])
+            small = []
+        if piece is not None:
+            joined.append(piece)
+    return joined

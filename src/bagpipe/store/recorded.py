@@ -1,0 +1,317 @@
+"""A local store whose rows can be returned to marks, and saved as they were at one while training goes on.
+
+Old values in memory bring rows back at once; a journal on disk brings them back after this process died, from the last
+checkpoint on, and also to marks whose old values took too much memory. Both give the same bits (I2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.manifest import FileEntry
+from bagpipe.checkpoint.reading import ALL, Checkpoint, load_rows
+from bagpipe.checkpoint.shards import Compression, Report, write_rows
+from bagpipe.errors import StoreError
+from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Floats, Int64s, RowSource, Store, StoreStats, TablePart
+from bagpipe.store.history import History
+from bagpipe.store.journal import Journal
+from bagpipe.store.journal_record import START
+from bagpipe.store.local import Change, LocalStore
+from bagpipe.store.snapshot import Snapshot
+
+
+class Recorded(Store):
+    """The rows of a local store, and what they were at marks (`Marked`). It is closed with its store and journal."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        journal: Journal | None = None,
+        history_bytes_max: int | None = None,
+        *,
+        checkpoints: Path | None = None,
+        shard: tuple[int, int] = ALL,
+        disk: Disk | None = None,
+    ) -> None:
+        """`checkpoints` is the directory of those that a journal may go on from, `shard` (server, servers).
+
+        A journal that holds something wants an empty store, and a return to one of its marks before anything else.
+        """
+        self.checkpoints, self.shard = checkpoints, shard
+        self._store, self._journal = store, journal
+        self._history = History(store, history_bytes_max)
+        self._disk: Disk = SystemDisk() if disk is None else disk
+        self._kept: dict[int, dict[str, bytes]] = {}
+        self._keeping = Lock()
+        self._forgotten = 0
+        """Marks below were forgotten, though the journal may still lead to them."""
+        self._logging = journal is not None
+        self._refusal: str | None = None
+        if journal is not None:
+            if journal.starts:
+                self._refusal = f"{journal.directory} holds earlier writes: return to a mark, or load a checkpoint"
+            journal.begin([source.width for source in store.tables])
+        store.watch = self
+
+    # Marked
+
+    def mark(self, done: int) -> None:
+        """Make the rows as they are now a point to return to; on the disk too where there is a journal."""
+        self._check_usable()
+        self._history.check_mark(done)
+        if self._journal is not None:
+            self._journal.mark(done)
+        self._history.mark(done)
+        there = self._known_marks()
+        self._drop_kept(lambda mark: mark < done and mark not in there)  # was kept for a mark that was never made
+
+    def marks(self) -> list[int]:
+        """The marks that rows can be returned to, in ascending order."""
+        marks = set(self._history.marks())
+        if self._journal is not None:
+            first = min(self._starts(), default=None)
+            if first is not None:
+                marks |= {mark for mark in self._journal.marks() if mark >= max(first, self._forgotten)}
+        return sorted(marks)
+
+    def forget(self, before: int) -> None:
+        """Drop the marks below `before`, and what was kept with them."""
+        self._history.forget(before)
+        self._forgotten = max(self._forgotten, before)
+        self._drop_kept(lambda mark: mark < before)
+
+    def settle(self, done: int) -> None:
+        """The checkpoint of mark `done` is complete: the journal begins there."""
+        if self._journal is not None and self._refusal is None:
+            self._journal.drop(done)
+
+    def return_to(self, done: int) -> None:
+        """Make all rows what they were at a mark; later ones are gone."""
+        if done not in self.marks():
+            raise StoreError(
+                f"there is no mark {done}: there are {self.marks()}; return to one of these, or load a checkpoint"
+            )
+        if self._refusal is None and done in self._history.marks():
+            if self._journal is not None:
+                self._journal.rollback(done)
+            self._history.return_to(done)
+        else:
+            self._rebuild(done)
+        self._drop_kept(lambda mark: mark > done)
+
+    def keep(self, done: int, name: str, blob: bytes) -> None:
+        """Keep bytes with a mark that is there, or the next one."""
+        self._check_usable()
+        there = self._known_marks()
+        if done < self._forgotten or (done not in there and done <= max(there, default=-1)):
+            raise StoreError(f"{name!r} can't be kept with mark {done}, which is gone: there are {self.marks()}")
+        if self._journal is not None:
+            self._journal.keep(done, name, blob)
+        else:
+            with self._keeping:
+                self._kept.setdefault(done, {})[name] = bytes(blob)
+
+    def kept(self, done: int) -> dict[str, bytes]:
+        """What was kept with a mark, by name."""
+        if self._journal is not None:
+            return self._journal.kept(done)
+        with self._keeping:
+            return dict(self._kept.get(done, {}))
+
+    def save(
+        self,
+        done: int,
+        directory: Path,
+        names: Sequence[str],
+        *,
+        since: int | None = None,
+        compress: Compression | None = None,
+        report: Report | None = None,
+    ) -> list[FileEntry]:
+        """Write the rows of a mark to files in a directory; `report` is told how many bytes are done."""
+        tables = [(name, source.width) for name, source in zip(names, self.tables, strict=True)]
+        with self.snapshot(done) as snapshot:
+            return write_rows(
+                self._disk,
+                directory,
+                snapshot,
+                tables,
+                part=str(self.shard[0]),
+                shard=self.shard,
+                since=since,
+                compress=compress,
+                report=report,
+            )
+
+    def load(self, done: int, directory: Path, names: Sequence[str], *, report: Report | None = None) -> None:
+        """Replace all rows by those of a checkpoint; `report` is told how many are done."""
+        checkpoint = Checkpoints(directory, disk=self._disk).open(done)
+        self._refusal = "rows were half replaced by a checkpoint: load it again"
+        self._load(checkpoint, names, report)
+        if self._journal is not None:
+            self._journal.restart(done)
+        self.checkpoints, self._forgotten, self._refusal = directory, done, None
+        self._drop_kept(lambda _: True)
+
+    # Beyond it
+
+    def clear(self) -> None:
+        """Go back to the very beginning: no row was ever written, and there are no marks."""
+        self._refusal = "rows were half removed: clear the store again"
+        self._history.reset()
+        if self._journal is not None:
+            self._journal.restart(None)
+        self._forgotten, self._refusal = 0, None
+        self._drop_kept(lambda _: True)
+
+    def snapshot(self, done: int) -> Snapshot:
+        """The rows as they were at a mark, for another thread to read; the old values stay until it is closed."""
+        self._check_usable()
+        return Snapshot(self._store, self._history, done)
+
+    @property
+    def history_bytes(self) -> int:
+        """Memory that old values take."""
+        return self._history.num_bytes
+
+    def look(self, parts: Sequence[TablePart], found: Sequence[Int64s]) -> Change:
+        """Note the old values of rows that are about to change, and log the new ones; called by the store."""
+        change = self._history.look(parts, found)
+        try:
+            if self._logging and self._journal is not None:
+                self._journal.append(parts)
+        except BaseException:
+            change.end()
+            raise
+        return change
+
+    # Store
+
+    @property
+    def tables(self) -> Sequence[RowSource]:
+        """The tables, by number."""
+        return self._store.tables
+
+    def read(self, table: int, ids: Int64s, out: Floats) -> None:
+        """Fill `out` with the row of each id: as last written, else its initial value."""
+        self._check_usable()
+        self._store.read(table, ids, out)
+
+    def find(self, table: int, ids: Int64s) -> tuple[Int64s, int]:
+        """Where the row of each id is, -1 if it was never written, and the number of those."""
+        self._check_usable()
+        return self._store.find(table, ids)
+
+    def gather(self, table: int, positions: Int64s, out: Floats) -> None:
+        """Copy the rows that `find` has found, or their first columns, into `out`."""
+        self._check_usable()
+        self._store.gather(table, positions, out)
+
+    def scan(self, table: int, start: int, stop: int, values: bool = True) -> tuple[Int64s, Floats]:
+        """Ids of the rows at these positions, and their values unless only the ids are wanted."""
+        self._check_usable()
+        return self._store.scan(table, start, stop, values)
+
+    def write(self, table: int, ids: Int64s, values: Floats) -> None:
+        """Set the rows of these ids, all different, to `values`."""
+        self.write_many([(table, ids, values)])
+
+    def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:
+        """Set rows of several tables, each named once: all, or none where one of them is refused."""
+        self._check_usable()
+        self._store.write_many(parts, passed)
+
+    def num_rows(self, table: int) -> int:
+        """The number of rows ever written."""
+        self._check_usable()
+        return self._store.num_rows(table)
+
+    def ids(self, table: int) -> Int64s:
+        """The ids of the rows ever written, in order of first write."""
+        self._check_usable()
+        return self._store.ids(table)
+
+    def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
+        """The rows ever written as (ids, values), in order of first write, so many at a time."""
+        self._check_usable()
+        return self._store.iterate(table, rows_per_chunk)
+
+    def sync(self) -> None:
+        """As the store does; it is marks that the journal makes durable."""
+        self._check_usable()
+        self._store.sync()
+
+    def close(self) -> None:
+        """Close the store and the journal; a second call does nothing."""
+        self._refusal = "the store is closed: open another"
+        try:
+            self._store.close()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+
+    def stats(self) -> StoreStats:
+        """What is held, old values included, and what it takes."""
+        stats = self._store.stats()
+        more = self._history.num_bytes + sum(epochs.nbytes for epochs in self._history.epochs)
+        return StoreStats(stats.num_rows, stats.bytes_in_memory + more, stats.bytes_on_disk)
+
+    def _check_usable(self) -> None:
+        if self._refusal is not None:
+            raise StoreError(self._refusal)
+
+    def _drop_kept(self, which: Callable[[int], bool]) -> None:
+        if self._journal is not None:
+            self._journal.forget_kept(which)
+        with self._keeping:
+            self._kept = {mark: blobs for mark, blobs in self._kept.items() if not which(mark)}
+
+    def _known_marks(self) -> set[int]:
+        """Marks that were made and not left behind, whether or not there is a way back to them."""
+        return {*self._history.marks(), *(self._journal.marks() if self._journal is not None else ())}
+
+    def _starts(self) -> list[int]:
+        """The marks that the journal can be replayed from: there is a checkpoint, or no row was written before."""
+        assert self._journal is not None
+        starts = self._journal.starts
+        if self.checkpoints is None or not any(start != START for start in starts):
+            return [start for start in starts if start == START]
+        there = {checkpoint.done for checkpoint in Checkpoints(self.checkpoints, disk=self._disk).list()}
+        return [start for start in starts if start == START or start in there]
+
+    def _rebuild(self, done: int) -> None:
+        """Put rows together again from a checkpoint and the journal."""
+        assert self._journal is not None
+        start = max(start for start in self._starts() if start <= done)
+        self._refusal = f"rows were half returned to mark {done}: return to a mark again, or load a checkpoint"
+        if start == START:
+            self._history.reset()
+        else:
+            assert self.checkpoints is not None
+            checkpoint = Checkpoints(self.checkpoints, disk=self._disk).open(start)
+            self._load(checkpoint, [table.name for table in checkpoint.manifest.tables])
+        self._logging = False
+        try:
+            for step in self._journal.replay(start, done) if start < done else ():
+                if isinstance(step, int):
+                    self._history.mark(step)
+                    self._history.forget(step)  # only the last one is returned to, so old values are of no use
+                else:
+                    self._store.write_many(step)
+        finally:
+            self._logging = True
+        self._journal.rollback(done)
+        self._refusal = None
+
+    def _load(self, checkpoint: Checkpoint, names: Sequence[str], report: Report | None = None) -> None:
+        self._history.reset()
+        self._logging = False
+        try:
+            load_rows(checkpoint, self._store, names, shard=self.shard, report=report)
+        finally:
+            self._logging = True
+        self._history.mark(checkpoint.done)

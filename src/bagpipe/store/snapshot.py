@@ -1,0 +1,120 @@
+"""The rows of a mark, read beside writers that go on: copies that are too new are replaced by old values.
+
+No lock is held while rows are copied, so a checkpoint in the background delays nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bagpipe.errors import StoreError
+from bagpipe.kernels.history import take_old
+from bagpipe.store.base import ROWS_PER_CHUNK, Floats, Int64s, check_chunk, check_table
+from bagpipe.store.history import History, Int32s, Mark
+from bagpipe.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_ROWS_PER_SEARCH = 1 << 20
+
+
+class Snapshot:
+    """All rows as they were at a mark, until it is closed. For one thread at a time, any one."""
+
+    def __init__(self, store: LocalStore, history: History, done: int) -> None:
+        self.done = done
+        self._store, self._history = store, history
+        self._mark: Mark | None = history.pin(done)
+
+    def num_rows(self, table: int) -> int:
+        """The number of rows that had been written."""
+        check_table(self._store.tables, table)
+        return self._pinned().num_rows[table]
+
+    def iterate(
+        self, table: int, since: int | None = None, rows_per_chunk: int = ROWS_PER_CHUNK
+    ) -> Iterator[tuple[Int64s, Floats]]:
+        """Rows as (ids, values), in order of first write, at most so many at a time.
+
+        With `since`, an earlier mark, only those written after it; all where that mark is not remembered.
+        """
+        num_rows = self.num_rows(table)
+        check_chunk(table, rows_per_chunk)
+        if since is not None and since > self.done:
+            raise StoreError(f"rows of mark {self.done} written since mark {since}: give an earlier mark")
+        epoch = None if since is None else self._history.epoch_of(since)
+        if epoch is None:
+            return self._all(table, num_rows, rows_per_chunk)
+        return self._newer(table, num_rows, epoch, rows_per_chunk)
+
+    def close(self) -> None:
+        """Let the old values go; a second call does nothing."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            self._history.unpin(mark)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _all(self, table: int, num_rows: int, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
+        for start in range(0, num_rows, rows_per_chunk):
+            stop = min(start + rows_per_chunk, num_rows)
+            ids, _ = self._store.scan(table, start, stop, values=False)
+            yield ids, self._read(table, start, np.arange(start, stop))[0]
+
+    def _newer(self, table: int, num_rows: int, epoch: int, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
+        """Rows written in this epoch or later, but before the mark; after it is seen by what `_read` puts right."""
+        rows_per_search = max(rows_per_chunk, _ROWS_PER_SEARCH)
+        for start in range(0, num_rows, rows_per_search):
+            stop = min(start + rows_per_search, num_rows)
+            with self._history.lock:
+                newer = np.flatnonzero(self._history.epochs[table][start:stop] >= epoch) + start
+            if not len(newer):
+                continue
+            ids, _ = self._store.scan(table, start, stop, values=False)
+            for positions in np.split(newer, range(rows_per_chunk, len(newer), rows_per_chunk)):
+                values, epochs = self._read(table, start, positions)
+                kept = epochs >= epoch
+                if kept.all():
+                    yield ids[positions - start], values
+                elif kept.any():
+                    yield ids[positions[kept] - start], values[kept]
+
+    def _read(self, table: int, first: int, positions: Int64s) -> tuple[Floats, Int32s]:
+        """The rows at ascending positions from `first` on, and the epoch of each, as they were at the mark."""
+        history, mark = self._history, self._pinned()
+        values = np.empty((len(positions), self._store.tables[table].width), np.float32)
+        while True:
+            returns = history.returns
+            self._store.gather(table, positions, values)
+            with history.lock:
+                if mark.gone is not None:
+                    raise StoreError(f"the rows of mark {self.done} can't be read any more: {mark.gone}")
+                if history.returns != returns:
+                    continue
+                epochs = history.epochs[table][positions]
+                too_new = epochs >= mark.epoch
+                pieces = history.pieces_since(mark, table) if too_new.any() else []
+            break
+        if pieces:
+            index = np.full(int(positions[-1]) + 1 - first, -1, np.int32)
+            index[positions - first] = np.arange(len(positions), dtype=np.int32)
+            for piece in pieces:
+                take_old(*piece, first, index, too_new, epochs, values)
+        assert not too_new.any(), "every row that was changed after a mark has an old value"
+        return values, epochs
+
+    def _pinned(self) -> Mark:
+        if self._mark is None:
+            raise StoreError(f"the snapshot of mark {self.done} is closed: take another")
+        return self._mark
