@@ -124,22 +124,32 @@ class Checkpoints:
         checkpoints[-1].verify()
         return self._remove_all_but(checkpoints[-self.keep :])
 
+    def discard_after(self, done: int) -> Sequence[int]:
+        """Remove all that came after this one, once it is verified: the run goes back to it for good; what is gone."""
+        chosen = self.open(done)
+        chosen.verify()
+        self.continue_from(done)
+        return self._remove([number for number in self._numbers() if number > done])
+
     def _committed(self, done: int) -> Checkpoint:
         """A new one was read back and has its name: others may go, and so do later ones, of a future that was left."""
         reach("checkpoint.complete")
-        kept = [checkpoint for checkpoint in self.list() if checkpoint.done <= done]
-        if not kept or kept[-1].done != done:
-            raise CheckpointError(f"{self.directory / directory_name(done)} can't be opened again: check the disk")
+        checkpoint = open_checkpoint(self.disk, self.directory, done)
         self._base = done
         try:
-            self._remove_all_but(kept[-self.keep :])
+            earlier = [other for other in self.list() if other.done < done]
+            self._remove_all_but([*earlier, checkpoint][-self.keep :])
         except CheckpointError as error:
             _log.warning("an old checkpoint stays for now: %s", error)
-        return kept[-1]
+        return checkpoint
 
-    def _remove_all_but(self, kept: Iterable[Checkpoint]) -> Sequence[int]:
+    def _remove_all_but(self, kept: Sequence[Checkpoint]) -> Sequence[int]:
         needed = {done for checkpoint in kept for done in checkpoint.chain}
-        doomed = [done for done in self._numbers() if done not in needed]
+        # One in between is there because it can't be opened, perhaps only now: it goes when its time has come.
+        outside = [done for done in self._numbers() if not kept[0].done <= done <= kept[-1].done]
+        return self._remove([done for done in outside if done not in needed])
+
+    def _remove(self, doomed: Sequence[int]) -> Sequence[int]:
         for done in reversed(doomed):  # what builds on another goes first
             path, away = self.directory / directory_name(done), self._unused_name(_OLD, done)
             with failing("removing", path):
