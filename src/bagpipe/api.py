@@ -7,7 +7,7 @@ first batch is read, features are mapped to layers, sizes are checked. The pipel
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ from bagpipe.opening import OpenStore, label, memory_of_files, open_rows, same_s
 from bagpipe.optim import Frozen, PerTable, RowOptimizer
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.service import PlanSettings
+from bagpipe.policies import make_policy
+from bagpipe.policy_options import PolicyOptions, as_options
 from bagpipe.several import open_loader, share_batches
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.pipeline import DEPTH
@@ -44,6 +46,7 @@ def accelerate(
     cache: int | str = "1GB",
     lookahead: int | Literal["auto"] = "auto",
     policy: str = "lookahead",
+    policy_options: PolicyOptions | Mapping[str, Any] | None = None,
     store: str | Path | OpenStore = "memory",
     store_memory: str | None = None,
     device: torch.device | str | None = None,
@@ -75,7 +78,9 @@ def accelerate(
         cache: Size of the cache on the device: a number of rows, or bytes such as "2GB", optimizer state included.
         lookahead: How many batches the oracle reads ahead, the current one included: a row whose next use is among them
             stays in the cache. "auto" reads as far as fills it, and lets rows go only when their place is needed.
-        policy: What the oracle keeps: "lookahead", "lru", "nocache" or "ideal".
+        policy: What the oracle keeps; docs/policies.md tells which to choose. "lookahead", "belady", "scratchpipe",
+            "windowed", "frequency", "static", "lfu", "lru", "nocache" or "ideal".
+        policy_options: Settings of the policy, such as {"sample": 32}; `bagpipe.policies.PolicyOptions` has them all.
         store: Where all rows live: "memory", "mapped" (files in a temporary directory), a directory for the files, or a
             function that opens a `bagpipe.store.Store` for the layouts of rows that it is given.
             A directory that an earlier process left, after its `with` block, goes on with the rows that are there, if
@@ -103,6 +108,9 @@ def accelerate(
         raise ModelError(f"rows is a {type(rows).__name__}: give one of bagpipe.optim, such as bagpipe.optim.SGD(0.1)")
     if not isinstance(loader, Iterable):
         raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
+    options = as_options(policy_options)
+    if check and not make_policy(policy, options).exact:
+        raise ConfigError(f"policy {policy!r} with these options reads old rows, which check stops at: leave one out")
     for name, value in (("epochs", epochs), ("accumulate", accumulate), ("depth", depth)):
         _at_least(name, value, 1)
     _at_least("seed", seed, 0)
@@ -144,9 +152,11 @@ def accelerate(
             raise
 
     if launch is None or launch.trainers == 1:
-        oracle = make_oracle(binding.tables, widths, size, source.first_ids(), lookahead=lookahead, policy=policy)
+        oracle = make_oracle(
+            binding.tables, widths, size, source.first_ids(), lookahead=lookahead, policy=policy, options=options
+        )
         return make(LocalPlans(source, oracle), oracle.capacity)
-    settings = PlanSettings(binding.tables, tuple(widths), cache, lookahead, policy, accumulate)
+    settings = PlanSettings(binding.tables, tuple(widths), cache, lookahead, policy, accumulate, options=options)
     wanted = {"epochs": epochs, "rows": [_wanted(layout) for layout in layouts]}
     return share_batches(launch, source, binding, settings, wanted, used_driver, make)
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from bagpipe import optim
 from bagpipe.errors import ConfigError
 from bagpipe.optim import RowOptimizer
+from bagpipe.policy_options import PolicyOptions
 from bagpipe.store.residency import RESIDENT_BYTES_MIN
 
 if sys.version_info >= (3, 11):
@@ -168,6 +169,33 @@ class RecoveryConfig(Section):
     """Memory that each server may take for earlier values of rows; with less, a run returns further back."""
 
 
+class PolicyOptionsConfig(Section):
+    """Settings of policies; docs/policies.md tells which policy uses which."""
+
+    sample: Positive = 64
+    """Batches that are looked at before the first iteration, to learn how often rows are used (static, frequency)."""
+    replacement: Literal["lru", "lfu", "random"] = "lru"
+    """Which row leaves first of those that are not held (scratchpipe)."""
+    pipelined: bool = True
+    """Off: each iteration's rows are fetched after the iteration before has been written back (scratchpipe)."""
+    ways: Positive = 16
+    """Places in the cache that a row of a large table can be in (windowed)."""
+    mode: Literal["strict", "stale"] = "strict"
+    """stale, as published: rows are read without waiting for their last write-back, so that updates can be lost and the
+    result is not that of plain training (windowed)."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Fixes what is drawn at random (scratchpipe with replacement random, windowed)."""
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> PolicyOptionsConfig:
+        self.build()
+        return self
+
+    def build(self) -> PolicyOptions:
+        """The options themselves."""
+        return PolicyOptions(**self.model_dump())
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """A number of bytes."""
@@ -228,8 +256,20 @@ class Config(Section):
     """How many batches the oracle reads ahead, the current one included; auto fills the cache."""
     cache: int | str = "256MB"
     """Size of a trainer's cache: rows, or bytes such as "2GB", optimizer state included."""
-    policy: Literal["lookahead", "lru", "nocache", "ideal"] = "lookahead"
-    """What the oracle keeps in the cache."""
+    policy: Literal[
+        "lookahead",
+        "belady",
+        "scratchpipe",
+        "windowed",
+        "frequency",
+        "static",
+        "lfu",
+        "lru",
+        "nocache",
+        "ideal",
+    ] = "lookahead"
+    """What the oracle keeps in the cache; docs/policies.md describes each."""
+    policy_options: PolicyOptionsConfig = PolicyOptionsConfig()
     store: Literal["memory", "mapped"] = "memory"
     """Where all rows live: in memory, or in files in the run directory."""
     store_memory: str | None = None
@@ -264,6 +304,13 @@ class Config(Section):
             raise ValueError(
                 f"policy 'nocache' keeps nothing, so lookahead ({self.lookahead}) says nothing: leave it out"
             )
+        if self.policy == "windowed" and self.policy_options.mode == "stale":
+            if self.check:
+                raise ValueError(
+                    "policy_options.mode 'stale' reads old rows on purpose, and check stops there: drop one"
+                )
+            if self.trainers > 1:
+                raise ValueError(f"policy_options.mode 'stale' is for one trainer, not {self.trainers}: use 'strict'")
         if self.assign == "aware" and self.trainers > AWARE_TRAINERS_MAX:
             raise ValueError(
                 f"assign 'aware' is for at most {AWARE_TRAINERS_MAX} trainers, not {self.trainers}: use 'round_robin'"

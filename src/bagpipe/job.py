@@ -80,6 +80,7 @@ class Job:
             seed=config.seed,
             design=config.sync.design,
             delayed=config.sync.delayed,
+            options=config.policy_options.build(),
         )
 
     def batches(self) -> Generator[Batch, None, None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
@@ -92,7 +92,7 @@ def share_batches(
 def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: PlanSettings) -> ServedPlans:
     oracle = make_oracle(
         settings.tables, settings.widths, cache_size(settings.cache), source.first_ids(), lookahead=settings.lookahead,
-        policy=settings.policy, trainers=settings.trainers,
+        policy=settings.policy, options=settings.options, trainers=settings.trainers,
     )  # fmt: skip
     try:
         features = [table.features for table in settings.tables]
@@ -136,6 +136,7 @@ def _described(settings: PlanSettings) -> dict[str, object]:
         "cache": settings.cache,
         "lookahead": settings.lookahead,
         "policy": settings.policy,
+        "policy_options": asdict(settings.options),
         "accumulate": settings.accumulate,
         "assign": settings.assign,
         "sync.design": settings.design,

@@ -67,7 +67,7 @@ class Trainers:
         widths = [layout.width for layout in layouts]
         oracle = make_oracle(
             binding.tables, widths, cache_size(config.cache), source.first_ids(), lookahead=config.lookahead,
-            policy=config.policy, trainers=trainers,
+            policy=config.policy, options=config.policy_options.build(), trainers=trainers,
         )  # fmt: skip
         sync = config.sync
         partition = Partition(trainers, oracle.tables, oracle.capacity, design=sync.design, delayed=sync.delayed)

@@ -80,6 +80,7 @@ def _train_accelerated(job: Job, reading: Generator[Batch, None, None], report: 
         cache=config.cache,
         lookahead=config.lookahead,
         policy=config.policy,
+        policy_options=config.policy_options.build(),
         store=_store(job),
         store_memory=config.store_memory if not config.servers else None,
         tables=job.train.tables,

@@ -13,6 +13,7 @@ from bagpipe.embedding import check_range
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.base import Lookahead
+from bagpipe.policy_options import DEFAULTS, PolicyOptions
 from bagpipe.types import Table
 
 
@@ -24,6 +25,7 @@ def make_oracle(
     *,
     lookahead: Lookahead,
     policy: str,
+    options: PolicyOptions = DEFAULTS,
     trainers: int = 1,
 ) -> Oracle:
     """The oracle for a cache of this size, rows of these widths, and batches of which `first` has the ids by feature.
@@ -42,5 +44,6 @@ def make_oracle(
         capacity,
         lookahead=lookahead,
         policy=policy,
+        options=options,
         trainers=trainers,
     )

@@ -9,9 +9,10 @@ overflow because slots are only handed out while they are free, and `stats` tell
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,20 +21,25 @@ from numpy.typing import NDArray
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels.plan import KEEP, count_gaps, find_uniques, link, look_up, settle
 from bagpipe.kernels.sharing import choose_owners, find_before, keep_users, mark_users
+from bagpipe.kernels.victims import count_absent, note_next_uses
 from bagpipe.oracle.batch import CheckedIds, CutIds, check_ids
 from bagpipe.oracle.lingering import Lingering
 from bagpipe.oracle.parts import Part, Workers, make_parts
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.row_list import RowList
+from bagpipe.oracle.sample import take_sample
+from bagpipe.oracle.scratch import Scratch, unfilled_fetch, unfilled_list
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tables import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MappedRows, OracleTable, described
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.oracle.window import MaskType, Window
 from bagpipe.policies import make_policy
 from bagpipe.policies.base import Demand, Lookahead
+from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Stays = NDArray[np.uint16]
 Ids = Sequence[NDArray[np.integer]] | CutIds
 Masks = NDArray[Any]
 Payload = TypeVar("Payload")
@@ -49,6 +55,7 @@ class Oracle:
         capacity: Sequence[int],
         lookahead: Lookahead = 200,
         policy: str = "lookahead",
+        options: PolicyOptions = DEFAULTS,
         *,
         threads: int = 1,
         ahead: int = 2,
@@ -67,10 +74,10 @@ class Oracle:
         self.tables = tuple(tables)
         members = [[t for t, table in enumerate(tables) if table.group == g] for g in range(len(capacity))]
         self.groups = tuple(
-            Group(g, own, size, described([tables[t] for t in own]))
+            Group(g, own, size, described([tables[t] for t in own]), [tables[t].rows for t in own])
             for g, (own, size) in enumerate(zip(members, capacity, strict=True))
         )
-        self.policy = make_policy(policy)
+        self.policy = make_policy(policy, options)
         self.policy.bind(self.groups, lookahead, ahead)
         masks = mask_type(trainers) if trainers > 1 else None
         self._bits = None if masks is None else masks(1) << np.arange(trainers, dtype=masks)
@@ -79,10 +86,11 @@ class Oracle:
         self._tenants = Tenants(tables, capacity, self._parts)
         self._lingering = Lingering(self.groups, self._tenants) if self.policy.lingers else None
         self._workers = Workers(threads)
-        self._scratch = _Scratch(len(tables), self.policy.target_max, masks)
+        self._scratch = Scratch(len(tables), self.policy.target_max, masks)
         self._cuts: deque[tuple[Int64s, Int32s]] = deque()
         self._half_read = False
-        self._nothing = _unfilled_list(np.zeros(len(tables), np.int64))
+        self._learns = self.policy.samples
+        self._nothing = unfilled_list(np.zeros(len(tables), np.int64))
         features = iter(range(sum(len(table.features) for table in tables)))
         self._features = [[next(features) for _ in table.features] for table in tables]
         self._feature_bounds: Int64s = np.cumsum([0] + [len(table.features) for table in tables])
@@ -139,6 +147,11 @@ class Oracle:
             if cuts is not None:
                 self._mark_users(part, batch, counts, cuts, inverse)
             count_gaps(part.tables, batch.starts, counts, scratch.previous, iteration, length, scratch.gaps)
+            if self.policy.next_uses is not None:
+                note_next_uses(
+                    part.tables, batch.starts, counts, scratch.entries, scratch.previous, part.rows.places, iteration,
+                    window.first, self._tenants.begins, self.policy.next_uses,
+                )  # fmt: skip
 
         self._workers.run(find, self._parts)
         self._check_capacity(iteration, counts)
@@ -168,6 +181,9 @@ class Oracle:
         """
         iteration, length = self._window.first, len(self._window)
         assert length, f"no batch was read for iteration {iteration}"
+        if self._learns:
+            self.policy.learn(take_sample(self._window, self._tenants.noted, self._features))
+            self._learns = False
         bounds, entries, stays = self._window.oldest()
         room = [self.policy.room(iteration, length, group) for group in self.groups if self._lingering]
         if self._lingering and not ended:
@@ -179,10 +195,10 @@ class Oracle:
             look_up(part.tables, bounds, entries, stays, part.rows.places, rows.slots, misses, leaves)
 
         self._workers.run(find_places, self._parts)
-        fetch = _unfilled_fetch(misses)
-        victims = self._assign_slots(iteration, rows, entries, fetch)
+        fetch = unfilled_fetch(misses)
+        victims = self._assign_slots(iteration, rows, entries, fetch, stays, leaves)
         sharing = self._sharing(iteration, rows, entries, fetch)
-        evict = _unfilled_list(leaves)
+        evict = unfilled_list(leaves)
 
         def settle_rows(part: Part) -> None:
             noted, tenants = part.rows, self._tenants
@@ -194,14 +210,14 @@ class Oracle:
             )  # fmt: skip
 
         self._workers.run(settle_rows, self._parts)
+        if not self.policy.exact:
+            fetch.after.fill(-1)
         if self._lingering:
             evict = evict.joined(self._lingering.leave(iteration, room, rows, stays, length - 1 if ended else None))
         if self.policy.keeps:
             for group in self.groups:
-                self.policy.planned(iteration, group, group.collect(rows.slots, bounds))
-            if last:
-                evict = self._tenants.residents()
-                self._tenants.evict_rows(evict, iteration)
+                self.policy.planned(iteration, group, group.collect(rows.slots, bounds), group.collect(stays, bounds))
+            evict = evict.joined(self._leave_all(iteration) if last else self._leave(iteration))
         for group in self.groups:
             group.slots.free(group.collect(evict.slots, evict.bounds), iteration)
         lookahead = self.policy.lookahead_at(iteration, length)
@@ -279,20 +295,55 @@ class Oracle:
                     "the batch size"
                 )
 
-    def _assign_slots(self, iteration: int, rows: RowList, entries: Int32s, fetch: Fetch) -> Victims:
-        """Let the policy choose slots for the rows to fetch; `rows.slots` still holds places."""
+    def _leave(self, iteration: int) -> RowList:
+        """The rows that the policy lets go with a plan, beside those of its batch."""
+        window, end = self._window, self._window.first + len(self._window) - 1
+
+        def absent(group: Group) -> Callable[[int], int]:
+            def count(last: int) -> int:
+                return sum(
+                    count_absent(
+                        np.intersect1d(part.tables, group.tables), window.begins, iteration + 1, min(last, end),
+                        window.entries, window.stays, part.rows.places,
+                    )
+                    for part in self._parts
+                )  # fmt: skip
+
+            return count
+
+        leaving = [self.policy.leaving(iteration, group, absent(group)) for group in self.groups]
+        return self._tenants.evict(leaving, iteration) if any(map(len, leaving)) else self._nothing
+
+    def _leave_all(self, iteration: int) -> RowList:
+        residents = self._tenants.residents()
+        self._tenants.evict_rows(residents, iteration)
+        return residents
+
+    def _assign_slots(
+        self, iteration: int, rows: RowList, entries: Int32s, fetch: Fetch, stays: Stays, leaves: Int64s
+    ) -> Victims:
+        """Let the policy choose slots for the rows to fetch; `rows.slots` still holds places.
+
+        Those that it lets pass leave after the batch, which changes `stays` and `leaves`.
+        """
         leaving, evict_after = [], -1
+        all_passing = np.zeros(len(fetch), np.bool_)
         for group in self.groups:
             places = group.collect(rows.slots, rows.bounds) if self.policy.keeps else rows.slots[:0]
             num_misses = int(np.diff(fetch.bounds)[group.tables].sum())
             misses = partial(self._missing, group, rows, entries)
             slots, slot_after = np.empty((2, num_misses), np.int32)
-            demand = Demand(iteration, group, places[places > 0] - 1, num_misses, misses)
+            passing = np.zeros(num_misses, np.bool_)
+            demand = Demand(iteration, group, places[places > 0] - 1, num_misses, misses, passing)
             victims, last_use = self.policy.assign(demand, slots, slot_after)
             group.spread(slots, fetch.slots, fetch.bounds)
             group.spread(slot_after, fetch.slot_after, fetch.bounds)
+            group.spread(passing, all_passing, fetch.bounds)
             leaving.append(victims)
             evict_after = max(evict_after, last_use)
+        if all_passing.any():
+            stays[np.flatnonzero(rows.slots <= 0)[all_passing]] = 0
+            leaves[:] = [np.count_nonzero(stays[a:b] == 0) for a, b in pairwise(rows.bounds)]
         out = self._tenants.evict(leaving, iteration) if evict_after >= 0 else self._nothing
         return Victims(out.ids, out.slots, out.bounds, evict_after)
 
@@ -318,49 +369,11 @@ class OracleStats:
     memory_bytes: int
 
 
-class _Scratch:
-    """Arrays that each `read` fills anew."""
-
-    def __init__(self, num_tables: int, window_max: int, masks: MaskType | None) -> None:
-        self._masks = masks
-        self.users: Masks = np.empty(0, masks or np.uint8)
-        self.entries: Int32s = np.empty(0, np.int32)
-        self.previous: Int64s = np.empty(0, np.int64)
-        self.gaps: Int64s = np.zeros((num_tables, window_max + 1), np.int64)
-
-    @property
-    def nbytes(self) -> int:
-        return self.entries.nbytes + self.previous.nbytes + self.gaps.nbytes + self.users.nbytes
-
-    def fit(self, num_ids: int) -> None:
-        if num_ids > len(self.entries):
-            self.entries, self.previous = np.empty(num_ids, np.int32), np.empty(num_ids, np.int64)
-            if self._masks is not None:
-                self.users = np.empty(num_ids, self._masks)
-
-
 def mask_type(trainers: int) -> MaskType:
     """The smallest number that has a bit for each trainer."""
     if not 1 <= trainers <= TRAINERS_MAX:
         raise ConfigError(f"trainers is {trainers}: give 1 to {TRAINERS_MAX}")
     return next(kind for kind in (np.uint8, np.uint16, np.uint32, np.uint64) if trainers <= 8 * kind(0).nbytes)
-
-
-def _unfilled_list(counts: Int64s) -> RowList:
-    bounds = _bounds(counts)
-    return RowList(np.empty(bounds[-1], np.int64), np.empty(bounds[-1], np.int32), bounds)
-
-
-def _unfilled_fetch(counts: Int64s) -> Fetch:
-    bounds = _bounds(counts)
-    slots, after, slot_after = np.empty((3, bounds[-1]), np.int32)
-    return Fetch(np.empty(bounds[-1], np.int64), slots, bounds, after, slot_after)
-
-
-def _bounds(counts: Int64s) -> Int64s:
-    bounds = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=bounds[1:])
-    return bounds
 
 
 def _check_settings(

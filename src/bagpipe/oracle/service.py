@@ -26,6 +26,7 @@ from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.partition import DESIGNS, Design, Partition
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_wire import pack_plan
+from bagpipe.policy_options import DEFAULTS, PolicyOptions
 from bagpipe.trainer.divided import Divided
 from bagpipe.trainer.source import Group, Source
 from bagpipe.types import Batch, Table
@@ -73,6 +74,8 @@ class PlanSettings:
     """Which trainer updates a row."""
     delayed: bool = True
     """Whether what the next iteration does not need is exchanged beside it."""
+    options: PolicyOptions = DEFAULTS
+    """Of the policy."""
 
     def __post_init__(self) -> None:
         cache_size(self.cache)
@@ -248,7 +251,7 @@ class OracleService:
         source.adapter.require(source.features)
         oracle = make_oracle(
             settings.tables, settings.widths, cache_size(settings.cache), source.first_ids(),
-            lookahead=settings.lookahead, policy=settings.policy, trainers=settings.trainers,
+            lookahead=settings.lookahead, policy=settings.policy, options=settings.options, trainers=settings.trainers,
         )  # fmt: skip
         described = settings.described(oracle.capacity)
         self._fingerprint = described.fingerprint

@@ -1,6 +1,7 @@
 """The oracle once more, with dictionaries and lists: slow, short, and meant to be obviously right.
 
 It emits the same plans as `oracle.lookahead` and is compared with it plan by plan in the tests; nothing else uses it.
+It knows the policies that the paper and the baselines have; what others choose is tested against brute force.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from bagpipe.policies.lookahead import AUTO_MAX, RAMP
 
 Row = tuple[int, int]
 """Table and id."""
+KNOWN = ("lookahead", "lru", "nocache", "ideal")
+"""Policies that it has."""
 
 
 @dataclass

@@ -60,14 +60,56 @@ class Slots:
         assert self.num_free <= self.capacity, "a slot was freed twice"
 
 
+class AddressedSlots(Slots):
+    """The slots of one group for a policy that says itself which of them its rows take."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._taken: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use."""
+        return super().nbytes + self._taken.nbytes
+
+    def claim(self, slots: Int32s) -> Int32s:
+        """Take these free slots; the plan that freed each (-1: none, or as a victim)."""
+        assert not self._taken[slots].any(), "the policy chose a slot that has a tenant"
+        self._taken[slots] = True
+        self.num_free -= len(slots)
+        return self._freed_by[slots]
+
+    def oldest(self, count: int, first: int) -> Int32s:
+        """So many free slots: those from `first` on before others, and of these what was freed longest ago."""
+        free = np.flatnonzero(~self._taken)
+        order = np.lexsort((self._freed_by[free], free < first)) if count else free[:0]
+        return free[order[:count]].astype(np.int32)
+
+    def free(self, slots: Int32s, plan: int) -> None:
+        """Let go of slots, as freed by this plan."""
+        assert self._taken[slots].all(), "a slot was freed twice"
+        self._taken[slots] = False
+        self._freed_by[slots] = plan
+        self.num_free += len(slots)
+
+
 class Group:
     """Tables of equal row width and the slot space that they share."""
 
-    def __init__(self, number: int, tables: Sequence[int], capacity: int, label: str = "") -> None:
+    def __init__(
+        self,
+        number: int,
+        tables: Sequence[int],
+        capacity: int,
+        label: str = "",
+        rows: Sequence[int | None] = (),
+    ) -> None:
         self.number = number
         self.label = label or f"group {number}"
         """What messages call it."""
         self.tables: Int64s = np.array(tables, np.int64)
+        self.rows = tuple(rows) or (None,) * len(tables)
+        """How many rows each table has, where known."""
         self.slots = Slots(capacity)
         firsts = [t for t in tables if t - 1 not in tables]
         lasts = [t for t in tables if t + 1 not in tables]

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from bagpipe.errors import ConfigError
 from bagpipe.policies.base import Policy
+from bagpipe.policies.belady import BeladyPolicy
+from bagpipe.policies.frequency import FrequencyPolicy
 from bagpipe.policies.ideal import IdealPolicy
+from bagpipe.policies.lfu import LfuPolicy
 from bagpipe.policies.lookahead import LookaheadPolicy
 from bagpipe.policies.lru import LruPolicy
 from bagpipe.policies.nocache import NoCachePolicy
+from bagpipe.policies.scratchpipe import ScratchPipePolicy
+from bagpipe.policies.static import StaticPolicy
+from bagpipe.policies.windowed import WindowedPolicy
+from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (LookaheadPolicy, LruPolicy, NoCachePolicy, IdealPolicy)
+    policy.name: policy
+    for policy in (
+        LookaheadPolicy,
+        BeladyPolicy,
+        ScratchPipePolicy,
+        WindowedPolicy,
+        FrequencyPolicy,
+        StaticPolicy,
+        LfuPolicy,
+        LruPolicy,
+        NoCachePolicy,
+        IdealPolicy,
+    )
 }
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str, options: PolicyOptions = DEFAULTS) -> Policy:
     """A policy by its name."""
     if name not in POLICIES:
         raise ConfigError(f"there is no policy {name!r}: choose one of {', '.join(POLICIES)}")
-    return POLICIES[name]()
+    policy = POLICIES[name]()
+    policy.options, policy.exact = options, policy.is_exact(options)
+    return policy

@@ -13,11 +13,18 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.kernels.plan import KEEP
+from bagpipe.kernels.victims import HELD, NEVER, lowest
+from bagpipe.oracle.sample import TableSample
 from bagpipe.oracle.slots import Group
+from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Stays = NDArray[np.uint16]
+Flags = NDArray[np.bool_]
 Lookahead = int | Literal["auto"]
+NONE: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +39,8 @@ class Demand:
     """Its rows that are not."""
     misses: Callable[[], tuple[Int64s, Int64s]]
     """Table and id of each of those, in the order in which they get their slots."""
+    passing: Flags
+    """Of each of those whether it leaves right after the batch; none does, unless the policy says so here."""
 
 
 class Policy:
@@ -40,22 +49,38 @@ class Policy:
     name: ClassVar[str]
     keeps: ClassVar[bool] = False
     """False: a row stays as long as `admit` grants it. True: it stays until it is a victim or the data ends."""
-    horizon: ClassVar[int] = 64
+    horizon: int = 64
     """Every fetch waits at least for the iteration this many before the last, so that older evictions can be forgotten:
     long enough that their write-backs were acknowledged anyway."""
+    samples: ClassVar[bool] = False
+    """Whether `learn` wants the batches that are read before the first plan."""
+    next_uses: Int32s | None = None
+    """Of the tenants of all slots, group by group: when the window needs them next, or NEVER. The oracle enters what
+    later batches show of rows that were planned; None: the policy does not want to know."""
+    exact: bool = True
+    """False: fetches do not wait for write-backs, so that rows can be stale."""
 
     lingers: bool = False
     """Whether rows that may not stay may linger, as long as there is `room` for them."""
 
+    options: PolicyOptions = DEFAULTS
     groups: Sequence[Group]
     target: int = 1
     """How many batches must have been read, and not be planned yet, before the next plan."""
     target_max: int = 1
     """Bound on `target`."""
 
+    @classmethod
+    def is_exact(cls, options: PolicyOptions) -> bool:  # noqa: ARG003 - for subclasses
+        """Whether the result is that of synchronous training, bit for bit: whatever the options, unless it says so."""
+        return True
+
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:  # noqa: ARG002 - for subclasses
         """Begin a run; `ahead` is the number of plans whose rows may be on their way while an earlier one trains."""
         self.groups = groups
+
+    def learn(self, sample: Sequence[TableSample]) -> None:
+        """The rows of the batches read before the first plan, if the policy `samples`."""
 
     def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:  # noqa: ARG002
         """The batch of an iteration was read, behind `window` others without a plan; it has counts[t] rows of table t.
@@ -81,10 +106,20 @@ class Policy:
     def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
         """The slots of so many rows that the batch does not use, and the last iteration that used any of them."""
         assert needed == 0, f"iteration {demand.iteration} lacks {needed} slots of {demand.group.label}"
-        return np.empty(0, np.int32), -1
+        return NONE, -1
 
-    def planned(self, iteration: int, group: Group, slots: Int32s) -> None:
-        """A plan was made in which the batch's rows of this group are in these slots; if the policy `keeps`."""
+    def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:
+        """A plan was made in which the batch's rows of this group are in these slots; if the policy `keeps`.
+
+        `stays` has the number of iterations until the next use of each, or KEEP, if `admit` has left `gaps` alone.
+        """
+
+    def leaving(self, iteration: int, group: Group, absent: Callable[[int], int]) -> Int32s:  # noqa: ARG002
+        """Slots whose rows leave with a plan that was just made, although no plan takes their slots yet; if `keeps`.
+
+        absent(y): how many rows of this group the window's batches up to y need that are not in the cache.
+        """
+        return NONE
 
     def room(self, iteration: int, window: int, group: Group) -> int:  # noqa: ARG002
         """Slots of a group that no plan will need before the next can make room; `window` batches begin with this."""
@@ -107,3 +142,80 @@ class KeepingPolicy(Policy):
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
         self.target = self.target_max = 2  # the second batch only tells whether the first is the last one
+
+
+class SlotFacts:
+    """What a policy knows of the tenants of one group's slots."""
+
+    def __init__(self, next_uses: Int32s) -> None:
+        capacity = len(next_uses)
+        self.next = next_uses
+        """When the window needs each tenant, or NEVER."""
+        self.last: Int32s = np.full(capacity, -1, np.int32)
+        """The iteration that last used each tenant; -1: the slot is free."""
+        self.uses: Int32s = np.zeros(capacity, np.int32)
+        """The number of batches that have used each tenant since it came."""
+        self.rank: Int32s = np.zeros(capacity, np.int32)
+        """How many rows are used more often than each tenant, for policies that sample."""
+
+
+class RankingPolicy(KeepingPolicy):
+    """Keeps everything; victims are the rows outside the batch with the smallest keys. A subclass says what those are.
+
+    Costs a few walks over the slots for each plan that needs victims.
+    """
+
+    foresees: ClassVar[bool] = False
+    """Whether keys depend on next uses."""
+
+    def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
+        """Begin a run."""
+        super().bind(groups, lookahead, ahead)
+        sizes = [group.slots.capacity for group in groups]
+        all_next: Int32s = np.full(sum(sizes), NEVER, np.int32)
+        self.facts = [SlotFacts(part) for part in np.split(all_next, np.cumsum(sizes)[:-1])]
+        self.next_uses = all_next if self.foresees else None
+
+    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
+        """Let the window tell each use when the next is, if the policy wants to know; nobody leaves for it."""
+        return self.foresees or super().admit(iteration, window, counts, gaps)
+
+    def keys(self, iteration: int, facts: SlotFacts) -> Int64s:
+        """For each slot how much its tenant is worth; at least 0, less than HELD unless it must not leave."""
+        raise NotImplementedError
+
+    def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:
+        """As ever; the rows that come have not been used yet."""
+        result = super().assign(demand, slots, slot_after)
+        self.facts[demand.group.number].uses[slots] = 0
+        return result
+
+    def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
+        """The slots with the smallest keys."""
+        return self.take_lowest(demand, needed, self.keys) if needed else (NONE, -1)
+
+    def take_lowest(self, demand: Demand, needed: int, keys: Callable[[int, SlotFacts], Int64s]) -> tuple[Int32s, int]:
+        """So many slots with the smallest keys outside of the batch, and the last use of any of them."""
+        facts = self.facts[demand.group.number]
+        worth = keys(demand.iteration, facts)
+        worth[demand.hits] = HELD
+        victims = self.pop(facts, worth, needed)
+        assert len(victims) == needed, f"iteration {demand.iteration} lacks slots of {demand.group.label}"
+        evict_after = int(facts.last[victims].max(initial=-1))
+        facts.last[victims] = -1
+        return victims, evict_after
+
+    @staticmethod
+    def pop(facts: SlotFacts, worth: Int64s, count: int) -> Int32s:
+        """At most so many tenants with the smallest keys."""
+        worth[facts.last < 0] = HELD
+        slots = np.empty(count, np.int32)
+        return slots[: lowest(worth, count, slots)]
+
+    def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:
+        """Note the uses."""
+        facts = self.facts[group.number]
+        facts.last[slots] = np.where(stays == 0, -1, iteration)
+        facts.uses[slots] += 1
+        if self.foresees:
+            facts.next[slots] = np.where(stays == KEEP, NEVER, iteration + stays.astype(np.int32))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.uses import Uses
-from bagpipe.policies.base import Demand, Int32s, KeepingPolicy, Lookahead
+from bagpipe.policies.base import Demand, Int32s, KeepingPolicy, Lookahead, Stays
 
 
 class LruPolicy(KeepingPolicy):
@@ -28,6 +28,6 @@ class LruPolicy(KeepingPolicy):
         uses.last[demand.hits] = demand.iteration
         return uses.pop_oldest(needed)
 
-    def planned(self, iteration: int, group: Group, slots: Int32s) -> None:
+    def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:  # noqa: ARG002 - all stay
         """Remember the order of use."""
         self._uses[group.number].push(slots, iteration)

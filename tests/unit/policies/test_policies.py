@@ -33,7 +33,7 @@ def test_policies_are_made_by_name(name: str) -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ConfigError, match="no policy 'lifo': choose one of lookahead, lru, nocache, ideal"):
+    with pytest.raises(ConfigError, match="no policy 'lifo': choose one of lookahead, belady, "):
         make_policy("lifo")
 
 

@@ -1,0 +1,53 @@
+"""The frequency-aware cache: rows are known from hot to cold before training, and the coldest not in use leave first.
+
+Frequencies come from a sample, the batches that are read before the first plan. Unlike LFU nothing is counted while
+training runs, so a row that was hot in the sample never has to prove itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bagpipe.oracle.sample import TableSample
+from bagpipe.oracle.slots import Group
+from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
+from bagpipe.policies.popularity import UNKNOWN, Popularity
+
+
+class SamplingPolicy(RankingPolicy):
+    """Ranks rows by what a sample of the data shows of them."""
+
+    samples = True
+
+    def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
+        """Begin a run: the first plan waits for the sample."""
+        super().bind(groups, lookahead, ahead)
+        self._ahead = ahead
+        self.target = self.target_max = max(2, self.options.sample)
+
+    def learn(self, sample: Sequence[TableSample]) -> None:
+        """Rank the rows; from now on one batch at a time is read."""
+        self.popularity = Popularity(self.groups, sample)
+
+    def advance(self) -> None:
+        """The sample is in memory; read on once it has been planned."""
+        self.target = 2
+
+    def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:
+        """Note the ranks of the rows that come."""
+        result = super().assign(demand, slots, slot_after)
+        if demand.num_misses:
+            self.facts[demand.group.number].rank[slots] = self.popularity.ranks(*demand.misses())
+        return result
+
+    def keys(self, iteration: int, facts: SlotFacts) -> Int64s:  # noqa: ARG002 - the same at any time
+        """The coldest first, and of rows that the sample does not know the one used longest ago."""
+        return ((UNKNOWN - facts.rank.astype(np.int64)) << 31) + facts.last
+
+
+class FrequencyPolicy(SamplingPolicy):
+    """Keeps everything; victims are the coldest rows outside the batch."""
+
+    name = "frequency"

@@ -1,0 +1,73 @@
+"""ScratchPipe: a cache whose rows are fetched a few batches early, and a mask of rows that must not leave meanwhile.
+
+Six batches are on their way at once (load, plan, collect, exchange, insert, train). When one is planned, the rows of
+the three before it are being collected, exchanged and inserted, and those of the two behind it will be collected before
+what it evicts is written back: the slots of all of them are *held* (section IV-C; its RAW hazards 2, 3 and 4). Of the
+others LRU, LFU or chance picks victims. Here collect, exchange and insert are the prefetch stage, which keeps its waits
+by itself: where fewer slots are free of holds than are needed, held rows leave too, and training waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from bagpipe.kernels.victims import HELD
+from bagpipe.oracle.slots import Group
+from bagpipe.policies.base import Flags, Int64s, Lookahead, RankingPolicy, SlotFacts
+from bagpipe.policies.lfu import frequency_keys
+
+PAST = 3
+"""Batches between planning and training."""
+FUTURE = 2
+"""Batches between a plan's write-back and the next read."""
+_HOLD = HELD // 2
+
+
+class ScratchPipePolicy(RankingPolicy):
+    """Keeps everything; victims are rows that no batch of the six holds."""
+
+    name = "scratchpipe"
+    foresees = True
+
+    def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
+        """Begin a run; not pipelined, a fetch waits for the iteration before and nothing needs to be held."""
+        super().bind(groups, lookahead, ahead)
+        self.target = self.target_max = 1 + FUTURE
+        if not self.options.pipelined:
+            self.horizon = 0
+
+    def held(self, iteration: int, facts: SlotFacts) -> Flags:
+        """The hold mask as the batch of an iteration is planned: slots of the past three and the next two batches."""
+        return (facts.last >= iteration - PAST) | (facts.next <= iteration + FUTURE)
+
+    def keys(self, iteration: int, facts: SlotFacts) -> Int64s:
+        """What the replacement policy says; of held rows, which leave only if nobody else can, the last use."""
+        if self.options.replacement == "lfu":
+            worth = frequency_keys(facts)
+        elif self.options.replacement == "random":
+            draws = np.random.Generator(np.random.Philox(key=self.options.seed, counter=[0, 0, 0, iteration]))
+            worth = draws.integers(0, _HOLD, len(facts.last), np.int64)
+        else:
+            worth = facts.last.astype(np.int64)
+        if self.options.pipelined:
+            held = self.held(iteration, facts)
+            worth[held] = _HOLD + facts.last[held].astype(np.int64)
+        return worth
+
+
+def least_cache_rows(batches: Iterable[Iterable[int]]) -> int:
+    """The slots with which no held row ever has to leave: the largest number of different rows in six batches in a row.
+
+    Proof. When batch x is planned, the slots that must not be taken are those of rows that batches x - 3 to x + 2 use,
+    one slot a row. The rows that x lacks are among these, and have no slot yet. So with as many slots as these six
+    batches have rows, at least as many are free or not held as x lacks. In the worst case all ids differ, which gives
+    six times the ids of a batch (section VI-D).
+    """
+    window: list[set[int]] = []
+    most = 0
+    for batch in batches:
+        window = [*window[-(PAST + FUTURE) :], set(batch)]
+        most = max(most, len(set().union(*window)))
+    return most

@@ -1,0 +1,62 @@
+"""What can be set about policies, in plain values: the same on every side of a wire. Each policy says what it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from bagpipe.errors import ConfigError
+
+Replacement = Literal["lru", "lfu", "random"]
+Mode = Literal["strict", "stale"]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """Settings of policies; what a policy does not use is ignored."""
+
+    sample: int = 64
+    """Batches that are looked at before the first plan, to learn how often each row is used (static, frequency)."""
+    replacement: Replacement = "lru"
+    """Which row that is not held leaves first (scratchpipe)."""
+    pipelined: bool = True
+    """Off: nothing is fetched before the iteration before has been written back (scratchpipe)."""
+    ways: int = 16
+    """Places that a row of a large table can be in (windowed)."""
+    mode: Mode = "strict"
+    """stale: rows are read without waiting for their last write-back, which can lose an update (windowed)."""
+    seed: int = 0
+    """Fixes what is drawn at random (scratchpipe with replacement random, windowed)."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("sample", 1), ("ways", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"policy option {name} is {value!r}: give a whole number, at least {least}")
+        if self.sample > SAMPLE_MAX:
+            raise ConfigError(
+                f"policy option sample is {self.sample}: give at most {SAMPLE_MAX}, as its batches lie in memory"
+            )
+        for name, allowed in (("replacement", get_args(Replacement)), ("mode", get_args(Mode))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"policy option {name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}"
+                )
+        if not isinstance(self.pipelined, bool):
+            raise ConfigError(f"policy option pipelined is {self.pipelined!r}: give True or False")
+
+
+SAMPLE_MAX = 4096
+DEFAULTS = PolicyOptions()
+
+
+def as_options(given: PolicyOptions | Mapping[str, Any] | None) -> PolicyOptions:
+    """Options, however they were given."""
+    if given is None or isinstance(given, PolicyOptions):
+        return given or DEFAULTS
+    known = [field.name for field in fields(PolicyOptions)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"there is no policy option {name!r}: choose from {', '.join(known)}")
+    return PolicyOptions(**given)

@@ -1,0 +1,109 @@
+"""What every policy must keep, whatever its options: coverage, capacity, no stale read, and the reference's bits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies import POLICIES, PolicyOptions, make_policy
+from bagpipe.trainer.stages import Seeded, Threads
+from plan_contract import check_contract, make_plans, run_in_several_orders
+from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+
+VARIANTS: dict[str, tuple[str, PolicyOptions]] = {
+    **{name: (name, PolicyOptions(sample=5)) for name in POLICIES},
+    "scratchpipe, least frequent": ("scratchpipe", PolicyOptions(replacement="lfu")),
+    "scratchpipe, random": ("scratchpipe", PolicyOptions(replacement="random", seed=3)),
+    "scratchpipe, not pipelined": ("scratchpipe", PolicyOptions(pipelined=False)),
+    "windowed, one way": ("windowed", PolicyOptions(ways=1, seed=5)),
+    "frequency, one batch seen": ("frequency", PolicyOptions(sample=1)),
+    "static, all batches seen": ("static", PolicyOptions(sample=4096)),
+}
+BATCHES = make_batches(14, last=3)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread():
+    """Matrices this small gain nothing from a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train_reference(BATCHES, OPTIMIZERS["adagrad"](), "wide_deep")[0]
+
+
+def train(variant: str, cache: int, lookahead: int | str, driver: object):
+    policy, options = VARIANTS[variant]
+    return train_accelerated(
+        BATCHES,
+        OPTIMIZERS["adagrad"](),
+        "wide_deep",
+        cache=10_000 if policy == "ideal" else cache,
+        lookahead="auto" if policy == "nocache" else lookahead,
+        policy=policy,
+        policy_options=options,
+        driver=driver,
+        check=True,
+    )[0]
+
+
+@every_variant
+def test_all_variants_claim_to_be_exact(variant: str) -> None:
+    assert make_policy(*VARIANTS[variant]).exact
+
+
+@every_variant
+@pytest.mark.parametrize(("cache", "lookahead"), [(60, "auto"), (90, 3), (300, 20)])
+def test_training_under_the_checker_gives_the_bits_of_the_reference(expected, variant, cache, lookahead) -> None:
+    assert_identical(expected, train(variant, cache, lookahead, Threads(60)))
+
+
+@every_variant
+@pytest.mark.parametrize("last", [(), ("write-back",), ("prefetch",)])
+def test_no_schedule_changes_a_bit(expected, variant, last) -> None:
+    for seed in range(3):
+        driver = Seeded(seed, eagerness=[0.0, 1.0, 20.0][seed], last=frozenset(last))
+        assert_identical(expected, train(variant, 62 + seed, 4, driver))
+
+
+@every_variant
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups=st.sampled_from([[0], [0, 0], [0, 1], [1, 0, 1]]),
+    lookahead=st.sampled_from([1, 2, 5, 12, "auto"]),
+    ahead=st.integers(0, 3),
+    mapped=st.booleans(),
+)
+def test_rows_are_covered_slots_suffice_and_no_order_reads_stale_rows(
+    variant: str, seed: int, groups: list[int], lookahead: int | str, ahead: int, mapped: bool
+) -> None:
+    policy, options = VARIANTS[variant]
+    chance = random.Random(seed)
+    tables = [OracleTable(f"t{t}", chance.choice([30, None]), group=group) for t, group in enumerate(groups)]
+    reach, num_ids = chance.randint(4, 30), chance.randint(1, 8)
+    batches = [
+        [[chance.randrange(reach) for _ in range(chance.randint(0, num_ids))] for _ in tables]
+        for _ in range(chance.choice([24, 12, 3, 0]))
+    ]
+    capacity = []
+    for group in range(max(groups) + 1):
+        own = [t for t, each in enumerate(groups) if each == group]
+        most = max([sum(len(set(batch[t])) for t in own) for batch in batches], default=0)
+        capacity.append(30 * len(own) if policy == "ideal" else max(1, most + chance.choice([0, 1, 5, 20])))
+    plans = make_plans(
+        tables, capacity, batches, policy=policy, options=options, lookahead=lookahead, ahead=ahead,
+        rows_direct_max=0 if mapped else 100,
+    )  # fmt: skip
+    check_contract(plans, groups, capacity, batches)
+    run_in_several_orders(plans, groups, seed)
