@@ -2,25 +2,31 @@
 
 It keeps rows as the trainers wrote them, decides every write once and in order (I4), and lets a read go on only when
 all trainers have passed the iteration it must follow (I3). What a client asks wrongly is refused by name and changes
-nothing (I8); clients, parked reads and the size of a request have limits (I5).
+nothing (I8); clients, parked reads and the size of a request have limits (I5). `recover` begins a new generation from
+an earlier point (I2).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from threading import BoundedSemaphore, Lock
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
 from typing import TypeAlias
 
+from bagpipe import failpoints
 from bagpipe.errors import BagpipeError, StoreError, WireError
-from bagpipe.server.clients import Client, Clients
+from bagpipe.server.clients import Client
 from bagpipe.server.limits import ServerLimits
+from bagpipe.server.marking import MARKING, ORDERED, Marking, OrderedBody
+from bagpipe.server.membership import Membership
 from bagpipe.server.rows import RowAccess
+from bagpipe.server.shard import Recording, Shard
 from bagpipe.server.storage import Storage, in_memory
-from bagpipe.server.watermark import Parked, Watermark
-from bagpipe.server.write_order import Outcome, WriteOrder
+from bagpipe.server.watermark import Parked
+from bagpipe.server.work import Background, Work, in_a_thread
+from bagpipe.server.write_order import Outcome
 from bagpipe.wire.messages import (
     AskStats,
     Body,
@@ -38,6 +44,7 @@ from bagpipe.wire.messages import (
     Write,
     Written,
 )
+from bagpipe.wire.recovery_messages import AskMarks, Marks, Recover, Working
 
 Reply: TypeAlias = Callable[[Message], None]
 Answer: TypeAlias = Callable[[Body, Sequence[memoryview]], None]
@@ -53,21 +60,22 @@ class EmbeddingServer:
         server: int = 0,
         servers: int = 1,
         run: bytes | None = None,
+        generation: int = 0,
         limits: ServerLimits | None = None,
+        recording: Recording | None = None,
         clock: Callable[[], float] = time.monotonic,
+        background: Background = in_a_thread,
     ) -> None:
-        """Without a run it serves that of the first client."""
+        """Without a run it serves that of the first client. What takes long is done in the `background`."""
         self.server, self.servers = server, servers
         self.birth = os.urandom(8)
-        self._storage, self._run = storage or in_memory(), run
-        self._limits, self._clock = limits or ServerLimits(), clock
-        self._generation = 0
-        self._clients = Clients(self._limits.clients_max)
-        self._opening = Lock()
-        self._rows: RowAccess | None = None
-        self._watermark = Watermark(1, self._limits.parked_max)
-        self._orders: dict[int, WriteOrder] = {}
-        self._trainers = 0
+        self._run = run
+        self._limits, self._clock, self._background = limits or ServerLimits(), clock, background
+        self._members = Membership(generation, self._limits)
+        self._opening, self._recovering = Lock(), Lock()
+        self._shard = Shard(storage or in_memory(), recording or Recording(), (server, servers), self._limits.bytes_max)
+        self._marking = Marking(self._shard, self._limits, self._members.gate)
+        self._recovery: tuple[tuple[int, int | None, Path | None], Work] | None = None
         self._counting = Lock()
         self._requests = self._refused = 0
         self._started = clock()
@@ -88,13 +96,13 @@ class EmbeddingServer:
 
     def tick(self) -> None:
         """To be called now and then: sends reads away that have waited long, forgets memory of clients that left."""
-        for read, waiting in self._watermark.expire(self._clock()):
+        for read, waiting in self._members.watermark.expire(self._clock()):
             read.send_away(waiting)
-        self._clients.release_abandoned()
+        self._members.clients.release_abandoned()
 
     def stats(self) -> Stats:
         """What is held and was done."""
-        rows = self._rows
+        rows = self._shard.rows
         held = rows.store.stats() if rows is not None and not self._closed else None
         return Stats(
             server=self.server,
@@ -105,21 +113,103 @@ class EmbeddingServer:
             rows_written=rows.rows_written if rows else 0,
             requests=self._requests,
             refused=self._refused,
-            parked=self._watermark.num_parked,
-            clients=len(self._clients),
-            shared=self._clients.num_shared,
+            parked=self._members.watermark.num_parked,
+            clients=len(self._members.clients),
+            shared=self._members.clients.num_shared,
             uptime_s=self._clock() - self._started,
         )
+
+    @property
+    def reached(self) -> int:
+        """The iteration that all trainers have passed."""
+        return self._members.watermark.reached
 
     def close(self) -> None:
         """Give back memory and files; who still waits is refused. A second call does nothing."""
         with self._opening:
             self._closed = True
-            rows, self._clients = self._rows, Clients(self._limits.clients_max)
-        for read in self._watermark.keep_for(self._trainers):
-            read.send_away(Waiting([], []))
-        if rows is not None:
-            rows.store.close()
+        self._members.send_all_away()
+        self._marking.stop()
+        self._shard.close()
+
+    # Recovery
+
+    def marks(self, checkpoints: Path | None = None) -> list[int]:
+        """The marks that rows can be returned to, in ascending order.
+
+        A server that has come back needs the directory of checkpoints, unless it was told at its start.
+        """
+        return self._shard.marks(checkpoints)
+
+    def kept(self, done: int) -> dict[str, bytes]:
+        """What was kept with a mark, by name."""
+        return self._shard.kept(done)
+
+    def usable_marks(self, trainers: int) -> list[int]:
+        """The marks with which the state of so many trainers is kept, as `trainer-0`, `trainer-1`, ..."""
+        names = {f"trainer-{trainer}" for trainer in range(trainers)}
+        return [done for done in self.marks() if names <= self.kept(done).keys()]
+
+    def abandon(self, generation: int) -> None:
+        """This generation begins: earlier ones are refused from now on, it itself waits until `recover` has returned.
+
+        Returns when nothing of an earlier generation is being worked on any more.
+        """
+        with self._recovering:
+            self._members.begin_anew(generation)
+            self._marking.stop()
+
+    def recover(self, generation: int, done: int | None = None, checkpoint: Path | None = None) -> None:
+        """Begin a generation with the rows of mark `done`, or of that checkpoint where the mark can't be returned to.
+
+        `checkpoint` is the directory of all checkpoints; without `done` it is as if nothing was ever written. If it
+        fails nobody is served until it is called again, of this generation or a later one.
+        """
+        with self._recovering:
+            self._recover(Work("recovery", lambda _: b""), generation, done, checkpoint)
+
+    def _recover(self, work: Work, generation: int, done: int | None, checkpoint: Path | None) -> None:
+        members = self._members
+        if generation == members.generation and members.trainers:
+            raise StoreError(
+                f"generation {generation} is at work on server {self.server}: begin another, with a higher number"
+            )
+        members.begin_anew(generation)
+        self._marking.stop()
+        failpoints.reach("server.return.begun")
+        try:
+            self._shard.recover(done, checkpoint, work.report)
+            failpoints.reach("server.return.done")
+        finally:  # if it has failed, whoever comes is told so
+            members.gate.open()
+
+    def _begin_recovery(self, message: Message, body: Recover, answer: Answer) -> None:
+        """By message: begun with the first copy, and every other one asks how far it is."""
+        place = None if body.directory is None else self._shard.checked(body.directory)
+        target = message.generation, body.done, place
+        with self._opening:
+            if self._recovery is None or self._recovery[0] != target:
+                if self._recovery is not None and not self._recovery[1].is_over:
+                    raise StoreError(f"server {self.server} is being recovered: ask again when that is over")
+                self._recovery = target, Work("recovery", lambda work: self._recover_alone(work, *target))
+                work, begins = self._recovery[1], True
+            else:
+                work, begins = self._recovery[1], False
+        if begins:
+            self._background(work.run)
+        if not work.is_over:
+            return answer(Working(work.progress), ())
+        return answer(work.failed or self._marks(), ())
+
+    def _recover_alone(self, work: Work, generation: int, done: int | None, checkpoint: Path | None) -> bytes:
+        with self._recovering:
+            self._recover(work, generation, done, checkpoint)
+        return b""
+
+    def _marks(self) -> Marks:
+        return Marks(self.server, self._members.generation, self.marks())
+
+    # Requests
 
     def _guarded(self, answer: Answer, work: Callable[[], None]) -> None:
         """What goes wrong with a request is told to whoever asked, on whichever thread it happens."""
@@ -135,25 +225,48 @@ class EmbeddingServer:
         self._check_run(message)
         if isinstance(body, AskStats):
             return answer(self.stats(), ())
-        if isinstance(body, Open):
-            return answer(self._open(peer, message, body), ())
-        if not isinstance(body, Read | Write | Scan | Sync):
+        if isinstance(body, AskMarks):
+            return answer(self._marks(), ())
+        if isinstance(body, Recover):
+            return self._begin_recovery(message, body, answer)
+        if not isinstance(body, Open | Read | Write | Scan | Sync | MARKING):
             raise WireError(f"{type(body).__name__} is an answer: a server takes requests only")
-        client = self._clients.find(peer)
-        if client is None or message.generation > self._generation:
-            return answer(Unopened(), ())
-        if client.memory is not None and not message.buffers and not client.is_new(message.request):
-            return None  # its answer would be written over what the client keeps in its memory now
-        assert self._rows is not None, "an open client has said how wide rows are"
-        if isinstance(body, Read):
-            return self._read(self._rows, client, message, body, answer)
-        if isinstance(body, Write):
-            return self._write(self._rows, client, message, body, answer)
-        if isinstance(body, Scan):
-            return answer(*self._rows.scan(body, None if message.buffers else client.memory))
-        with self._writers_at_rest():
-            self._rows.store.sync()
-        return answer(Synced(), ())
+        with self._members.gate.entered() as entered:
+            if not entered:
+                return answer(Waiting([], []), ())
+            self._check_run(message)  # a recovery may have begun since
+            work = self._serve(peer, message, answer)
+        if work is not None:
+            self._background(work.run)
+        return None
+
+    def _serve(self, peer: bytes, message: Message, answer: Answer) -> Work | None:
+        """Answer a request, while rows stay where they are; work that it has begun is the caller's to have done."""
+        body = message.body
+        if isinstance(body, Open):
+            answer(self._open(peer, message, body), ())
+            failpoints.reach("server.opened")
+            return None
+        client, rows = self._members.clients.find(peer), self._shard.rows
+        if client is None or rows is None or message.generation > self._members.generation:
+            answer(Unopened(), ())
+        elif client.memory is not None and not message.buffers and not client.is_new(message.request):
+            pass  # its answer would be written over what the client keeps in its memory now
+        elif isinstance(body, Read):
+            self._read(rows, client, message, body, answer)
+        elif isinstance(body, Write):
+            self._write(rows, client, message, body, answer)
+        elif isinstance(body, Scan):
+            answer(*rows.scan(body, None if message.buffers else client.memory))
+        elif isinstance(body, Sync):
+            with self._members.writers_at_rest():
+                rows.store.sync()
+            answer(Synced(), ())
+        elif isinstance(body, ORDERED):
+            return self._order(client, message, body, answer)
+        else:
+            answer(*self._marking.answer(client.trainer, body, message.buffers))
+        return None
 
     def _check_run(self, message: Message) -> None:
         if self._closed:
@@ -163,28 +276,20 @@ class EmbeddingServer:
                 f"a message of run {message.run.hex()[:8]}: server {self.server} serves run {self._run.hex()[:8]}; "
                 "check the addresses, or start servers for this run"
             )
-        if message.generation < self._generation:
-            raise WireError(
-                f"a message of generation {message.generation}: this is generation {self._generation}, "
-                "in which its sender has no part"
-            )
+        self._members.check(message.generation)
 
     def _open(self, peer: bytes, message: Message, body: Open) -> Opened:
         """Admit a client. The first one decides about run, widths and trainers; a new generation about trainers."""
         with self._opening:
             self._check_run(message)
             self._check_open(message, body)
-            if self._rows is None:
-                made = self._storage(body.widths)
-                self._rows = RowAccess(made.store, body.widths, BoundedSemaphore(made.copiers), self._limits.bytes_max)
+            self._shard.prepare(body.widths)
             self._run = message.run
-            if message.generation > self._generation or not self._trainers:
-                with self._writers_at_rest():
-                    self._generation = message.generation
-                self._clients.clear()
-                self._admit_trainers(body.trainers)
-            client = self._clients.add(peer, body)
-        order = self._orders[body.trainer]
+            self._members.admit(message.generation, body.trainers)
+            client = self._members.clients.add(peer, body)
+        for read in self._members.watermark.advance(body.trainer, body.passed):
+            read.go_on()
+        order = self._members.orders[body.trainer]
         with order.lock:  # a copy of a write that is asked again may just be applied
             sequence = order.last
         return Opened(
@@ -207,24 +312,17 @@ class EmbeddingServer:
             raise StoreError(
                 f"trainer {body.trainer} of {body.trainers}: they are counted from 0, and {limits.trainers_max} at most"
             )
-        if self._rows is not None and body.widths != self._rows.widths:
+        widths = self._shard.widths
+        if widths is not None and body.widths != widths:
             raise StoreError(
-                f"trainer {body.trainer} has rows of {body.widths} floats by table, others have {self._rows.widths}: "
+                f"trainer {body.trainer} has rows of {body.widths} floats by table, others have {widths}: "
                 "give all trainers the same model and row optimizer"
             )
-        if message.generation == self._generation and self._trainers not in (0, body.trainers):
+        if message.generation == self._members.generation and self._members.trainers not in (0, body.trainers):
             raise StoreError(
-                f"trainer {body.trainer} counts {body.trainers} trainers, others {self._trainers}: "
+                f"trainer {body.trainer} counts {body.trainers} trainers, others {self._members.trainers}: "
                 "start all with the same number"
             )
-
-    def _admit_trainers(self, trainers: int) -> None:
-        """Trainers that stay go on from where they are."""
-        for read in self._watermark.keep_for(trainers):
-            read.send_away(Waiting([], []))
-        for trainer in range(trainers):
-            self._orders.setdefault(trainer, WriteOrder(trainer))
-        self._trainers = trainers
 
     def _read(self, rows: RowAccess, client: Client, message: Message, body: Read, answer: Answer) -> None:
         memory = None if message.buffers else client.memory
@@ -232,45 +330,66 @@ class EmbeddingServer:
 
         def go_on() -> None:
             self._guarded(answer, lambda: answer(*rows.read(body, ids, memory)))
+            failpoints.reach("server.read.answered")
 
         until = self._clock() + self._limits.park_s
-        admitted = self._watermark.admit(Parked(body.after, until, go_on, lambda waiting: answer(waiting, ())))
+        admitted = self._members.watermark.admit(Parked(body.after, until, go_on, lambda waiting: answer(waiting, ())))
         if isinstance(admitted, Waiting):
             answer(admitted, ())
         elif admitted:
             go_on()
+        else:
+            failpoints.reach("server.read.parked")
 
     def _write(self, rows: RowAccess, client: Client, message: Message, body: Write, answer: Answer) -> None:
-        if body.trainer != client.trainer:
-            raise WireError(
-                f"a write of trainer {body.trainer} from trainer {client.trainer}: each writes its own rows"
-            )
-        order = self._orders[client.trainer]
+        self._check_sender("a write", body.trainer, client)
+        order = self._members.orders[client.trainer]
 
         def apply() -> Outcome:
             parts = rows.parts_of(body, message.buffers, None if message.buffers else client.memory)
+            failpoints.reach("server.write.received")
             try:
                 rows.write(parts)
             except (StoreError, MemoryError) as error:
                 return Failed(StoreError.__name__, str(error) or "there is no memory for these rows", decided=True)
+            failpoints.reach("server.write.applied")
             return Written(body.sequence)
 
         with order.lock:
-            if message.generation != self._generation:
+            if message.generation != self._members.generation:
                 return answer(Unopened(), ())
             outcome, now = order.decide(body.sequence, apply)
         released = []
         if now and isinstance(outcome, Written):
-            released = self._watermark.advance(client.trainer, body.passed)
+            released = self._members.watermark.advance(client.trainer, body.passed)
         answer(outcome, ())
+        failpoints.reach("server.write.answered")
         for read in released:
             read.go_on()
         return None
 
-    @contextmanager
-    def _writers_at_rest(self) -> Iterator[None]:
-        """No trainer writes meanwhile."""
-        with ExitStack() as locked:
-            for trainer in sorted(self._orders):
-                locked.enter_context(self._orders[trainer].lock)
-            yield
+    def _order(self, client: Client, message: Message, body: OrderedBody, answer: Answer) -> Work | None:
+        """Do something once, in order with the writes of its trainer, while nobody writes."""
+        self._check_sender(type(body).__name__, body.trainer, client)
+        begun: list[Work] = []
+
+        def apply() -> Outcome:
+            try:
+                begun.extend(self._marking.apply(body))
+            except (BagpipeError, MemoryError) as error:
+                kind = StoreError if isinstance(error, MemoryError) else type(error)
+                return Failed(kind.__name__, str(error) or "there is no memory for this", decided=True)
+            return Written(body.sequence)
+
+        with self._members.writers_at_rest():
+            if message.generation != self._members.generation:
+                answer(Unopened(), ())
+                return None
+            outcome, _ = self._members.orders[client.trainer].decide(body.sequence, apply)
+        answer(outcome, ())
+        return begun[0] if begun else None
+
+    @staticmethod
+    def _check_sender(what: str, trainer: int, client: Client) -> None:
+        if trainer != client.trainer:
+            raise WireError(f"{what} of trainer {trainer} from trainer {client.trainer}: each speaks for itself")

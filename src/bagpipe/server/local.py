@@ -125,11 +125,14 @@ def start_servers(
     logs: Path | None = None,
     memory_max: int | None = None,
     resident_max: int | None = None,
+    checkpoints: Sequence[Path] = (),
+    journal: Path | None = None,
     deadline_s: float = READY_S,
 ) -> LocalServers:
     """Start so many servers on this machine and wait until they can be reached.
 
-    `directory` holds a directory of rows for each where they are `mapped`; `logs` a file of each one's log.
+    `directory` holds a directory of rows for each where they are `mapped`; `logs` a file of each one's log; `journal` a
+    directory of writes for each. Checkpoints are written and read in and below `checkpoints` only.
     """
     if num_servers < 1:
         raise ConfigError(f"servers is {num_servers}: give at least 1")
@@ -145,6 +148,8 @@ def start_servers(
                 memory_max=memory_max,
                 resident_max=resident_max,
                 parent=os.getpid(),
+                checkpoints=tuple(str(path.resolve()) for path in checkpoints),
+                journal=None if journal is None else str((journal / f"server-{number}").resolve()),
             )
             servers.start(options, None if logs is None else logs / f"server-{number}.log")
         servers.wait_until_ready(deadline_s)
@@ -160,13 +165,17 @@ def open_store(config: Config, tables: Sequence[RowSource], run_dir: Path) -> Re
 
 
 def open_stores(config: Config, tables: Sequence[RowSource], run_dir: Path, trainers: int) -> list[RemoteStore]:
-    """The same for each of several trainers of this process; servers end when the last of them is closed."""
+    """The same for each of several trainers of this process; servers end when the last of them is closed.
+
+    Checkpoints may lie in the run's directory and below.
+    """
     servers = start_servers(
         config.servers,
         store=config.store,
         directory=run_dir / "rows" if config.store == "mapped" else None,
         logs=run_dir,
         resident_max=None if config.store_memory is None else store_memory_bytes(config.store_memory, config.store),
+        checkpoints=[run_dir],
     )
     network, stores, in_use = SocketNetwork(), list[RemoteStore](), Semaphore(trainers - 1)
 

@@ -24,6 +24,7 @@ import numpy as np
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.shard import Recording
 from bagpipe.server.storage import Storage, in_files, in_memory
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.wire.endpoint import check_security, parse_address
@@ -54,6 +55,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int | None = None
     parent: int | None = None
     """The process whose end is also ours."""
+    generation: int = 0
+    """Of membership: earlier ones are refused from the start."""
+    journal: str | None = None
+    """A directory of its own for a log of all writes, from which it comes back after its death; None: it can't."""
+    history_max: int | None = None
+    """Bytes of old values of rows, so that they can be returned to marks."""
+    checkpoints: tuple[str, ...] = ()
+    """Directories in and below which trainers may have it write and read checkpoints; no others."""
 
     def check(self) -> None:
         """Refuse what contradicts itself."""
@@ -63,7 +72,18 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"a server with {self.threads} threads: give at least 1")
         if self.directory is not None and self.store != "mapped":
             raise ConfigError(f"a directory ({self.directory}) goes with rows on disk: choose store = mapped")
+        for path in self.checkpoints:
+            if not Path(path).is_absolute():
+                raise ConfigError(f"checkpoints in {path!r}: give the whole path, which is the same for all processes")
         parse_address(self.address)
+
+    def recording(self) -> Recording:
+        """How its rows are made safe."""
+        return Recording(
+            journal=None if self.journal is None else Path(self.journal),
+            history_bytes_max=self.history_max,
+            checkpoints=tuple(map(Path, self.checkpoints)),
+        )
 
     def make_directory(self) -> None:
         """Claim the place of the files now, rather than when the first client comes."""
@@ -109,7 +129,14 @@ def serve(
     if stop.is_set():  # asked to end while kernels were compiled
         return
     with _storage(options) as storage:
-        server = EmbeddingServer(storage, server=options.server, servers=options.servers, run=options.run)
+        server = EmbeddingServer(
+            storage,
+            server=options.server,
+            servers=options.servers,
+            run=options.run,
+            generation=options.generation,
+            recording=options.recording(),
+        )
         threads = options.threads or max(2, min(8, os.cpu_count() or 1))
         listener = Listener(options.address, server.handle, threads, security)
         watch(server)

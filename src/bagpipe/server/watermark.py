@@ -71,6 +71,12 @@ class Watermark:
             self._passed = {trainer: self._passed.get(trainer, NO_ITERATION) for trainer in range(trainers)}
             return self._take(lambda _: True)
 
+    def begin_anew(self) -> list[Parked]:
+        """Nobody has passed anything; what was parked is given back."""
+        with self._lock:
+            self._passed = {0: NO_ITERATION}
+            return self._take(lambda _: True)
+
     def _take(self, chosen: Callable[[Parked], bool]) -> list[Parked]:
         taken = [read for read in self._parked if chosen(read)]
         if taken:

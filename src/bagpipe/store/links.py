@@ -52,6 +52,8 @@ class Session:
     patience: Patience = field(default_factory=Patience)
     watch: Callable[[int], str | None] = lambda _: None
     """Why a server is known to be gone, if it is."""
+    passed: int = NO_ITERATION
+    """Of this trainer, before the session began."""
     births: dict[int, bytes] = field(default_factory=dict)
     sequences: dict[int, int] = field(default_factory=dict)
     """The last write that each server has decided."""
@@ -84,7 +86,7 @@ class Link:
         if self._own is None and session.shared_memory is not False:
             self._own = self._make_memory()
         announcement = None if self._own is None else self._own.announcement
-        return self.send(Open(session.trainer, session.trainers, session.widths, announcement))
+        return self.send(Open(session.trainer, session.trainers, session.widths, announcement, session.passed))
 
     def welcome(self, opened: Opened) -> None:
         """The server has answered; is it the one we know?"""
@@ -271,6 +273,11 @@ class Asking:
                 for trainer, passed in zip(waiting.trainers, waiting.passed, strict=False)
             )
             assert self._request is not None
+            if not behind:
+                raise DeadlineError(
+                    f"{self._name} was asked for {self._request.what} and was not ready for {waited_s:.0f} s, "
+                    "since its rows are being replaced: see its log"
+                )
             raise DeadlineError(
                 f"{self._name} was asked for {self._request.what} and waited {waited_s:.0f} s for trainers {behind}: "
                 "see what holds them up"

@@ -14,7 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from bagpipe.errors import ConfigError, StoreError
+from bagpipe import failpoints
+from bagpipe.errors import BagpipeError, ConfigError, StoreError
 from bagpipe.server.shared import NUM_BYTES, regions
 from bagpipe.store.base import (
     NO_ITERATION,
@@ -34,6 +35,7 @@ from bagpipe.store.base import (
     check_write,
 )
 from bagpipe.store.links import Asking, Link, Patience, Request, Session, exchange
+from bagpipe.store.remote_marks import RemoteMarks, raise_first
 from bagpipe.store.requests import (
     Greeting,
     ReadCall,
@@ -47,10 +49,10 @@ from bagpipe.wire.channel import Network
 from bagpipe.wire.messages import Scan, Stats
 
 
-class RemoteStore(Store):
+class RemoteStore(RemoteMarks, Store):
     """The rows of all `addresses`, which are the servers of one run, in order.
 
-    One thread may write while others read, as long as no row is in two calls.
+    One thread may write while others read, as long as no row is in two calls. Rows can be marked.
     """
 
     def __init__(
@@ -63,12 +65,16 @@ class RemoteStore(Store):
         generation: int = 0,
         trainer: int = 0,
         trainers: int = 1,
+        passed: int = NO_ITERATION,
         shared_memory: bool | Literal["auto"] = "auto",
         patience: Patience | None = None,
         watch: Callable[[int], str | None] = lambda _: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connects to all servers. `watch` tells why a server is known to be gone; `on_close` is called last."""
+        """Connects to all servers. `watch` tells why a server is known to be gone; `on_close` is called last.
+
+        Who goes on after `done` iterations, and counts on from there, has `passed` those up to `done - 1`.
+        """
         if not addresses:
             raise ConfigError("a remote store without servers: give at least one address")
         self._sources = check_widths(tables)
@@ -83,6 +89,7 @@ class RemoteStore(Store):
             shared_memory,
             patience or Patience(),
             watch,
+            passed,
         )
         self._on_close = on_close
         self._idle: list[list[Link]] = []
@@ -118,7 +125,7 @@ class RemoteStore(Store):
         parts = [(table, np.ascontiguousarray(ids), out) for table, ids, out in parts]
         call = ReadCall(self._sources, parts, after)
         pieces = cut(parts, call.widths, self.num_servers, self._bytes_max)
-        self._ask([call.requests(of_server) for of_server in pieces])
+        self._ask_all([call.requests(of_server) for of_server in pieces])
         call.finish()
 
     def write(self, table: int, ids: Int64s, values: Floats) -> None:
@@ -142,11 +149,13 @@ class RemoteStore(Store):
                 ]
                 for pieces in cut(parts, self._session.widths, self.num_servers, self._bytes_max)
             ]
+            failpoints.reach("remote.write.begun")
             try:
-                self._ask(list(map(iter, requests)))
+                self._ask_all(list(map(iter, requests)))
             except BaseException as error:
                 self._refuse_if_torn([request for of_server in requests for request in of_server], error)
                 raise
+            failpoints.reach("remote.write.acknowledged")
 
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""
@@ -171,7 +180,7 @@ class RemoteStore(Store):
     def sync(self) -> None:
         """Return once everything written outlives the servers, where their storage promises that."""
         self._check_usable()
-        self._ask([iter([SyncRequest()]) for _ in range(self.num_servers)])
+        self._ask_all([iter([SyncRequest()]) for _ in range(self.num_servers)])
 
     def close(self) -> None:
         """Give back connections and shared memory; a second call does nothing."""
@@ -200,26 +209,28 @@ class RemoteStore(Store):
         """What each server holds and has done."""
         self._check_usable()
         requests = [StatsRequest() for _ in range(self.num_servers)]
-        self._ask([iter([request]) for request in requests])
+        self._ask_all([iter([request]) for request in requests])
         return [request.stats for request in requests]
 
     def _open(self) -> None:
         """Connect now, so that a wrong address or another run shows at once."""
         with self._links() as links:
-            self._ask_over(links, [iter([Greeting()]) for _ in links])
+            raise_first(self._ask_over(links, [iter([Greeting()]) for _ in links]))
             self._bytes_max = min([NUM_BYTES, *(link.opened.bytes_max for link in links if link.opened is not None)])
 
-    def _ask(self, requests: Sequence[Iterator[Request]]) -> None:
+    def _ask_all(self, requests: Sequence[Iterator[Request]]) -> None:
         """Have requests to each server answered; the first failure is raised."""
-        with self._links() as links:
-            self._ask_over(links, requests)
+        raise_first(self._ask(requests))
 
-    def _ask_over(self, links: Sequence[Link], requests: Sequence[Iterator[Request]]) -> None:
+    def _ask(self, requests: Sequence[Iterator[Request]]) -> list[BagpipeError | None]:
+        """Have requests to each server answered; how each has failed."""
+        with self._links() as links:
+            return self._ask_over(links, requests)
+
+    def _ask_over(self, links: Sequence[Link], requests: Sequence[Iterator[Request]]) -> list[BagpipeError | None]:
         askings = [Asking(link, of_server) for link, of_server in zip(links, requests, strict=True)]
         exchange(self._session, askings)
-        for asking in askings:
-            if asking.failure is not None:
-                raise asking.failure
+        return [asking.failure for asking in askings]
 
     @contextmanager
     def _links(self) -> Iterator[list[Link]]:
@@ -240,7 +251,7 @@ class RemoteStore(Store):
 
     def _refuse_if_torn(self, requests: Sequence[WriteRequest], error: BaseException) -> None:
         """A write that failed on some servers only has changed rows all the same."""
-        if any(request.written or (request.sent and not request.was_refused) for request in requests):
+        if any(request.written or request.undecided for request in requests):
             self._refusal = f"a write to the servers failed halfway ({error}): start again from a checkpoint"
 
     def _chunks(self, table: int, rows_per_chunk: int, values: bool = True) -> Iterator[tuple[Int64s, Floats]]:
@@ -253,7 +264,7 @@ class RemoteStore(Store):
                 room = rows_per_chunk - sum(len(part.ids) for part in held)
                 scan = Scan(table, start, min(room, at_once), values)
                 request = ScanRequest(scan, self._sources[table].width)
-                self._ask([iter([request] if each == server else []) for each in range(self.num_servers)])
+                self._ask_all([iter([request] if each == server else []) for each in range(self.num_servers)])
                 held.append(request)
                 start, more = start + len(request.ids), len(request.ids) == scan.count
                 if len(request.ids) == room:
@@ -268,8 +279,9 @@ class RemoteStore(Store):
         return max((self._bytes_max - margin) // (self._sources[table].width * 4 + 9), 1)
 
     def _check_usable(self) -> None:
-        if self._refusal is not None:
-            raise StoreError(self._refusal)
+        refusal = self._refusal or self._halfway
+        if refusal is not None:
+            raise StoreError(refusal)
 
 
 def _joined(parts: Sequence[ScanRequest]) -> tuple[Int64s, Floats]:

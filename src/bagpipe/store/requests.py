@@ -158,7 +158,7 @@ class ReadRequest(Request):
     def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:
         """Rows in buffers, or in shared memory."""
         if not isinstance(answer, Rows):
-            raise _unexpected(answer, "Rows")
+            raise unexpected(answer, "Rows")
         if link.memory is not None:
             buffers = self._within(link.memory)
         flags, values = check_rows(answer, buffers, self._piece.parts, self._call.widths)
@@ -173,26 +173,60 @@ class ReadRequest(Request):
         return flags, memory[self._piece.layout.rows][: num_floats * 4]
 
 
-class WriteRequest(Request):
-    """The part of a write that one message carries; its number is the same however often it is sent."""
+class OrderedRequest(Request):
+    """What a server decides once and in order; its number is the same however often it is sent."""
 
-    def __init__(self, parts: Sequence[TablePart], piece: Piece, passed: int) -> None:
-        self._parts, self._piece, self._passed = parts, piece, passed
+    def __init__(self) -> None:
         self._sequence: int | None = None
         self.written = self.was_refused = False
-        self.what = f"a write of {piece.num_rows:,} rows"
 
     @property
     def sent(self) -> bool:
         """Whether a server may have it."""
         return self._sequence is not None
 
+    @property
+    def undecided(self) -> bool:
+        """Whether it was sent, and nobody knows what has become of it."""
+        return self.sent and not (self.written or self.was_refused)
+
+    @property
+    def sequence(self) -> int:
+        """Its number, once it was sent."""
+        assert self._sequence is not None, "it was not sent"
+        return self._sequence
+
+    def number(self, link: Link) -> int:
+        """Its number among those of this trainer to that server."""
+        if self._sequence is None:
+            self._sequence = link.session.sequences[link.server] + 1
+        return self._sequence
+
+    def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:
+        """Acknowledged."""
+        if not isinstance(answer, Written) or answer.sequence != self._sequence or buffers:
+            raise unexpected(answer, f"Written {self._sequence}")
+        link.session.sequences[link.server] = answer.sequence
+        self.written = True
+
+    def refused(self, link: Link, failed: Failed) -> None:
+        """Not applied, and never will be."""
+        self.was_refused = True
+        if failed.decided and self._sequence is not None:
+            link.session.sequences[link.server] = self._sequence
+
+
+class WriteRequest(OrderedRequest):
+    """The part of a write that one message carries."""
+
+    def __init__(self, parts: Sequence[TablePart], piece: Piece, passed: int) -> None:
+        super().__init__()
+        self._parts, self._piece, self._passed = parts, piece, passed
+        self.what = f"a write of {piece.num_rows:,} rows"
+
     def compose(self, link: Link) -> tuple[Body, Buffers]:
         """Ids and rows in buffers, or in shared memory."""
-        session = link.session
-        if self._sequence is None:
-            self._sequence = session.sequences[link.server] + 1
-        body = Write(session.trainer, self._sequence, self._passed, self._piece.parts)
+        body = Write(link.session.trainer, self.number(link), self._passed, self._piece.parts)
         ids = _ids_of(self._piece, self._parts, link.memory)
         layout = self._piece.layout
         if link.memory is None:
@@ -205,19 +239,6 @@ class WriteRequest(Request):
             pick(rows, share.order, values[number : number + len(share.order) * rows.shape[1]])
             number += len(share.order) * rows.shape[1]
         return body, (*ids, values.data) if link.memory is None else ()
-
-    def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:
-        """Acknowledged."""
-        if not isinstance(answer, Written) or answer.sequence != self._sequence or buffers:
-            raise _unexpected(answer, f"Written {self._sequence}")
-        link.session.sequences[link.server] = answer.sequence
-        self.written = True
-
-    def refused(self, link: Link, failed: Failed) -> None:
-        """Not applied, and never will be."""
-        self.was_refused = True
-        if failed.decided and self._sequence is not None:
-            link.session.sequences[link.server] = self._sequence
 
 
 class ScanRequest(Request):
@@ -236,7 +257,7 @@ class ScanRequest(Request):
     def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:
         """A copy, since the memory is used again."""
         if not isinstance(answer, Scanned):
-            raise _unexpected(answer, "Scanned")
+            raise unexpected(answer, "Scanned")
         if link.memory is not None:
             layout = regions(self._scan.count, self._scan.count * self._width)
             ids, rows = link.memory[layout.ids][: answer.count * 8], link.memory[layout.rows]
@@ -257,7 +278,7 @@ class Greeting(Request):
     def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:  # noqa: ARG002
         """It is there."""
         if not isinstance(answer, Rows):
-            raise _unexpected(answer, "Rows")
+            raise unexpected(answer, "Rows")
 
 
 class SyncRequest(Request):
@@ -272,7 +293,7 @@ class SyncRequest(Request):
     def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:  # noqa: ARG002
         """It is."""
         if not isinstance(answer, Synced):
-            raise _unexpected(answer, "Synced")
+            raise unexpected(answer, "Synced")
 
 
 class StatsRequest(Request):
@@ -288,7 +309,7 @@ class StatsRequest(Request):
     def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:  # noqa: ARG002
         """Its figures."""
         if not isinstance(answer, Stats):
-            raise _unexpected(answer, "Stats")
+            raise unexpected(answer, "Stats")
         self.stats = answer
 
 
@@ -304,7 +325,8 @@ def _ids_of(piece: Piece, parts: Sequence[TablePart], memory: memoryview | None)
     return () if memory is not None else (ids.data,)
 
 
-def _unexpected(answer: Body, expected: str) -> WireError:
+def unexpected(answer: Body, expected: str) -> WireError:
+    """The error of an answer that is none to what was asked."""
     return WireError(
         f"a server answered {type(answer).__name__} where {expected} was due: run the same release on both"
     )

@@ -7,10 +7,25 @@ watermark that embedding servers keep between processes. Writes never wait for r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from threading import Condition, Lock
+from typing import TYPE_CHECKING, Literal, cast
 
 from bagpipe.errors import ConfigError, DeadlineError, StoreError
-from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Floats, Int64s, RowSource, Store, StoreStats, TablePart
+from bagpipe.store.base import (
+    NO_ITERATION,
+    ROWS_PER_CHUNK,
+    Floats,
+    Int64s,
+    Marked,
+    RowSource,
+    Store,
+    StoreStats,
+    TablePart,
+)
+
+if TYPE_CHECKING:
+    from bagpipe.checkpoint.manifest import FileEntry
 
 DEADLINE_S = 600.0
 
@@ -96,6 +111,71 @@ class StoreView(Store):
         """What the store holds for all trainers, and what it takes."""
         return self._store().stats()
 
+    # Marks, where the store has them: trainer 0 makes them for all, and every trainer keeps what is its own.
+
+    def mark(self, done: int) -> None:
+        """Make the rows as they are now a point to return to."""
+        store = self._marked_by_first("mark")
+        with self._shared.writing:
+            store.mark(done)
+
+    def marks(self) -> list[int]:
+        """The marks that rows can be returned to."""
+        return self._marked().marks()
+
+    def forget(self, before: int) -> None:
+        """Drop the marks below `before`."""
+        self._marked_by_first("forget").forget(before)
+
+    def settle(self, done: int) -> None:
+        """The checkpoint of mark `done` is complete."""
+        self._marked_by_first("settle").settle(done)
+
+    def return_to(self, done: int) -> None:
+        """Make all rows what they were at a mark; no trainer has passed any iteration since."""
+        store = self._marked_by_first("return_to")
+        with self._shared.writing:
+            store.return_to(done)
+            self._shared.begin_anew()
+
+    def keep(self, done: int, name: str, blob: bytes) -> None:
+        """Keep bytes with a mark."""
+        self._marked().keep(done, name, blob)
+
+    def kept(self, done: int) -> dict[str, bytes]:
+        """What was kept with a mark, by any trainer."""
+        return self._marked().kept(done)
+
+    def save(
+        self,
+        done: int,
+        directory: Path,
+        names: Sequence[str],
+        *,
+        since: int | None = None,
+        compress: Literal["zstd"] | None = None,
+    ) -> list[FileEntry]:
+        """Write the rows of a mark to files in a directory."""
+        return self._marked_by_first("save").save(done, directory, names, since=since, compress=compress)
+
+    def load(self, done: int, directory: Path, names: Sequence[str]) -> None:
+        """Replace all rows by those of a checkpoint; no trainer has passed any iteration since."""
+        store = self._marked_by_first("load")
+        with self._shared.writing:
+            store.load(done, directory, names)
+            self._shared.begin_anew()
+
+    def _marked_by_first(self, what: str) -> Marked:
+        if self._trainer:
+            raise StoreError(f"trainer {self._trainer} asks for {what}: trainer 0 does that for all")
+        return self._marked()
+
+    def _marked(self) -> Marked:
+        store = self._store()
+        if not hasattr(store, "return_to"):
+            raise StoreError(f"a {type(store).__name__} has no marks: wrap it in a Recorded store")
+        return cast("Marked", store)
+
     def _store(self) -> Store:
         if self._closed:
             raise StoreError(f"trainer {self._trainer}'s view of the store is closed: open another")
@@ -133,6 +213,12 @@ class _Shared:
             self._changed.notify_all()
         for notify in self._notify:
             notify()
+
+    def begin_anew(self) -> None:
+        """No trainer has passed any iteration."""
+        with self._changed:
+            self._passed = [NO_ITERATION] * len(self._passed)
+            self.reached = NO_ITERATION
 
     def wait(self, trainer: int, after: int, closed: Callable[[], bool]) -> None:
         """Return when all trainers have passed this iteration, or the one that waits has closed its view."""

@@ -325,7 +325,8 @@ def test_a_repeated_write_is_acknowledged_and_not_applied(peer: Peer) -> None:
 
 
 def test_a_write_without_room_changes_nothing_and_a_late_copy_stays_refused(tmp_path: Path) -> None:
-    server = EmbeddingServer(in_memory(bytes_max=20_000))
+    rows = in_memory(bytes_max=20_000)(WIDTHS)
+    server = EmbeddingServer(lambda _: rows)
     peer = Peer(server)
     peer.open()
     peer.write(1, [1], 1.0)
@@ -335,7 +336,7 @@ def test_a_write_without_room_changes_nothing_and_a_late_copy_stays_refused(tmp_
     assert "20,000 are allowed" in refused(answer)
     assert peer.read([1, 2]) == {1: 1.0}
     assert server.stats().num_rows == [1, 0]
-    server._rows.store.bytes_in_memory_max = None
+    rows.store.bytes_in_memory_max = None
     assert peer.ask(Write(0, 2, 5, parts), ids, values) == answer  # its sender was told that nothing has changed
     assert server.stats().num_rows == [1, 0]
     assert peer.write(3, [2], 3.0) == Written(3)

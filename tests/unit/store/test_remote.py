@@ -45,10 +45,12 @@ TABLES = (Rows(4), Rows(7))
 class World:
     """Servers on a simulated network, and the stores of their clients."""
 
-    def __init__(self, num_servers: int = 2, limits: ServerLimits | None = None, seed: int = 0, **network) -> None:
+    def __init__(
+        self, num_servers: int = 2, limits: ServerLimits | None = None, seed: int = 0, storages=(), **network
+    ) -> None:
         self.network = SimulatedNetwork(seed, **network)
         self.servers = [
-            EmbeddingServer(server=k, servers=num_servers, limits=limits, clock=self.network.now)
+            EmbeddingServer(dict(storages).get(k), server=k, servers=num_servers, limits=limits, clock=self.network.now)
             for k in range(num_servers)
         ]
         self.addresses = [f"server-{k}" for k in range(num_servers)]
@@ -235,7 +237,8 @@ def test_a_read_waits_until_the_other_trainer_has_written(worlds) -> None:
 def test_waiting_for_a_trainer_has_an_end_that_names_it(worlds) -> None:
     world = worlds(1, limits=ServerLimits(parked_max=1, park_s=1))
     store = world.store(trainer=0, trainers=2)
-    world.servers[0]._watermark.admit = lambda _: world.servers[0]._watermark._behind(7)
+    watermark = world.servers[0]._members.watermark
+    watermark.admit = lambda _: watermark._behind(7)
     store.write_many([], passed=9)
     with pytest.raises(DeadlineError, match=r"2 rows after iteration 7 and waited 3 s for trainers 1 \(at none\)"):
         read(store, ids(1, 2), after=7)
@@ -251,12 +254,12 @@ def test_too_many_waiting_reads_come_again_without_hurry(worlds) -> None:
         if isinstance(message.body, Read):
             asked.append(world.network.now())
             if len(asked) == 10:
-                world.servers[0]._watermark.advance(1, 3)
+                world.servers[0]._members.watermark.advance(1, 3)
         handle(peer, message, reply)
 
     other.write_many([], passed=1)
     store.write_many([], passed=3)
-    world.servers[0]._watermark._parked_max = 0
+    world.servers[0]._members.watermark._parked_max = 0
     world.replace(0, write_in_the_end)
     read(store, ids(1), after=3)
     assert len(asked) == 10
@@ -346,8 +349,7 @@ def test_a_server_that_forgot_us_is_greeted_again(worlds) -> None:
 
 
 def test_a_server_without_room_refuses_and_the_store_goes_on(worlds) -> None:
-    world = worlds(1)
-    world.servers[0]._storage = in_memory(bytes_max=30_000)
+    world = worlds(1, storages={0: in_memory(bytes_max=30_000)})
     store = world.store()
     store.write(0, ids(1), values(0, 1))
     with pytest.raises(StoreError, match=r"server 0 at server-0: 4,999 more rows .* 30,000 are allowed"):
@@ -358,8 +360,7 @@ def test_a_server_without_room_refuses_and_the_store_goes_on(worlds) -> None:
 
 
 def test_a_write_that_only_some_servers_took_ends_the_store(worlds) -> None:
-    world = worlds(2)
-    world.servers[1]._storage = in_memory(bytes_max=30_000)
+    world = worlds(2, storages={1: in_memory(bytes_max=30_000)})
     store = world.store()
     with pytest.raises(StoreError, match="30,000 are allowed"):
         store.write(0, np.arange(5000), values(0, 5000))

@@ -1,0 +1,287 @@
+"""The rows of one server, from the moment that their widths are known, and every way to make them what they were (I2).
+
+Where files may lie was said when the server was started: a path that a client names must be in or below one of those
+directories, or it is refused (I8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import BoundedSemaphore, Lock
+from typing import Literal
+
+import msgspec
+
+from bagpipe import failpoints
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.shards import write_rows
+from bagpipe.errors import StoreError
+from bagpipe.server.rows import RowAccess
+from bagpipe.server.storage import Storage
+from bagpipe.store.journal import Journal
+from bagpipe.store.recorded import Recorded
+from bagpipe.store.snapshot import Snapshot
+
+Report = Callable[[int], None]
+"""Told how far something is; may raise to end it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """How the rows of a server are made safe."""
+
+    journal: Path | None = None
+    """A directory of its own for a log of all writes; None: what dies with the process is lost since the checkpoint."""
+    history_bytes_max: int | None = None
+    """Of old values of rows, so that they can be returned to marks; beyond it the oldest marks are given up."""
+    checkpoints: tuple[Path, ...] = ()
+    """In and below these directories checkpoints may be written and read; the first has those of this run."""
+
+
+class Saving:
+    """Rows of a mark on their way to files. The mark's old values stay until it is written or closed."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        directory: Path,
+        tables: Sequence[tuple[str, int]],
+        shard: tuple[int, int],
+        since: int | None,
+        compress: Literal["zstd"] | None,
+    ) -> None:
+        self.close = snapshot.close
+        self._snapshot, self._directory, self._tables, self._shard = snapshot, directory, tables, shard
+        self._since, self._compress = since, compress
+
+    def write(self, report: Report) -> bytes:
+        """The files that were written, as JSON."""
+        disk = SystemDisk()
+        failpoints.reach("server.save.begun")
+        with self._snapshot:
+            entries = write_rows(
+                disk,
+                self._directory,
+                self._snapshot,
+                self._tables,
+                part=str(self._shard[0]),
+                shard=self._shard,
+                since=self._since,
+                compress=self._compress,
+                report=report,
+            )
+        failpoints.reach("server.save.written")
+        return msgspec.json.encode(entries)
+
+
+class Shard:
+    """The rows of server `number` of `of`. Calls that change marks come one at a time, while nobody writes."""
+
+    def __init__(self, storage: Storage, recording: Recording, number_of: tuple[int, int], bytes_max: int) -> None:
+        """Where there is a journal of an earlier process, nothing goes on before `recover`."""
+        self.rows: RowAccess | None = None
+        self._storage, self._recording, self._number_of, self._bytes_max = storage, recording, number_of, bytes_max
+        self._recorded: Recorded | None = None
+        self._journal = None if recording.journal is None else Journal(recording.journal)
+        self._refusal: str | None = None
+        self._making = Lock()
+        self._sizes: dict[tuple[int, str], int] = {}
+        self._read: tuple[int, dict[str, bytes]] | None = None
+        """What is kept with one mark, while somebody asks for it piece by piece."""
+        if self._journal is not None and self._journal.starts:
+            self._refusal = f"server {number_of[0]} has come back and waits to be told where to go on: recover the run"
+            assert self._journal.widths is not None, "it has writes"
+            self._make(self._journal.widths)
+
+    @property
+    def widths(self) -> list[int] | None:
+        """Floats of a row by table, once they are known."""
+        return None if self.rows is None else self.rows.widths
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all that is kept with marks."""
+        return sum(self._sizes.values())
+
+    def prepare(self, widths: Sequence[int]) -> None:
+        """Have room for rows of these widths; StoreError before a recovery is over, and after it has failed."""
+        if self._refusal is not None:
+            raise StoreError(self._refusal)
+        with self._making:
+            if self.rows is None:
+                self._make(widths)
+
+    def checked(self, directory: str) -> Path:
+        """A directory that a client names; StoreError unless it is where checkpoints may be."""
+        named = Path(directory)
+        if named.is_absolute() and "\0" not in directory:
+            path = named.resolve()
+            for allowed in self._recording.checkpoints:
+                if path.is_relative_to(allowed.resolve()):
+                    return path
+        allowed_ones = ", ".join(map(str, self._recording.checkpoints)) or "none"
+        raise StoreError(
+            f"checkpoints in {directory!r}: server {self._number_of[0]} was told at its start to use only what is in "
+            f"or below {allowed_ones}"
+        )
+
+    # Marks
+
+    def mark(self, done: int) -> None:
+        """Make the rows as they are now a point to return to."""
+        self._opened().mark(done)
+        self._read = None
+
+    def marks(self, checkpoints: Path | None = None) -> list[int]:
+        """The marks that rows can be returned to; the directory of checkpoints is needed after a new start."""
+        recorded = self._recorded
+        if recorded is None:
+            return []
+        if checkpoints is not None:
+            recorded.checkpoints = checkpoints
+        return recorded.marks()
+
+    def check_mark(self, done: int) -> None:
+        """StoreError unless rows can be returned to this mark."""
+        if done not in self.marks():
+            raise StoreError(f"there is no mark {done}: there are {self.marks()}; return to one of these")
+
+    def forget(self, before: int) -> None:
+        """Drop the marks below."""
+        self._opened().forget(before)
+        self._drop_sizes(lambda done: done < before)
+
+    def settle(self, done: int) -> None:
+        """The checkpoint of this mark is complete."""
+        self._opened().settle(done)
+
+    def return_to(self, done: int) -> None:
+        """Make all rows what they were at a mark."""
+        self._opened().return_to(done)
+        self._drop_sizes(lambda mark: mark > done)
+
+    def keep(self, done: int, name: str, blob: bytes) -> None:
+        """Keep bytes with a mark, one that is there or the next."""
+        self._opened().keep(done, name, blob)
+        self._sizes[done, name] = len(blob)
+        self._read = None
+
+    def kept(self, done: int) -> dict[str, bytes]:
+        """What is kept with a mark."""
+        read = self._read
+        if read is not None and read[0] == done:
+            return read[1]
+        found = {} if self._recorded is None else self._recorded.kept(done)
+        self._read = done, found
+        return found
+
+    # Checkpoints
+
+    def begin_save(
+        self,
+        done: int,
+        directory: Path,
+        names: Sequence[str],
+        *,
+        since: int | None = None,
+        compress: Literal["zstd"] | None = None,
+    ) -> Saving:
+        """Hold on to a mark, to have its rows written to files in this directory."""
+        recorded = self._opened()
+        self._check_names(names)
+        recorded.checkpoints = directory.parent
+        tables = [(name, source.width) for name, source in zip(names, recorded.tables, strict=True)]
+        return Saving(recorded.snapshot(done), directory, tables, self._number_of, since, compress)
+
+    def load(self, done: int, directory: Path, names: Sequence[str], report: Report) -> None:
+        """Replace all rows by this server's share of a checkpoint."""
+        recorded = self._opened()
+        self._check_names(names)
+        recorded.load(done, directory, names, report=report)
+        failpoints.reach("server.loaded")
+        self._drop_sizes(lambda _: True)
+
+    def recover(self, done: int | None, checkpoints: Path | None, report: Report) -> None:
+        """Make rows what they were at a mark, by itself or else by its checkpoint; as if none was written if None.
+
+        If it fails nothing goes on before it has succeeded.
+        """
+        number = self._number_of[0]
+        self._refusal = f"server {number} is being recovered: wait until that is over"
+        try:
+            if done is None:
+                self._clear()
+            elif done in self.marks(checkpoints):
+                assert self._recorded is not None
+                self._recorded.return_to(done)
+            elif checkpoints is not None:
+                self._load_all(done, checkpoints, report)
+            else:
+                raise StoreError(
+                    f"server {number} has no mark {done}, but {self.marks()}: return all servers to one of these, or "
+                    "give the directory of checkpoints"
+                )
+        except BaseException as error:
+            self._refusal = f"server {number} could not be recovered ({error}): recover it again, from another point"
+            raise
+        self._refusal = None
+        self._drop_sizes(lambda mark: done is None or mark > done)
+
+    def close(self) -> None:
+        """Give back memory and files; a second call does nothing."""
+        self._refusal = f"server {self._number_of[0]} is closed: start another"
+        if self._recorded is not None:
+            self._recorded.close()
+        elif self._journal is not None:
+            self._journal.close()
+
+    def _load_all(self, done: int, checkpoints: Path, report: Report) -> None:
+        """Rows of a checkpoint with its own tables; and what was kept, for the server that is asked for it."""
+        checkpoint = Checkpoints(checkpoints).open(done)
+        tables = checkpoint.manifest.tables
+        if self.rows is None:
+            self._make([table.width for table in tables])
+        assert self._recorded is not None
+        self._recorded.load(done, checkpoints, [table.name for table in tables], report=report)
+        failpoints.reach("server.loaded")
+        if self._number_of[0] == 0:
+            for name in checkpoint.blobs():
+                self._recorded.keep(done, name, checkpoint.blob(name))
+
+    def _clear(self) -> None:
+        if self._recorded is not None:
+            self._recorded.clear()
+        elif self._journal is not None:
+            self._journal.restart(None)
+
+    def _make(self, widths: Sequence[int]) -> None:
+        made, recording = self._storage(widths), self._recording
+        try:
+            recorded = Recorded(
+                made.store,
+                self._journal,
+                recording.history_bytes_max,
+                checkpoints=recording.checkpoints[0] if recording.checkpoints else None,
+                shard=self._number_of,
+            )
+        except BaseException:
+            made.store.close()
+            raise
+        self._recorded = recorded
+        self.rows = RowAccess(recorded, widths, BoundedSemaphore(made.copiers), self._bytes_max)
+
+    def _opened(self) -> Recorded:
+        assert self._recorded is not None, "an open client has said how wide rows are"
+        return self._recorded
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        if len(names) != len(self.widths or ()):
+            raise StoreError(f"{len(names)} names for {len(self.widths or ())} tables: give the name of each, in order")
+
+    def _drop_sizes(self, which: Callable[[int], bool]) -> None:
+        self._read = None
+        for key in [key for key in self._sizes if which(key[0])]:
+            del self._sizes[key]
