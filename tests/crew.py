@@ -26,7 +26,7 @@ class ServedRows(RemoteStore):
     servers = ()
 
     def reached(self, after):
-        return all(server is None or server._watermark.reached >= after for server in self.servers)
+        return all(server is None or server.reached >= after for server in self.servers)
 
 
 class Crew:
