@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from bagpipe.checkpoint.disk import Appending, Disk, SystemDisk
+from bagpipe.checkpoint.disk import Appending, Disk, Readable, SystemDisk
 from bagpipe.errors import StoreError
 from bagpipe.store.base import TablePart
 from bagpipe.store.failures import failing
@@ -246,7 +246,7 @@ class Journal:
             with failing("reading", path), self._disk.open(path) as file:
                 closing = closing_mark(file, base)
                 if following is None:
-                    self._closing = closing
+                    self._closing = closing if _is_whole(file, path, base) else None
                 elif closing != following:
                     break
                 with suppress(StoreError):  # a process died as it began the file; damage is found when it is replayed
@@ -348,6 +348,14 @@ class Journal:
         if file is not None:
             with suppress(OSError):
                 file.close()
+
+
+def _is_whole(file: Readable, path: Path, base: int) -> bool:
+    """Whether the newest file is as it was written: a crash may have lost any part of it until its mark was made."""
+    try:
+        return all(True for _ in records(file, path, base))
+    except StoreError:
+        return False
 
 
 def _make_directory(disk: Disk, path: Path) -> None:
