@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
 
+import numpy as np
+
 from bagpipe.config import cache_size
 from bagpipe.errors import BagpipeError, BatchError, ConfigError, DeadlineError, PipelineError, WireError
 from bagpipe.failpoints import reach
@@ -245,12 +247,16 @@ class OracleService:
     def _make_oracle(self, source: Source) -> Oracle:
         """Look at the first batch, and tell trainers what its plans will be like."""
         settings = self._settings
-        if source.empty:
-            raise BatchError("the data is empty: there is nothing to train on")
         source.tables = settings.tables
-        source.adapter.require(source.features)
+        if not source.empty:
+            source.adapter.require(source.features)
+            first = source.first_ids()
+        elif self._first_batch:  # a run that was lost after its last iteration: nothing is left to plan
+            first = dict.fromkeys(source.features, np.empty(0, np.int64))
+        else:
+            raise BatchError("the data is empty: there is nothing to train on")
         oracle = make_oracle(
-            settings.tables, settings.widths, cache_size(settings.cache), source.first_ids(),
+            settings.tables, settings.widths, cache_size(settings.cache), first,
             lookahead=settings.lookahead, policy=settings.policy, options=settings.options, trainers=settings.trainers,
         )  # fmt: skip
         described = settings.described(oracle.capacity)
