@@ -157,7 +157,7 @@ class Marked(Protocol):
         """Drop the marks below `before` and what was kept with them. Without any mark, writes cost nothing more."""
 
     def settle(self, done: int) -> None:
-        """The checkpoint of mark `done` is complete: whatever is logged of earlier writes is not needed any more.
+        """The checkpoint of mark `done` is complete: earlier marks, and what is logged of earlier writes, can go.
 
         To be called once after each checkpoint, also when the mark itself is forgotten; else the journal only grows.
         """

@@ -85,8 +85,11 @@ class Recorded(Store):
         self._drop_kept(lambda mark: mark < before)
 
     def settle(self, done: int) -> None:
-        """The checkpoint of mark `done` is complete: the journal begins there."""
-        if self._journal is not None and self._refusal is None:
+        """The checkpoint of mark `done` is complete: earlier marks are forgotten, and the journal begins there."""
+        if self._refusal is not None or self._history.epoch_of(done) is None:
+            return  # rows were returned to an earlier mark meanwhile
+        self.forget(done)
+        if self._journal is not None:
             self._journal.drop(done)
 
     def return_to(self, done: int) -> None:
@@ -158,6 +161,11 @@ class Recorded(Store):
         self._drop_kept(lambda _: True)
 
     # Beyond it
+
+    @property
+    def store(self) -> LocalStore:
+        """Where the rows are."""
+        return self._store
 
     def clear(self) -> None:
         """Go back to the very beginning: no row was ever written, and there are no marks."""
