@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bagpipe.cluster.interface import LOOPBACK
@@ -50,6 +51,12 @@ class Launch:
     """Where trainers find each other: an address, and for the first one the point itself."""
     listener: Security = None
     """Of a trainer that listens itself, on a port of its own host."""
+    recovers: bool = False
+    """Whether the run goes on after a loss: trainers make marks, and servers can return to them."""
+    done: int = 0
+    """Iterations that are over where this attempt begins: the rows of the servers are those of that point."""
+    checkpoints: Path | None = None
+    """Where what trainers kept is, if not with the servers."""
     meetings: Iterator[int] = field(default_factory=count, compare=False)
     """Numbers them: all trainers meet equally often."""
 
