@@ -16,6 +16,7 @@ from torch import nn
 
 from bagpipe.adapt import Adapter
 from bagpipe.cache import RowCache
+from bagpipe.checkpointing import Checkpointing, Resume, keep_script
 from bagpipe.cluster.context import current
 from bagpipe.config import cache_size
 from bagpipe.embedding import CachedLayer
@@ -57,6 +58,8 @@ def accelerate(
     epochs: int = 1,
     accumulate: int = 1,
     seed: int = 0,
+    checkpoint: Checkpointing | None = None,
+    resume: Resume = None,
     check: bool = False,
     depth: int = DEPTH,
     threads: int | None = None,
@@ -97,6 +100,10 @@ def accelerate(
         epochs: How often to go through the loader, in one window.
         accumulate: Batches an iteration; call `rows.step()` after so many, when `batches.step_due`.
         seed: Fixes the initial values.
+        checkpoint: Where and how often to write checkpoints; docs/checkpoints.md tells how to use them.
+        resume: Go on from a checkpoint: True from the last one of `checkpoint`, "auto" from there if there is one, or
+            the path of a checkpoint, of a directory of them, or of a run. Attach dense optimizers and whatever else has
+            a state by `batches.attach` before the first batch.
         check: Follow every row and stop at the first wrong value; slow.
         depth: How many plans may be ready before they are trained.
         threads: For kernels; as torch uses by default.
@@ -131,6 +138,11 @@ def accelerate(
     binding = _bind(model, source.adapter, features, tables, keep)
     _refuse_held_parameters(binding)
     earlier = _earlier(model)
+    if earlier is not None and (checkpoint is not None or resume):
+        raise ConfigError(
+            "checkpoint and resume are for the first loop over a model: give epochs=N instead of several loops, or "
+            "build the model anew"
+        )
     _refuse_unknown_optimizers(rows, binding)
     place = _usable(device) if device is not None else _device_of(model, binding)
     source.tables = binding.tables
@@ -138,13 +150,22 @@ def accelerate(
     widths = [layout.width for layout in layouts]
     used_driver, used_threads = driver or Threads(), threads or torch.get_num_threads()
 
+    kept = None
+    if earlier is None:
+        kept = keep_script(launch, source, model, binding, layouts, checkpoint, resume, accumulate)
+
     def make(plans: PlanSource, capacity: Sequence[int], peers: Peers | None = None) -> Batches:
-        row_cache = RowCache(widths, capacity, place)
-        opened = open_rows(store, layouts, resident_bytes_max) if earlier is None else same_store(store, earlier)
+        row_cache, keeping = RowCache(widths, capacity, place), None
+        if earlier is None:
+            opened = open_rows(store, layouts, resident_bytes_max, replace=resume not in (None, False))
+        else:
+            opened = same_store(store, earlier)
         try:
+            if kept is not None:
+                opened, keeping = kept.open(opened, 0 if peers is None else peers.rank)
             return Batches(
                 model, binding, rows, layouts, plans, row_cache, opened, used_driver,
-                depth=depth, threads=used_threads, check=check, peers=peers,
+                depth=depth, threads=used_threads, check=check, peers=peers, keeping=keeping,
             )  # fmt: skip
         except BaseException:
             if earlier is None:

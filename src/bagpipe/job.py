@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from bagpipe.checkpointing import NAME as CHECKPOINTS
+from bagpipe.checkpointing import Checkpointing
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
 from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
 from bagpipe.data.service import DataOrder
@@ -62,12 +62,31 @@ class Job:
         seed = self.config.seed if self.config.data.shuffle else None
         return DataOrder(describe(self.train), self.config.batch_size, self.iterations, seed)
 
+    def data_fingerprint(self) -> str:
+        """What tells the data of the run and their order from others."""
+        return self.data_order().fingerprint()
+
+    def checkpointing(self, directory: Path | None = None) -> Checkpointing | None:
+        """Where checkpoints go, if any do; not given: into the run directory."""
+        config = self.config.checkpoint
+        if config.every is None or (directory is None and self.run_dir == Path()):
+            return None
+        return Checkpointing(
+            self.run_dir / CHECKPOINTS if directory is None else directory,
+            every=config.every,
+            keep=config.keep,
+            full_every=config.full_every,
+            compress=None if config.compress == "none" else config.compress,
+            about={"config": self.config.model_dump(mode="json")},
+            data=self.data_fingerprint(),
+        )
+
     def plan_settings(self) -> PlanSettings:
         """What an oracle needs to know of the run, besides its batches."""
         config = self.config
         _, binding, layouts = self.model()
         widths = tuple(layout.width for layout in layouts)
-        data = self.data_order().fingerprint()
+        data = self.data_fingerprint()
         return PlanSettings(
             binding.tables,
             widths,
@@ -83,15 +102,28 @@ class Job:
             options=config.policy_options.build(),
         )
 
-    def batches(self) -> Generator[Batch, None, None]:
-        """The batches of the run, in order."""
+    def loader(self) -> Loader:
+        """Reads the batches of the run, from any position on."""
         config = self.config
         epochs = -(-self.iterations // -(-self.train.num_samples // config.batch_size))
-        seed = config.seed if config.data.shuffle else None
-        workers, processes = config.data.workers, config.data.processes
-        loader = Loader(self.train, config.batch_size, epochs=epochs, seed=seed, workers=workers, processes=processes)
-        with closing(iter(loader)) as reading:
-            yield from islice(reading, self.iterations)
+        return Loader(
+            self.train,
+            config.batch_size,
+            epochs=epochs,
+            seed=config.seed if config.data.shuffle else None,
+            stop=self.iterations,
+            workers=config.data.workers,
+            processes=config.data.processes,
+        )
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """The batches of the run, in order."""
+        return iter(self.loader())
+
+    def samples_of(self, iterations: int) -> int:
+        """How many samples so many iterations of the run have, from its beginning."""
+        epochs, batches = divmod(iterations, -(-self.train.num_samples // self.config.batch_size))
+        return epochs * self.train.num_samples + min(batches * self.config.batch_size, self.train.num_samples)
 
 
 def prepare(config: Config, run_dir: Path | None = None) -> Job:

@@ -15,8 +15,10 @@ from bagpipe.config import store_memory_bytes
 from bagpipe.errors import ConfigError, StoreError
 from bagpipe.layout import RowLayout
 from bagpipe.store import MappedStore, MemoryStore, Store
+from bagpipe.store.directory import StoreDirectory
 from bagpipe.store.later import LaterStore
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
+from bagpipe.store.recorded import Recorded
 from bagpipe.trainer.batches import Batches
 
 OpenStore = Callable[[Sequence[RowLayout]], Store]
@@ -31,8 +33,13 @@ def memory_of_files(store: str | Path | OpenStore, store_memory: str | None) -> 
     return store_memory_bytes(store_memory, store)
 
 
-def open_rows(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
-    """Where rows of these layouts live: what `accelerate` does with its arguments of these names."""
+def open_rows(
+    store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int, *, replace: bool = False
+) -> Store:
+    """Where rows of these layouts live: what `accelerate` does with its arguments of these names.
+
+    With `replace` rows of an earlier process in a directory are removed: others will be loaded.
+    """
     if callable(store):
         return store(layouts)
     launch = current()
@@ -51,6 +58,8 @@ def open_rows(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resid
     if isinstance(store, str) and os.sep not in store:
         raise ConfigError(f"store={store!r}: give 'memory', 'mapped', or the path of a directory for the files")
     labels = [label(layout) for layout in layouts]
+    if replace:
+        StoreDirectory.clear(Path(store))
     if _is_occupied(Path(store)):
         return MappedStore.open(store, layouts, labels=labels, resident_bytes_max=resident_bytes_max)
     return MappedStore.create(store, layouts, keep=True, labels=labels, resident_bytes_max=resident_bytes_max)
@@ -65,7 +74,8 @@ def _is_occupied(path: Path) -> bool:
 
 def same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
     """Where the rows of a model that was trained before are; anything else is refused."""
-    held = earlier.store.path if isinstance(earlier.store, MappedStore) else None
+    inner = earlier.store.store if isinstance(earlier.store, Recorded) else earlier.store
+    held = inner.path if isinstance(inner, MappedStore) else None
     if callable(store):
         raise ConfigError("store is a function, but this model's rows are in a store already: leave store out")
     if store not in ("memory", "mapped") and Path(store).resolve() != held:
@@ -75,14 +85,19 @@ def same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
     return earlier.store
 
 
-def label(layout: RowLayout) -> str:
-    """What the rows of a table are; its first values are told by those of a few ids."""
+def first_values(layout: RowLayout) -> str:
+    """A checksum of what a few rows of a table begin with, which tells a seed from another."""
     last = (layout.table.rows or 2**63) - 1
     ids = np.unique(np.linspace(0, last, 16).astype(np.uint64).clip(max=last).astype(np.int64))
     values = np.empty((len(ids), layout.width), np.float32)
     layout.initialise(ids, values)
+    return f"{zlib.crc32(values.data):08x}"
+
+
+def label(layout: RowLayout) -> str:
+    """What the rows of a table are; its first values are told by those of a few ids."""
     dims = "+".join(map(str, layout.dims))
     return (
         f"table {layout.table.name}, {layout.table.rows or 'any number of'} rows of {dims} floats, "
-        f"{layout.optimizer.name}, first values {zlib.crc32(values.data):08x}"
+        f"{layout.optimizer.name}, first values {first_values(layout)}"
     )

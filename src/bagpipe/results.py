@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,32 @@ Summary = dict[str, Any]
 
 
 class Clock:
-    """Counts what a run has done and how long it took."""
+    """Counts what a run has done and how long it took, over all sessions that it was trained in."""
 
-    def __init__(self) -> None:
-        self.iterations, self.samples, self.loss, self.seconds = 0, 0, math.nan, math.nan
+    own_of_each_trainer = True
+    """Not the same on all trainers, so each one keeps its own."""
+
+    def __init__(self, iterations: int = 0, samples: int = 0) -> None:
+        """So much was done before."""
+        self.iterations, self.samples, self.resumed_from = iterations, samples, iterations
+        self.loss = self.auc_untrained = math.nan
         self.last_samples = 0
+        self._seconds = 0.0
+        """Of sessions before."""
+        self._start, self._stop = time.perf_counter(), math.nan
+
+    @property
+    def seconds(self) -> float:
+        """Of all sessions."""
+        return self._seconds + self.session_seconds
+
+    @property
+    def session_seconds(self) -> float:
+        """Since the start, up to the stop if there was one."""
+        return (time.perf_counter() if math.isnan(self._stop) else self._stop) - self._start
+
+    def start(self) -> None:
+        """Training begins now."""
         self._start = time.perf_counter()
 
     def tick(self, batch: Batch, report: Report) -> None:
@@ -38,10 +59,25 @@ class Clock:
 
     def stop(self) -> None:
         """Training is over."""
-        self.seconds = time.perf_counter() - self._start
+        self._stop = time.perf_counter()
+
+    def state_dict(self) -> dict[str, float]:
+        """What can't be told from the number of iterations."""
+        return {
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "last_samples": self.last_samples,
+            "auc_untrained": self.auc_untrained,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on from another session."""
+        self._seconds, self.loss = state["seconds"], state["loss"]
+        self.last_samples, self.auc_untrained = state["last_samples"], state["auc_untrained"]
 
     def summary(self) -> Summary:
         """For people and for summary.json."""
+        resumed = {"resumed_from": self.resumed_from} if self.resumed_from else {}
         return {
             "iterations": self.iterations,
             "samples": self.samples,
@@ -49,6 +85,7 @@ class Clock:
             "samples_per_second": self.samples / self.seconds,
             "loss": self.loss,
             "last_samples": self.last_samples,
+            **resumed,
         }
 
 
@@ -69,9 +106,9 @@ def evaluate_accelerated(job: Job, batches: Batches) -> Metrics:
     return metrics
 
 
-def metrics_summary(trained: Metrics, untrained: Metrics) -> Summary:
+def metrics_summary(trained: Metrics, auc_untrained: float) -> Summary:
     """How good the model is, and how good it was before."""
-    return {"log_loss": trained.log_loss(), "auc": trained.auc(), "auc_untrained": untrained.auc()}
+    return {"log_loss": trained.log_loss(), "auc": trained.auc(), "auc_untrained": auc_untrained}
 
 
 def write_summary(job: Job, summary: Summary) -> Summary:
@@ -93,6 +130,6 @@ def joined_summary(summaries: Sequence[Summary]) -> Summary:
     joined["samples_per_second"] = joined["samples"] / joined["seconds"]
     last = [summary.pop("last_samples") for summary in summaries]
     losses = [summary["loss"] for summary in summaries]
-    joined["loss"] = sum(loss * n for loss, n in zip(losses, last, strict=True) if n) / sum(last)
+    joined["loss"] = sum(loss * n for loss, n in zip(losses, last, strict=True) if n) / (sum(last) or math.nan)
     del joined["last_samples"]
     return joined

@@ -85,6 +85,8 @@ def share_batches(
             stack.callback(plans.close)
             capacity = plans.described.capacity
         batches = make(plans, capacity, peers)
+        if batches.done:
+            batches.meet("the rows to go on with to be in the store")
         stack.pop_all()
         return batches
 

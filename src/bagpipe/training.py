@@ -7,7 +7,7 @@ The same job is trained by the reference or by the configured system, and both m
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,17 @@ from pathlib import Path
 from torch import nn
 
 from bagpipe.api import accelerate
+from bagpipe.checkpoint.reading import Checkpoint
+from bagpipe.checkpointing import (
+    Checkpointing,
+    Kept,
+    as_marked,
+    check_same_run,
+    find_checkpoint,
+    make_facts,
+    start_of,
+    with_marks,
+)
 from bagpipe.job import Job, dense_optimizer
 from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
@@ -35,12 +46,12 @@ from bagpipe.server.local import open_store, open_stores
 from bagpipe.state import State, of_reference, of_store
 from bagpipe.store import Store
 from bagpipe.store.views import shared_views
-from bagpipe.together import Trainers
+from bagpipe.together import Made, Trainers
 from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.keeping import Start
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.sync import Groups, Peers
-from bagpipe.types import Batch
 
 
 def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
@@ -50,33 +61,28 @@ def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
     dense = dense_optimizer(config.dense_optimizer)
     assign = Assigner(config.assign, config.trainers, config.seed, [table.features for table in binding.tables])
     reference = Reference(model, binding, layouts, dense, config.trainers, assign)
-    untrained = evaluate(job, reference.predict)
     clock = Clock()
+    clock.auc_untrained = evaluate(job, reference.predict).auc()
+    clock.start()
     for batch in job.batches():
         clock.loss = reference.step(batch)
         clock.tick(batch, report)
     clock.stop()
     trained = evaluate(job, reference.predict)
-    return of_reference(reference), clock.summary() | metrics_summary(trained, untrained)
+    return of_reference(reference), clock.summary() | metrics_summary(trained, clock.auc_untrained)
 
 
-def train_accelerated(job: Job, report: Report) -> tuple[State, Summary]:
-    """Train with the configured system."""
+def train_accelerated(job: Job, report: Report, resume: Path | None = None) -> tuple[State, Summary]:
+    """Train with the configured system, from its beginning or from the checkpoint at a path."""
     if job.config.trainers > 1:
-        return train_together(job, report)
-    with closing(job.batches()) as reading:  # also when training never begins: its threads must not stay
-        return _train_accelerated(job, reading, report)
-
-
-def _train_accelerated(job: Job, reading: Generator[Batch, None, None], report: Report) -> tuple[State, Summary]:
+        return train_together(job, report, resume)
     config = job.config
     model, _, layouts = job.model()
-    optimizer = layouts[0].optimizer
     initials = {layout.table.name: layout.initial for layout in layouts}
     batches = accelerate(
         model,
-        reading,
-        optimizer,
+        job.loader(),
+        layouts[0].optimizer,
         cache=config.cache,
         lookahead=config.lookahead,
         policy=config.policy,
@@ -86,6 +92,8 @@ def _train_accelerated(job: Job, reading: Generator[Batch, None, None], report: 
         tables=job.train.tables,
         initial=lambda table: initials[table.name],
         check=config.check,
+        checkpoint=job.checkpointing(),
+        resume=resume,
     )
     with closing(batches.store):
         state, summary = train_over(job, model, layouts, batches, report)
@@ -94,31 +102,72 @@ def _train_accelerated(job: Job, reading: Generator[Batch, None, None], report: 
     return state, summary
 
 
-def train_together(job: Job, report: Report) -> tuple[State, Summary]:
+def train_together(job: Job, report: Report, resume: Path | None = None) -> tuple[State, Summary]:
     """The same with several trainers, which are threads of this process."""
     config = job.config
     made = [job.model() for _ in range(config.trainers)]
-    with closing(job.batches()) as reading:
-        trainers = Trainers(config, made, reading, partial(open_views, job))
-        reports = [report, *[_unheard] * (config.trainers - 1)]
-        ended = trainers.run(lambda rank, batches: train_over(job, *made[rank][::2], batches, reports[rank], rank))
+    kept = keep_job(job, made[0], find_checkpoint(resume, None))
+    trainers = Trainers(
+        config,
+        made,
+        job.loader(),
+        partial(open_views, job, kept),
+        keeping=partial(kept.keeping, shares_process=True),
+    )
+    reports = [report, *[_unheard] * (config.trainers - 1)]
+    ended = trainers.run(lambda rank, batches: train_over(job, *made[rank][::2], batches, reports[rank], rank))
     state = ended[0][0]
     assert state is not None
     return state, joined_summary([summary for _, summary in ended])
+
+
+def keep_job(
+    job: Job,
+    made: Made,
+    checkpoint: Checkpoint | None = None,
+    *,
+    directory: Path | None = None,
+    start: Start | None = None,
+    recover: bool = False,
+) -> Kept:
+    """How a job is kept, and where it goes on; CheckpointError if a checkpoint is of another run."""
+    config = job.config
+    model, binding, layouts = made
+    checkpointing = job.checkpointing(directory)
+    facts = make_facts(
+        layouts, binding, trainers=config.trainers, servers=config.servers,
+        checkpointing=checkpointing or Checkpointing(Path(), data=job.data_fingerprint()),
+    )  # fmt: skip
+    if checkpoint is not None:
+        check_same_run(checkpoint, facts)
+    start = start or start_of(checkpoint)
+    if start is not None:
+        start.check(model, [layer.module for layer in binding.layers])
+    return Kept(facts, checkpointing, checkpoint, start, config.recovery.every if recover else None)
 
 
 def _unheard(_done: int, _note: str) -> None:
     """What trainers beside the first one say in one process."""
 
 
-def open_views(job: Job, layouts: Sequence[RowLayout], notify: Sequence[Callable[[], None]]) -> list[Store]:
-    """The rows of a job, as each of its trainers sees them."""
+def open_views(job: Job, kept: Kept, layouts: Sequence[RowLayout], notify: Sequence[Callable[[], None]]) -> list[Store]:
+    """The rows of a job, as each of its trainers sees them; those that it goes on with are loaded."""
     config = job.config
+    views: list[Store]
     if config.servers:
-        return [*open_stores(config, layouts, job.run_dir, config.trainers)]
-    where = _store(job)
-    store = open_rows(where, layouts, memory_of_files(where, config.store_memory))
-    return [*shared_views(store, config.trainers, notify)]
+        views = [*open_stores(config, layouts, job.run_dir, config.trainers)]
+    else:
+        where = _store(job)
+        store = open_rows(where, layouts, memory_of_files(where, config.store_memory))
+        views = [*shared_views(with_marks(store) if kept.is_kept else store, config.trainers, notify)]
+    try:
+        if kept.checkpoint is not None:
+            kept.load(as_marked(views[0]))
+    except BaseException:
+        for view in views:
+            view.close()
+        raise
+    return views
 
 
 def _store(job: Job) -> str | Path | OpenStore:
@@ -138,11 +187,13 @@ def train_over(
     optimizer = layouts[0].optimizer
     dense = dense_optimizer(job.config.dense_optimizer)(list(model.parameters()))
     loss_fn = nn.BCEWithLogitsLoss()
-    untrained = trained = Metrics()
+    clock = Clock(batches.done, job.samples_of(batches.done) if rank == 0 else 0)
+    trained = Metrics()
     with batches:
-        if rank == 0:
-            untrained = evaluate_accelerated(job, batches)
-        clock = Clock()
+        batches.attach(dense=dense, clock=clock)
+        if rank == 0 and not batches.done:
+            clock.auc_untrained = evaluate_accelerated(job, batches).auc()
+        clock.start()
         for batch in batches:
             loss = loss_fn(model(batch.dense, batch.sparse), batch.labels)
             dense.zero_grad(set_to_none=True)
@@ -156,9 +207,9 @@ def train_over(
         if rank == 0:
             trained = evaluate_accelerated(job, batches)
     stats = batches.stats()
-    summary = clock.summary() | (metrics_summary(trained, untrained) if rank == 0 else {})
+    summary = clock.summary() | (metrics_summary(trained, clock.auc_untrained) if rank == 0 else {})
     summary |= {key: stats[key] for key in ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows")}
-    summary["stall_fraction"] = stats["stall_seconds"] / clock.seconds
+    summary["stall_fraction"] = stats["stall_seconds"] / clock.session_seconds
     if rank:
         return None, summary
     return of_store(model, [layout.table.name for layout in layouts], batches.store), summary
@@ -171,22 +222,36 @@ def train_remote(
     report: Report,
     groups: Groups | None = None,
     driver: Driver | None = None,
+    *,
+    start: Start | None = None,
+    checkpoints: Path | None = None,
+    recover: bool = False,
+    threads: bool = True,
 ) -> tuple[State | None, Summary]:
     """Train on plans that an oracle elsewhere makes, with rows in this store; both are closed in the end.
 
     With `groups` this is one of several trainers: the first one has a state in the end, and `joined_summary` makes one
     of what all of them have shown.
+
+    With `start` training goes on where the run was: `Start(done, store.kept(done))` for a mark that all servers have
+    returned to, or `start_of(checkpoint)` where they have loaded its rows; the plans must begin there too. With
+    `recover` the trainers make marks every `recovery.every` iterations. Checkpoints go to the directory `checkpoints`,
+    if `checkpoint.every` is set; all servers must see it under that path. All trainers must be given the same. Without
+    `threads` nothing is sent or written beside training, for tests under a scheduler.
     """
     config = job.config
     sync = config.sync
     peers = None if groups is None else Peers(groups, sync.design, sync.delayed, sync.deterministic)
+    rank = 0 if peers is None else peers.rank
     with closing(plans), closing(store):
-        model, binding, layouts = job.model()
+        made = job.model()
+        model, binding, layouts = made
+        kept = keep_job(job, made, directory=checkpoints, start=start, recover=recover)
         batches = remote_batches(
             model, binding, layouts, layouts[0].optimizer, plans, store, check=config.check and peers is None,
-            driver=driver, peers=peers, assign=config.assign,
+            driver=driver, peers=peers, assign=config.assign, keeping=kept.keeping(store, rank, threads=threads),
         )  # fmt: skip
-        state, summary = train_over(job, model, layouts, batches, report, 0 if peers is None else peers.rank)
+        state, summary = train_over(job, model, layouts, batches, report, rank)
         if peers is None:
             del summary["last_samples"]
         return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}

@@ -157,6 +157,20 @@ class StoreDirectory:
             undo.pop_all()
         return directory, index
 
+    @classmethod
+    def clear(cls, path: Path) -> None:
+        """Remove the files of a store that nobody has open; others stay, and a directory that is not there may be."""
+        if not path.is_dir():
+            return
+        directory = cls(path.resolve(), keep=True)
+        try:
+            with failing("removing files in", path):
+                for pattern in (INDEX_NAME, f"{INDEX_NAME}.new", "table-*.rows", "table-*.ids"):
+                    for file in directory.path.glob(pattern):
+                        file.unlink()
+        finally:
+            directory.close()
+
     def publish(self, index: Index) -> None:
         """Make the directory readable as the index says, once rows and ids are on the disk."""
         line = index.model_dump_json().encode()

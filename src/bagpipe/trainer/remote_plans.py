@@ -23,6 +23,7 @@ from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import unpack_plan
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.keeping import Keeping
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.source import Group, Plans, rewrite
 from bagpipe.trainer.stages import Driver, Threads
@@ -207,11 +208,13 @@ def remote_batches(
     driver: Driver | None = None,
     peers: Peers | None = None,
     assign: str = "contiguous",
+    keeping: Keeping | None = None,
 ) -> Batches:
     """What `bagpipe.accelerate` returns, for plans from elsewhere and rows in this store.
 
     The embedding layers of the binding are swapped at once. The plans are closed with the loop; the store is not. With
-    `peers` this is one of several trainers, whose samples the oracle chooses by `assign`.
+    `peers` this is one of several trainers, whose samples the oracle chooses by `assign`. `keeping` is what the loop is
+    kept by and goes on from.
     """
     division = None if peers is None else DividedBy(peers.trainers, assign, peers.design, peers.delayed)
     plans.check(layouts, division)
@@ -219,6 +222,7 @@ def remote_batches(
     return Batches(
         model, binding, rows, layouts, plans, cache, store, driver or Threads(),
         depth=depth, threads=threads or torch.get_num_threads(), check=check, peers=peers,
+        keeping=keeping,
     )  # fmt: skip
 
 
