@@ -30,8 +30,12 @@ from bagpipe.trainer.stages import Driver, Stage, Wait
 Payload = TypeVar("Payload")
 Ids = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
+Part = tuple[int, Ids, Slots, int]
+"""Table, ids, slots and columns of rows to read."""
 
 DEPTH = 8
+STAGED_ROWS = 1 << 17
+"""Rows that are on their way from the store to their slots at once: larger fetches come in blocks of so many."""
 
 
 class Observer(Protocol):
@@ -212,6 +216,13 @@ class Pipeline(Generic[Payload]):
             if self._ended() or not self._planned:
                 break
             plan, payload = self._planned.popleft()
+            after = int(plan.fetch.after.max(initial=-1))
+            yield self._until(f"iteration {after} to be in the store", self._in_store(after))  # wait 3
+            if self._ended():
+                break
+            staged, *others = self._blocks(plan.fetch)
+            fetched = self._read(plan, staged, after)  # while the victims may still be in use
+            reach("trainer.fetch.read")
             last = plan.victims.evict_after
             if last >= 0:  # also if they are another trainer's to write: their slots are about to be taken
                 yield self._until(f"iteration {last} to be updated", self._reached("updated", last))  # wait 1
@@ -221,24 +232,16 @@ class Pipeline(Generic[Payload]):
                 with self._cache.moving:
                     self._victims.append(self._copy_out(plan.victims))
                     self._drop(None if plan.sync is None else plan.sync.drop_victims)
-            after = int(plan.fetch.after.max(initial=-1))
-            yield self._until(f"iteration {after} to be in the store", self._in_store(after))  # wait 3
-            if self._ended():
-                break
-            fetched = self._read(plan, after)
-            reach("trainer.fetch.read")
             freed = int(plan.fetch.slot_after.max(initial=-1))
             yield self._until(f"evictions of iteration {freed} to leave", self._reached("copied_out", freed))  # wait 2
             if self._ended():
                 break
-            with self._cache.moving:
-                for rows, slots in fetched:
-                    if self._observer:
-                        self._observer.inserted(plan, rows.table, rows.ids, slots)
-                    self._cache.insert(rows.table, rows.ids, slots, rows.values)
+            self._insert(plan, fetched)
+            for block in others:
+                fetched = []  # before the next one: no more than one block of rows is on its way
+                fetched = self._read(plan, block, after)
+                self._insert(plan, fetched)
             reach("trainer.fetch.inserted")
-            self.traffic.fetched_rows += len(plan.fetch.ids)
-            self.traffic.fetched_bytes += sum(rows.values.nbytes for rows, _ in fetched)
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
             barrier = plan.iteration if len(plan.flush) else barrier
             self._ready.append((plan, payload))
@@ -289,10 +292,23 @@ class Pipeline(Generic[Payload]):
     def _in_store(self, after: int) -> Callable[[], bool]:
         return lambda: self.points.acknowledged >= after and self._store.reached(after)
 
-    def _read(self, plan: Plan, after: int) -> list[tuple[TableRows, Slots]]:
-        """The rows that the plan fetches, and their slots."""
+    def _blocks(self, fetch: Fetch) -> list[list[Part]]:
+        """What a plan fetches, in blocks of at most STAGED_ROWS rows; at least one."""
+        blocks: list[list[Part]] = [[]]
+        room = STAGED_ROWS
+        for table, ids, slots, columns in self._parts(fetch):
+            while len(ids):
+                blocks[-1].append((table, ids[:room], slots[:room], columns))
+                ids, slots, room = ids[room:], slots[room:], room - min(room, len(ids))
+                if not room:
+                    blocks.append([])
+                    room = STAGED_ROWS
+        return blocks if blocks[-1] else blocks[:-1] or blocks
+
+    def _read(self, plan: Plan, parts: Sequence[Part], after: int) -> list[tuple[TableRows, Slots]]:
+        """Rows that the plan fetches, and their slots."""
         fetched = []
-        for table, ids, slots, columns in self._parts(plan.fetch):
+        for table, ids, slots, columns in parts:
             values = np.empty((len(ids), columns), np.float32)
             fetched.append((TableRows(table, ids, values), slots))
         if fetched:
@@ -302,7 +318,17 @@ class Pipeline(Generic[Payload]):
                 self._observer.fetched(plan, rows)
         return fetched
 
-    def _parts(self, fetch: Fetch) -> Iterator[tuple[int, Ids, Slots, int]]:
+    def _insert(self, plan: Plan, fetched: Sequence[tuple[TableRows, Slots]]) -> None:
+        """Rows that were read take their slots."""
+        with self._cache.moving:
+            for rows, slots in fetched:
+                if self._observer:
+                    self._observer.inserted(plan, rows.table, rows.ids, slots)
+                self._cache.insert(rows.table, rows.ids, slots, rows.values)
+        self.traffic.fetched_rows += sum(len(slots) for _, slots in fetched)
+        self.traffic.fetched_bytes += sum(rows.values.nbytes for rows, _ in fetched)
+
+    def _parts(self, fetch: Fetch) -> Iterator[Part]:
         """Table, ids, slots and columns to read: of a table's rows those that are whole, then those that are not."""
         for table, ids, slots in tables_of(fetch):
             width = self._cache.widths[self._cache.group[table]]
