@@ -44,7 +44,7 @@ def check_contract(plans: Sequence[Plan], groups: Sequence[int], capacity: Seque
         assert all(-1 <= after < plan.iteration for after in [*plan.fetch.after, *plan.fetch.slot_after])
         rows = listed(plan.rows, groups)
         assert all(tenant[slot] == row for row, slot in rows)
-        assert len(set(rows)) == len(rows) == plan.hits + len(plan.fetch)
+        assert len(set(rows)) == len(rows) == plan.hits + len({*rows} & {*listed(plan.fetch, groups)})
         features = iter(zip(batch, plan.inverse, strict=True))
         for t in range(len(groups)):
             ids, _ = plan.rows.of_table(t)

@@ -32,6 +32,7 @@ from bagpipe.oracle.scratch import Scratch, unfilled_fetch, unfilled_list
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tables import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MappedRows, OracleTable, described
 from bagpipe.oracle.tenants import Tenants
+from bagpipe.oracle.warm_up import warm_up
 from bagpipe.oracle.window import MaskType, Window
 from bagpipe.policies import make_policy
 from bagpipe.policies.base import Demand, Lookahead
@@ -181,9 +182,9 @@ class Oracle:
         """
         iteration, length = self._window.first, len(self._window)
         assert length, f"no batch was read for iteration {iteration}"
-        if self._learns:
+        learns, self._learns = self._learns, False
+        if learns:
             self.policy.learn(take_sample(self._window, self._tenants.noted, self._features))
-            self._learns = False
         bounds, entries, stays = self._window.oldest()
         room = [self.policy.room(iteration, length, group) for group in self.groups if self._lingering]
         if self._lingering and not ended:
@@ -212,6 +213,9 @@ class Oracle:
         self._workers.run(settle_rows, self._parts)
         if not self.policy.exact:
             fetch.after.fill(-1)
+        hits = len(rows) - len(fetch)
+        if learns and not last and self.trainers == 1:
+            fetch = warm_up(self.policy, self.groups, self._tenants, iteration, fetch)
         if self._lingering:
             evict = evict.joined(self._lingering.leave(iteration, room, rows, stays, length - 1 if ended else None))
         if self.policy.keeps:
@@ -223,7 +227,6 @@ class Oracle:
         lookahead = self.policy.lookahead_at(iteration, length)
         self.policy.advance()
         kept = self._tenants.residents() if flush else self._nothing
-        hits = len(rows) - len(fetch)
         inverse = self._window.pop()
         return Plan(iteration, rows, inverse, fetch, evict, victims, kept, lookahead, hits, sharing)
 

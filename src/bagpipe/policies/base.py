@@ -82,6 +82,13 @@ class Policy:
     def learn(self, sample: Sequence[TableSample]) -> None:
         """The rows of the batches read before the first plan, if the policy `samples`."""
 
+    def hottest(self, group: Group) -> tuple[Int64s, Int64s]:  # noqa: ARG002
+        """Table and id of rows that the first plan brings along, as far as slots are free; if the policy `samples`."""
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def warmed(self, iteration: int, group: Group, chosen: Int64s, slots: Int32s) -> None:
+        """Which of those the first plan brings, by their number, and their slots."""
+
     def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:  # noqa: ARG002
         """The batch of an iteration was read, behind `window` others without a plan; it has counts[t] rows of table t.
 

@@ -1,7 +1,7 @@
 """The frequency-aware cache: rows are known from hot to cold before training, and the coldest not in use leave first.
 
-Frequencies come from a sample, the batches that are read before the first plan. Unlike LFU nothing is counted while
-training runs, so a row that was hot in the sample never has to prove itself.
+Frequencies come from a sample, the batches that are read before the first plan, which brings the hottest rows with it.
+Unlike LFU nothing is counted while training runs, so a row that was hot in the sample never has to prove itself.
 """
 
 from __future__ import annotations
@@ -30,6 +30,15 @@ class SamplingPolicy(RankingPolicy):
     def learn(self, sample: Sequence[TableSample]) -> None:
         """Rank the rows; from now on one batch at a time is read."""
         self.popularity = Popularity(self.groups, sample)
+
+    def hottest(self, group: Group) -> tuple[Int64s, Int64s]:
+        """Rows of the sample from hot to cold, as many as there are slots."""
+        return self.popularity.hottest(group.number, group.slots.capacity)
+
+    def warmed(self, iteration: int, group: Group, chosen: Int64s, slots: Int32s) -> None:
+        """Note them as if they had been used."""
+        facts = self.facts[group.number]
+        facts.last[slots], facts.rank[slots] = iteration, chosen
 
     def advance(self) -> None:
         """The sample is in memory; read on once it has been planned."""

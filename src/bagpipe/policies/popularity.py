@@ -28,6 +28,7 @@ class Popularity:
     def __init__(self, groups: Sequence[Group], sample: Sequence[TableSample]) -> None:
         self._maps = [IdMap() for _ in sample]
         self._ranks: list[Int32s] = [np.empty(0, np.int32) for _ in sample]
+        self._hottest: list[tuple[Int64s, Int64s]] = []
         for group in groups:
             uses = []
             for t in group.tables.tolist():
@@ -40,6 +41,14 @@ class Popularity:
             cuts = np.cumsum([len(each) for each in uses])[:-1]
             for t, own in zip(group.tables.tolist(), np.split(ranks, cuts), strict=True):
                 self._ranks[t] = own
+            ids = np.concatenate([self._maps[t].ids() for t in group.tables.tolist()])
+            tables = np.repeat(group.tables, [len(each) for each in uses])
+            self._hottest.append((tables[order], ids[order]))
+
+    def hottest(self, group: int, count: int) -> tuple[Int64s, Int64s]:
+        """Table and id of the hottest rows of a group; the position is the rank."""
+        tables, ids = self._hottest[group]
+        return tables[:count], ids[:count]
 
     def ranks(self, tables: Int64s, ids: Int64s) -> Int32s:
         """The rank of each row, given table by table."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from bagpipe.oracle.sample import TableSample
 from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Demand, Int32s
+from bagpipe.policies.base import Demand, Int32s, Int64s
 from bagpipe.policies.frequency import SamplingPolicy
 
 STEPS = 32
@@ -27,6 +27,10 @@ class StaticPolicy(SamplingPolicy):
         """Rank the rows, and decide how many of each group are pinned."""
         super().learn(sample)
         self.num_pinned = [self._most_pinned(group, sample) for group in self.groups]
+
+    def hottest(self, group: Group) -> tuple[Int64s, Int64s]:
+        """The rows that are pinned."""
+        return self.popularity.hottest(group.number, self.num_pinned[group.number])
 
     def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:
         """Rows that are not pinned pass."""
