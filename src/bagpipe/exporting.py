@@ -6,10 +6,6 @@ appears under its name only when it is complete, and an earlier file of that nam
 
 from __future__ import annotations
 
-import json
-import os
-import struct
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bagpipe.checkpoint.tensors import Kind, encode_header
 from bagpipe.embedding import CachedLayer
 from bagpipe.errors import ModelError, StoreError
 from bagpipe.trainer.batches import Batches
+from bagpipe.whole_file import whole_file
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -84,40 +82,13 @@ def _state(model: nn.Module, layers: Mapping[str, CachedLayer]) -> dict[str, Any
 
 
 def _write(path: Path, values: Mapping[str, Tensor], layers: Mapping[str, CachedLayer]) -> None:
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(_header(values))
-            for key, value in values.items():
-                for block in layers[key].blocks() if key in layers else [value]:
-                    file.write(_bytes(block))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _header(values: Mapping[str, Tensor]) -> bytes:
-    start = 0
-    header: dict[str, Any] = {}
-    for name, value in values.items():
-        size = value.numel() * value.element_size()
-        header[name] = {
-            "dtype": DTYPES[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [start, start + size],
-        }
-        start += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    with whole_file(path) as file:
+        file.write(
+            encode_header({name: Kind(DTYPES[value.dtype], tuple(value.shape)) for name, value in values.items()})
+        )
+        for key, value in values.items():
+            for block in layers[key].blocks() if key in layers else [value]:
+                file.write(_bytes(block))
 
 
 def _bytes(value: Tensor) -> memoryview:

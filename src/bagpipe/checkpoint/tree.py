@@ -58,6 +58,18 @@ def unpack_tree(blob: bytes | bytearray | memoryview) -> Any:
         raise CheckpointError(f"a tree whose structure is damaged ({error}): use another checkpoint") from error
 
 
+def tensor_kind(tensor: torch.Tensor) -> Kind:
+    """Type and shape of a tensor as a file tells them."""
+    return Kind(_DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """A copy of its numbers, row by row."""
+    octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data: bytes = octets.numpy().tobytes()
+    return data
+
+
 class _Packer:
     """Turns a tree into JSON, and puts numbers by the thousand aside."""
 
@@ -96,8 +108,7 @@ class _Packer:
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.dtype not in _DTYPES or value.is_meta:
                 raise _refusal(where, f"a {value.layout} tensor of {value.dtype} on {value.device}")
-            octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return self._add("tensor", Kind(_DTYPES[value.dtype], tuple(value.shape)), octets.numpy().tobytes())
+            return self._add("tensor", tensor_kind(value), tensor_bytes(value))
         if isinstance(value, np.ndarray | np.generic):
             code = _ARRAY_TYPES.get(value.dtype.str[1:]) if value.dtype.str[0] in "<|" else None
             if code is None:

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from bagpipe.cli import bench, compare, data, doctor, keys, launch, plan, server, train, verify
+from bagpipe.cli import bench, checkpoint, compare, data, doctor, keys, launch, plan, server, train, verify
 from bagpipe.cli.output import fail
 from bagpipe.errors import BagpipeError
 
@@ -33,6 +33,7 @@ app.command("server")(server.server)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(keys.app, name="keys")
 

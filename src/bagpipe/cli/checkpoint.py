@@ -1,0 +1,224 @@
+"""`bagpipe checkpoint`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bagpipe.cli.output import AsJson, console, print_json, print_pairs, print_rows, progress
+from bagpipe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from bagpipe.checkpoint.directory import Checkpoints
+    from bagpipe.checkpoint.reading import Checkpoint
+
+app = typer.Typer(help="Look at checkpoints, verify them, export them and remove old ones.", no_args_is_help=True)
+
+Place = Annotated[
+    Path,
+    typer.Argument(metavar="DIRECTORY", help="Of a run, of checkpoints, or of one checkpoint.", show_default=False),
+]
+Done = Annotated[
+    int | None, typer.Option(min=0, help="The checkpoint after so many iterations. Default: the last one.")
+]
+Destination = Annotated[
+    Path, typer.Argument(help="A file for safetensors, a new directory for parquet.", show_default=False)
+]
+State = Annotated[bool, typer.Option(help="Parquet: what the optimizer keeps of each row too.")]
+Keep = Annotated[int, typer.Option(min=1, help="How many of the last ones stay, with all that they build on.")]
+
+
+class Format(str, Enum):
+    """What checkpoints can be exported to."""
+
+    safetensors = "safetensors"
+    parquet = "parquet"
+
+
+ToFormat = Annotated[Format, typer.Option("--format", help="Plain weights of the model, or a table of its rows.")]
+
+
+@app.command("list")
+def list_checkpoints(place: Place, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run, oldest first."""
+    checkpoints, _ = _find(place)
+    rows = [
+        {"done": found.done, **_described(found.checkpoint)}
+        if found.checkpoint is not None
+        else {"done": found.done, "problem": found.problem}
+        for found in checkpoints.scan()
+    ]
+    if as_json:
+        print_json({"directory": str(checkpoints.directory), "checkpoints": rows})
+        return
+    if not rows:
+        console.print(f"{checkpoints.directory} holds no checkpoints", highlight=False, markup=False, soft_wrap=True)
+        return
+    print_rows(str(checkpoints.directory), rows)
+
+
+@app.command("verify")
+def verify(place: Place, done: Done = None, as_json: AsJson = False) -> None:
+    """Read every byte of one checkpoint, or of all, and compare checksums; exit code 1 if one is damaged."""
+    checkpoints, named = _find(place)
+    wanted = done if done is not None else named
+    if wanted is not None:
+        rows = [_verified(checkpoints.open(wanted), {}, chain=True)]
+    else:
+        rows = []
+        problems: dict[int, str] = {}
+        for found in checkpoints.scan():
+            if found.checkpoint is None:
+                rows.append({"done": found.done, "ok": False, "problem": found.problem})
+            else:
+                rows.append(_verified(found.checkpoint, problems, chain=False))
+    if not rows:
+        raise CheckpointError(f"{checkpoints.directory} holds no checkpoints: check the path")
+    ok = all(row["ok"] for row in rows)
+    if as_json:
+        print_json({"directory": str(checkpoints.directory), "ok": ok, "checkpoints": rows})
+    else:
+        print_rows(str(checkpoints.directory), rows)
+    if not ok:
+        raise typer.Exit(1)
+
+
+@app.command("show")
+def show(place: Place, done: Done = None, as_json: AsJson = False) -> None:
+    """Show what a checkpoint holds: tables, files, and what the run told of itself."""
+    import msgspec
+
+    checkpoint = _open(place, done)
+    manifest = checkpoint.manifest
+    if as_json:
+        print_json({"directory": str(checkpoint.directory), "chain": checkpoint.chain, **msgspec.to_builtins(manifest)})
+        return
+    facts = {
+        **_described(checkpoint),
+        "created": manifest.created_at,
+        "bagpipe": manifest.bagpipe,
+        "trainers": manifest.trainers,
+        "servers": manifest.servers,
+        "data": manifest.data or None,
+        "config_sha256": manifest.config_sha256,
+    }
+    print_pairs(str(checkpoint.directory), facts)
+    counts = checkpoint.num_rows()
+    print_rows(
+        "tables",
+        [
+            {
+                "table": table.name,
+                "ids below": table.rows,
+                "vectors": " + ".join(map(str, table.dims)),
+                "floats a row": table.width,
+                "optimizer": table.optimizer,
+                "rows in files": count,
+            }
+            for table, count in zip(manifest.tables, counts, strict=True)
+        ],
+    )
+    print_rows("files", [{"file": entry.name, "bytes": entry.bytes, "rows": _rows(entry)} for entry in manifest.files])
+
+
+@app.command("export")
+def export(
+    place: Place,
+    destination: Destination,
+    done: Done = None,
+    to: ToFormat = Format.safetensors,
+    state: State = True,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as plain PyTorch weights, or its rows as parquet."""
+    from bagpipe.checkpoint.convert import export_parquet, export_weights
+
+    checkpoint = _open(place, done)
+    if to is Format.parquet:
+        files = export_parquet(checkpoint, destination, state=state)
+    else:
+        export_weights(checkpoint, destination)
+        files = [destination]
+    if as_json:
+        print_json({"done": checkpoint.done, "format": to.value, "files": [str(path) for path in files]})
+        return
+    for path in files:
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command("prune")
+def prune(place: Place, keep: Keep = 3, as_json: AsJson = False) -> None:
+    """Remove all but the last few checkpoints and what they build on, once the newest one is verified."""
+    checkpoints, _ = _find(place)
+    checkpoints.keep = keep
+    removed = list(checkpoints.prune())
+    kept = [checkpoint.done for checkpoint in checkpoints.list()]
+    if as_json:
+        print_json({"directory": str(checkpoints.directory), "removed": removed, "kept": kept})
+        return
+    print_pairs(str(checkpoints.directory), {"removed": _numbers(removed), "kept": _numbers(kept)})
+
+
+def _find(place: Path) -> tuple[Checkpoints, int | None]:
+    """The directory of checkpoints that a path means, and the one that it names, if it does."""
+    from bagpipe.checkpoint.directory import Checkpoints
+    from bagpipe.checkpoint.manifest import MANIFEST
+
+    place = place.absolute()
+    if not place.is_dir():
+        raise CheckpointError(f"{place} is not a directory: give that of a run, of checkpoints, or of one checkpoint")
+    if (place / MANIFEST).is_file() and place.name.isdecimal():
+        return Checkpoints(place.parent), int(place.name)
+    within = place / "checkpoints"
+    return Checkpoints(within if within.is_dir() else place), None
+
+
+def _open(place: Path, done: int | None) -> Checkpoint:
+    checkpoints, named = _find(place)
+    wanted = done if done is not None else named
+    if wanted is not None:
+        return checkpoints.open(wanted)
+    latest = checkpoints.latest()
+    if latest is None:
+        raise CheckpointError(f"{checkpoints.directory} holds no checkpoint that can be opened: check the path")
+    return latest
+
+
+def _verified(checkpoint: Checkpoint, problems: dict[int, str], *, chain: bool) -> dict[str, Any]:
+    """Whether a checkpoint is as it was written; `problems` has those of the ones that it may build on."""
+    total = checkpoint.num_bytes if chain else checkpoint.manifest.num_bytes
+    problem = next((problems[done] for done in checkpoint.chain if done in problems), None)
+    try:
+        with progress(max(1, total), f"verifying {checkpoint.directory.name}") as report:
+            checkpoint.verify(report, chain=chain)
+    except CheckpointError as error:
+        problem = problems[checkpoint.done] = str(error)
+    return {"done": checkpoint.done, "ok": problem is None, "bytes": total, "problem": problem}
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+    base = checkpoint.manifest.base
+    return {
+        "done": checkpoint.done,
+        "rows": "all" if base is None else f"since {base.done}",
+        "bytes": checkpoint.manifest.num_bytes,
+        "with_all_it_builds_on_bytes": checkpoint.num_bytes,
+        "created": checkpoint.manifest.created_at,
+        "problem": None,
+    }
+
+
+def _rows(entry: Any) -> int | None:
+    return None if entry.rows is None else sum(part.rows for part in entry.rows)
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+@app.callback()
+def _checkpoint() -> None:
+    """Look at checkpoints, verify them, export them and remove old ones."""

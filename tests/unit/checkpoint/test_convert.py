@@ -1,0 +1,342 @@
+"""Checkpoints to plain weights and parquet, and plain weights and TorchRec's to models and checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import bagpipe
+from bagpipe.checkpoint import shards
+from bagpipe.checkpoint.convert import export_parquet, export_weights, initial_of
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.manifest import Facts, InitialEntry, TableEntry
+from bagpipe.checkpoint.plain import import_checkpoint, load_weights, match_names, read_weights
+from bagpipe.checkpoint.reading import load_rows
+from bagpipe.checkpoint.tree import pack_tree
+from bagpipe.errors import CheckpointError
+from bagpipe.initial import Constant, Normal, Uniform
+from bagpipe.layout import RowLayout
+from bagpipe.server.storage import Width
+from bagpipe.store.memory import MemoryStore
+from bagpipe.table import Table
+
+LAYOUT = RowLayout(Table("item", 50), (4, 1), bagpipe.optim.Adagrad(0.1), Uniform(3, "item", 0.5))
+ENTRY = TableEntry(
+    name="item",
+    rows=50,
+    dims=(4, 1),
+    width=LAYOUT.width,
+    optimizer="adagrad",
+    layers=("net.deep", "wide"),
+    initial=(
+        InitialEntry(kind="uniform", value=0.5, table="item", seed=3),
+        InitialEntry(kind="uniform", value=0.5, table="item", seed=3, column=4),
+    ),
+)
+DENSE = {
+    "parameters": {"top.weight": torch.randn(3, 5), "halved": torch.ones(3, dtype=torch.bfloat16)},
+    "buffers": {"mask": torch.tensor([True, False, True]), "count": torch.tensor(7)},
+}
+
+
+class Model(nn.Module):
+    """What the weights are of."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Module()
+        self.net.deep = nn.EmbeddingBag(50, 4)
+        self.wide = nn.EmbeddingBag(50, 1)
+        self.top = nn.Linear(5, 3, bias=False)
+        self.halved = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("count", torch.tensor(0))
+
+
+class Rows:
+    def __init__(self, ids, values):
+        self.ids, self.values = ids, values
+
+    def iterate(self, table, since, rows_per_chunk):
+        for start in range(0, len(self.ids), rows_per_chunk):
+            stop = start + rows_per_chunk
+            yield self.ids[start:stop], self.values[start:stop]
+
+
+def saved(directory, ids, entry=ENTRY, dense=DENSE, dones=(5, 6)):
+    """A chain of checkpoints of these rows; the rows that must come back."""
+    checkpoints, random = Checkpoints(directory), np.random.default_rng(0)
+    expected = np.empty((50, entry.width), np.float32)
+    LAYOUT.initialise(np.arange(50), expected)
+    ids = np.asarray(ids, np.int64)
+    for done in dones:
+        values = random.random((len(ids), entry.width), np.float32)
+        if entry.rows is not None:
+            expected[ids] = values
+        with checkpoints.begin(done) as pending:
+            tables = [(entry.name, entry.width)]
+            rows = Rows(ids, values)
+            pending.add(shards.write_rows(checkpoints.disk, pending.directory, rows, tables, since=pending.base))
+            if dense is not None:
+                pending.write_blob("trainer-0", pack_tree(dense))
+            checkpoint = pending.commit(Facts(tables=(entry,)))
+        ids = ids[::2]
+    return checkpoint, expected
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def changed(**changes):
+    fields = {name: getattr(ENTRY, name) for name in ENTRY.__struct_fields__}
+    return TableEntry(**{**fields, **changes})
+
+
+def test_exported_weights_load_into_the_plain_model(tmp_path):
+    checkpoint, expected = saved(tmp_path / "c", [7, 0, 49, 20])
+    export_weights(checkpoint, tmp_path / "model.safetensors")
+    model = Model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(model.net.deep.weight, torch.from_numpy(expected[:, :4]))
+    assert torch.equal(model.wide.weight, torch.from_numpy(expected[:, 4:5]))
+    assert torch.equal(model.top.weight, DENSE["parameters"]["top.weight"])
+    assert model.mask.tolist() == [True, False, True]
+    assert (model.count.item(), model.halved.tolist()) == (7, [1, 1, 1])
+    assert names(tmp_path) == ["c", "model.safetensors"]
+
+
+def test_rows_without_known_first_values_can_be_exported_if_all_were_trained(tmp_path):
+    checkpoint, expected = saved(tmp_path / "all", range(50), changed(initial=None), dense=None)
+    export_weights(checkpoint, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    assert sorted(found) == ["net.deep.weight", "wide.weight"]
+    assert np.array_equal(found["wide.weight"].numpy(), expected[:, 4:5])
+    checkpoint, _ = saved(tmp_path / "some", range(49), changed(initial=None))
+    with pytest.raises(CheckpointError, match=r"1 rows of table 'item' were never trained, and .* can't tell"):
+        export_weights(checkpoint, tmp_path / "other.safetensors")
+    assert names(tmp_path) == ["all", "model.safetensors", "some"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "dense", "message"),
+    [
+        (changed(rows=None), DENSE, "has a row for any 64-bit id"),
+        (changed(layers=()), DENSE, "does not say which layers table 'item' belongs to"),
+        (ENTRY, [1], "has no parameters where they should be"),
+        (ENTRY, {"parameters": {"a": 1}}, "has no parameters where"),
+        (changed(initial=(ENTRY.initial[0], InitialEntry(kind="new", value=1))), DENSE, "of the kind 'new'"),
+    ],
+)
+def test_what_has_no_plain_weights_is_refused(tmp_path, entry, dense, message):
+    checkpoint, _ = saved(tmp_path / "c", [1], entry, dense)
+    with pytest.raises(CheckpointError, match=message):
+        export_weights(checkpoint, tmp_path / "m.safetensors")
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    checkpoint, _ = saved(tmp_path / "c", [1])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match=r"m.safetensors failed \(No space left"):
+        export_weights(checkpoint, tmp_path / "m.safetensors")
+    assert names(tmp_path) == ["c"]
+
+
+def test_first_values_are_those_of_the_layout():
+    ids = np.arange(20)
+    for entry, initial in (
+        (InitialEntry(kind="uniform", value=0.3, table="a", seed=-2, column=3), Uniform(-2, "a", 0.3, column=3)),
+        (InitialEntry(kind="normal", value=0.3, table="a", seed=2**63), Normal(2**63, "a", 0.3)),
+        (InitialEntry(kind="constant", value=0.25), Constant(0.25)),
+    ):
+        found, expected = np.empty((2, 20, 3), np.float32)
+        initial_of(entry).fill(ids, found)
+        initial.fill(ids, expected)
+        assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_parquet_has_the_rows_that_were_trained(tmp_path, state, monkeypatch):
+    monkeypatch.setattr(shards, "FILE_BYTES", 600)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 200)
+    checkpoint, expected = saved(tmp_path / "c", range(1, 40, 2))
+    (path,) = export_parquet(checkpoint, tmp_path / "out", state=state)
+    assert path == tmp_path / "out" / "item.parquet"
+    found = pq.read_table(path)
+    assert found.column_names == ["id", "net.deep", "wide"] + ["state"] * state
+    ids = found["id"].to_numpy()
+    assert sorted(ids.tolist()) == list(range(1, 40, 2))
+    assert np.array_equal(np.array(found["net.deep"].to_pylist(), np.float32), expected[ids, :4])
+    assert np.array_equal(np.array(found["wide"].to_pylist(), np.float32), expected[ids, 4:5])
+    if state:
+        assert np.array_equal(np.array(found["state"].to_pylist(), np.float32), expected[ids, 5:])
+    assert pq.ParquetFile(path).num_row_groups > 1
+    with pytest.raises(CheckpointError, match="is not empty"):
+        export_parquet(checkpoint, tmp_path / "out")
+
+
+def test_parquet_takes_any_name_and_any_id(tmp_path):
+    entry = changed(name="../wörd/é", rows=None, layers=("id", "state"))
+    checkpoint, _ = saved(tmp_path / "c", [-(2**63), 2**63 - 1], entry)
+    (path,) = export_parquet(checkpoint, tmp_path / "a" / "b")
+    assert path == tmp_path / "a" / "b" / "table-0.parquet"
+    found = pq.read_table(path)
+    assert sorted(found["id"].to_pylist()) == [-(2**63), 2**63 - 1]
+    assert found.column_names == ["id", "vector_0", "vector_1", "state"]
+
+
+# Import
+
+
+def weights():
+    torch.manual_seed(1)
+    return Model().state_dict()
+
+
+def written(path, state):
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.bin"])
+def test_a_plain_state_dict_is_taken_over(tmp_path, name):
+    path = written(tmp_path / name, weights())
+    model = Model()
+    assert sorted(load_weights(model, path)) == sorted(model.state_dict())
+    for key, value in weights().items():
+        assert torch.equal(model.state_dict()[key], value)
+
+
+def test_a_state_dict_beside_other_things_or_of_an_old_release_is_found(tmp_path):
+    torch.save({"epoch": 3, "model_state_dict": {f"module.{k}": v for k, v in weights().items()}}, tmp_path / "a.pt")
+    model = Model()
+    load_weights(model, tmp_path / "a.pt")
+    assert torch.equal(model.wide.weight, weights()["wide.weight"])
+    torch.save(weights(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(read_weights(tmp_path / "old.pt")["wide.weight"], weights()["wide.weight"])
+
+
+def torchrec(state):
+    """The names that TorchRec's EmbeddingBagCollection has for the tables `deep` and `wide`."""
+    renamed = {"net.deep.weight": "deep", "wide.weight": "wide"}
+    prefix = "sparse_arch.embedding_bag_collection.embedding_bags"
+    return {f"{prefix}.{renamed[k]}.weight" if k in renamed else k: v for k, v in state.items()}
+
+
+def test_the_names_of_torchrec_are_understood(tmp_path):
+    path = written(tmp_path / "a.pt", torchrec(weights()))
+    model = Model()
+    load_weights(model, path)
+    assert torch.equal(model.net.deep.weight, weights()["net.deep.weight"])
+    found = match_names(["m.embedding_bags.t1.weight", "x.embeddings.t2.weight"], ["a.weight", "b.weight"], {
+        "a.weight": "t1", "b.weight": "t2",
+    })  # fmt: skip
+    assert found == {"a.weight": "m.embedding_bags.t1.weight", "b.weight": "x.embeddings.t2.weight"}
+    with pytest.raises(CheckpointError, match="could be any of"):
+        match_names(["x.embedding_bags.t.weight", "y.embedding_bags.t.weight"], ["t.weight"], {"t.weight": "t"})
+
+
+def test_a_model_with_cached_rows_takes_weights_over(tmp_path):
+    from twins import loss_of, make_batches, make_net, sgd
+
+    plain = make_net()
+    written(tmp_path / "a.safetensors", {name: value + 1 for name, value in plain.state_dict().items()})
+    model, rows = make_net(), bagpipe.optim.SGD(0.1)
+    with bagpipe.accelerate(model, make_batches(), rows, cache=60) as batches:
+        load_weights(model, tmp_path / "a.safetensors")
+        optimizer = sgd(model.parameters())
+        for batch in batches:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            rows.step()
+            break
+        found = model.state_dict()
+    last = make_batches()[0]["user"].max() + 1
+    assert torch.equal(found["user.weight"][last:], plain.user.weight[last:] + 1)
+
+
+def test_weights_become_the_rows_of_a_checkpoint(tmp_path):
+    path = written(tmp_path / "a.safetensors", torchrec(weights()))
+    checkpoints = Checkpoints(tmp_path / "c", compress="zstd")
+    entry = changed(layers=("net.deep", "wide"))
+    checkpoint = import_checkpoint(path, checkpoints, [LAYOUT], Facts(tables=(entry,)))
+    with MemoryStore([Width(LAYOUT.width)]) as store:
+        assert load_rows(checkpoint, store, ["item"]) == 50
+        rows = np.empty((50, LAYOUT.width), np.float32)
+        store.read(0, np.arange(50), rows)
+    expected = np.empty_like(rows)
+    LAYOUT.initialise(np.arange(50), expected)
+    expected[:, :4] = weights()["net.deep.weight"].numpy()
+    expected[:, 4:5] = weights()["wide.weight"].numpy()
+    assert rows.tobytes() == expected.tobytes()
+    export_weights(checkpoint, tmp_path / "again.safetensors")
+    assert torch.equal(load_file(tmp_path / "again.safetensors")["wide.weight"], weights()["wide.weight"])
+
+
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
+    state = weights()
+    state.pop("halved")
+    state["more"] = torch.ones(1)
+    path = written(tmp_path / "a.pt", state)
+    model = Model()
+    before = model.wide.weight.clone()
+    with pytest.raises(CheckpointError, match=r"no weights for \['halved'\] of the model, and \['more'\]"):
+        load_weights(model, path)
+    assert torch.equal(model.wide.weight, before)
+    assert "halved" not in load_weights(model, path, strict=False)
+    assert torch.equal(model.wide.weight, weights()["wide.weight"])
+    path = written(tmp_path / "b.pt", {"net.deep.weight": torch.ones(49, 4), "wide.weight": torch.ones(50, 1)})
+    with pytest.raises(CheckpointError, match=r"net.deep.weight has shape \(49, 4\)"):
+        import_checkpoint(path, Checkpoints(tmp_path / "c"), [LAYOUT], Facts(tables=(ENTRY,)))
+    path = written(tmp_path / "d.pt", {"wide.weight": torch.ones(50, 1)})
+    with pytest.raises(CheckpointError, match=r"has no weight for \['net.deep.weight'\]"):
+        import_checkpoint(path, Checkpoints(tmp_path / "c"), [LAYOUT], Facts(tables=(ENTRY,)))
+    assert Checkpoints(tmp_path / "c").list() == []
+
+
+class Evil:
+    def __init__(self, directory):
+        self.directory = directory
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.directory),)
+
+
+def test_a_file_that_could_run_code_or_is_damaged_is_refused(tmp_path):
+    evil = Evil(tmp_path / "made")
+    torch.save({"a": evil}, tmp_path / "evil.pt")
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(evil, 2))
+    for name in ("evil.pt", "pickle.pt"):
+        with pytest.raises(CheckpointError, match="could run code"):
+            read_weights(tmp_path / name)
+    assert not evil.directory.exists()
+    torch.save({"a": 1, "b": torch.ones(1)}, tmp_path / "mixed.pt")
+    torch.save([torch.ones(1)], tmp_path / "list.pt")
+    (tmp_path / "short.safetensors").write_bytes(b"123")
+    written(tmp_path / "whole.pt", weights())
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:300])
+    for name, message in (
+        ("mixed.pt", r"holds \['a'\] beside tensors"),
+        ("list.pt", "save model.state_dict"),
+        ("short.safetensors", "is not a safetensors file"),
+        ("cut.pt", "is not a file of torch.save"),
+        ("missing.pt", "No such file"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_weights(tmp_path / name)
