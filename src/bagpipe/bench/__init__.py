@@ -44,6 +44,7 @@ MODULES = (
     "train",
     "overlap",
     "trainers",
+    "checkpoint",
     "terabyte",
     "start",
     "cluster",

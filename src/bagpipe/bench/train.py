@@ -31,6 +31,7 @@ from bagpipe.allocator import keep_freed_memory
 from bagpipe.api import accelerate
 from bagpipe.bench import Benchmark, Results
 from bagpipe.bench.idle import IDLE_SHARE, POLL_S
+from bagpipe.checkpointing import Checkpointing
 from bagpipe.data import Generated, Loader, Shards, find_preset, write
 from bagpipe.initial import Uniform
 from bagpipe.models import build_model
@@ -111,18 +112,27 @@ class Ours:
     """`bagpipe.accelerate` with a policy and a store, which is `filled` with every row first, as after an epoch."""
 
     def __init__(
-        self, work: Work, policy: str, *, cache_rows: int, store: str | OpenStore = "memory", filled: bool = True
+        self,
+        work: Work,
+        policy: str,
+        *,
+        cache_rows: int,
+        store: str | OpenStore = "memory",
+        filled: bool = True,
+        checkpoint: Checkpointing | None = None,
     ) -> None:
         self.losses: list[float] = []
         self._model = work.build("meta")
         self._rows = SGD(LR)
         self.batches = accelerate(
             self._model, work.loader(), self._rows, cache=cache_rows, policy=policy, tables=work.tables,
-            initial=work.initial, store=store,
+            initial=work.initial, store=store, checkpoint=checkpoint,
         )  # fmt: skip
         if filled:
             self._fill(work)
         self._dense = torch.optim.SGD(self._model.parameters(), lr=LR)
+        if checkpoint is not None:
+            self.batches.attach(dense=self._dense)
         self._iterator = iter(self.batches)
 
     def _fill(self, work: Work) -> None:
@@ -288,7 +298,7 @@ def _take_turns(
     for system in systems.values():
         system.skip(work.size.batches)
         system.train(1)
-        _wait_until_idle()
+        wait_until_idle()
     ours = systems[OURS]
     assert isinstance(ours, Ours)
     before = ours.batches.stats()
@@ -298,7 +308,7 @@ def _take_turns(
         for name in names[number % len(names) :] + names[: number % len(names)]:
             start = time.perf_counter()
             systems[name].train(turn)
-            seconds[name].append((_wait_until_idle() - start) / turn)
+            seconds[name].append((wait_until_idle() - start) / turn)
     return seconds, before, ours.batches.stats()
 
 
@@ -314,7 +324,7 @@ def _traffic(before: dict[str, Any], after: dict[str, Any], seconds: float) -> d
     }
 
 
-def _wait_until_idle() -> float:
+def wait_until_idle() -> float:
     """Wait until the background threads of all systems rest: their queues are full. The time when they came to rest."""
     busy_until, used = time.perf_counter(), time.process_time()
     while True:
