@@ -1,0 +1,134 @@
+"""Policies that count: frequency and static by a sample, LFU as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from bagpipe.errors import ConfigError
+from bagpipe.oracle.batch import CutIds
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.sample import TableSample
+from bagpipe.oracle.slots import Group
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies import PolicyOptions
+from bagpipe.policies.popularity import UNKNOWN, Popularity
+from bagpipe.policies.static import StaticPolicy
+from bagpipe.policy_options import as_options
+
+
+def plans_of(
+    policy: str,
+    batches: Sequence[Sequence[int]],
+    capacity: int,
+    *,
+    ahead: int = 0,
+    rows: int | None = 100,
+    **options: int,
+) -> tuple[list[Plan], Oracle]:
+    chosen = PolicyOptions(**options)
+    oracle = Oracle([OracleTable("only", rows)], [capacity], policy=policy, options=chosen, ahead=ahead)
+    return [plan for plan, _ in oracle.plans(([np.array(batch, np.int64)], None) for batch in batches)], oracle
+
+
+def test_rows_are_ranked_over_the_tables_of_a_group_by_their_occurrences() -> None:
+    def sample(*rows: tuple[int, int, int]) -> TableSample:
+        return TableSample(*np.array(rows, np.int64).reshape(-1, 3).T)
+
+    samples = [sample((7, 2, 0), (9, 1, 0), (7, 2, 1)), sample((7, 9, 0)), sample((-5, 3, 0), (1, 1, 1))]
+    popularity = Popularity([Group(0, [0, 2], 10), Group(1, [1], 10)], samples)
+    tables, ids = popularity.hottest(0, 3)
+    assert list(zip(tables.tolist(), ids.tolist(), strict=True)) == [(0, 7), (2, -5), (0, 9)]
+    assert popularity.ranks(np.array([0, 0, 2]), np.array([9, 8, -5])).tolist() == [2, UNKNOWN, 1]
+    assert popularity.ranks(np.array([1]), np.array([7])).tolist() == [0]
+
+
+@pytest.mark.parametrize("rows", [100, None])
+def test_frequency_warms_the_cache_with_the_hottest_rows_of_the_sample(rows: int | None) -> None:
+    batches = [[1, 2, 2], [3, 3, 3], [3, 4], [5, 2], [9]]
+    plans, _ = plans_of("frequency", batches, 4, rows=rows, sample=4)
+    assert plans[0].fetch.ids.tolist() == [1, 2, 3, 4], "its own rows, then from hot to cold while there is room"
+    assert plans[0].hits == 0
+    assert plans[1].hits == 1
+    assert plans[3].victims.ids.tolist() == [4], "1, 4 and 5 occur once: the last of them is coldest"
+
+
+def test_frequency_lets_the_coldest_row_go_and_of_unknown_ones_the_oldest() -> None:
+    batches = [[1, 1, 2], [1, 2], [7], [8], [2], [9], [1]]
+    plans, _ = plans_of("frequency", batches, 4, sample=2)
+    assert [plan.victims.ids.tolist() for plan in plans] == [[], [], [], [], [], [7], []]
+    assert sum(len(plan.fetch) for plan in plans) == 5
+
+
+def test_a_sample_of_the_future_is_read_before_the_first_plan_only() -> None:
+    read = []
+
+    def batches():
+        for number in range(20):
+            read.append(number)
+            yield [np.array([number])], None
+
+    oracle = Oracle([OracleTable("only", 100)], [8], policy="static", options=PolicyOptions(sample=6))
+    ahead = [len(read) - plan.iteration for plan, _ in oracle.plans(batches())]
+    assert ahead[:8] == [6, 5, 4, 3, 2, 2, 2, 2]
+
+
+def test_static_keeps_pinned_rows_for_good_and_others_for_their_batch() -> None:
+    batches = [[1, 2, 1], [1, 2, 5], [1, 6, 2], [7, 1], [2, 8], [1, 2]]
+    plans, oracle = plans_of("static", batches, 3, sample=3)
+    assert isinstance(oracle.policy, StaticPolicy)
+    assert oracle.policy.num_pinned == [2]
+    assert [plan.evict.ids.tolist() for plan in plans[:-1]] == [[], [5], [6], [7], [8]]
+    assert [plan.fetch.ids.tolist() for plan in plans] == [[1, 2], [5], [6], [7], [8], []]
+    assert not any(len(plan.victims) for plan in plans)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_static_leaves_room_for_prefetches(ahead: int) -> None:
+    random = np.random.default_rng(ahead)
+    batches = [(random.zipf(1.3, 8) % 90).tolist() for _ in range(120)]
+    plans, oracle = plans_of("static", batches, 40, ahead=ahead, sample=120)
+    assert isinstance(oracle.policy, StaticPolicy)
+    assert oracle.policy.num_pinned[0] > 10
+    assert not any(len(plan.victims) for plan in plans)
+    assert min(plan.iteration - plan.fetch.slot_after.max(initial=-1) for plan in plans[5:]) >= ahead + 1
+
+
+def test_static_gives_up_its_coldest_rows_where_a_batch_needs_the_room() -> None:
+    plans, oracle = plans_of("static", [[1, 1, 2, 3], [1, 2, 3], [4, 5, 6], [1, 2, 3]], 4, sample=2)
+    assert isinstance(oracle.policy, StaticPolicy)
+    assert oracle.policy.num_pinned == [4]
+    assert plans[2].victims.ids.tolist() == [2, 3]
+    assert plans[3].fetch.ids.tolist() == [2, 3]
+
+
+def test_several_trainers_get_no_rows_beyond_their_batches() -> None:
+    oracle = Oracle([OracleTable("only", 9)], [8], policy="frequency", options=PolicyOptions(sample=3), trainers=2)
+    batches = [CutIds([np.array([1, 2])], np.array([[0, 1, 2]])), CutIds([np.array([3, 4])], np.array([[0, 1, 2]]))]
+    plans = [plan for plan, _ in oracle.plans((batch, None) for batch in batches)]
+    assert [plan.fetch.ids.tolist() for plan in plans] == [[1, 2], [3, 4]]
+
+
+def test_lfu_lets_the_row_go_that_the_fewest_batches_have_used() -> None:
+    plans, _ = plans_of("lfu", [[1, 2, 3], [1], [3], [4], [4], [5], [2]], 3)
+    assert [plan.victims.ids.tolist() for plan in plans] == [[], [], [], [2], [], [1], [5]]
+    assert [plan.victims.evict_after for plan in plans] == [-1, -1, -1, 0, -1, 1, 5]
+
+
+def test_options_are_checked_by_name() -> None:
+    assert as_options(None) == PolicyOptions()
+    assert as_options({"sample": 3}).sample == 3
+    for wrong, message in (
+        ({"samples": 3}, "no policy option 'samples': choose from sample, replacement"),
+        ({"sample": 0}, "sample is 0"),
+        ({"sample": 5000}, "at most 4096"),
+        ({"ways": True}, "ways is True"),
+        ({"replacement": "fifo"}, "replacement is 'fifo': choose one of lru, lfu, random"),
+        ({"mode": "lazy"}, "mode is 'lazy'"),
+        ({"pipelined": 1}, "pipelined is 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            as_options(wrong)

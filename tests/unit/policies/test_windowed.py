@@ -1,0 +1,163 @@
+"""cDLRM: sets and ways, collisions, the victim table, pinned rows, and the stale mode, which is really stale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from bagpipe import optim
+from bagpipe.api import accelerate
+from bagpipe.cache import RowCache
+from bagpipe.config import parse_config
+from bagpipe.errors import ConfigError
+from bagpipe.initial import Constant
+from bagpipe.layout import RowLayout
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.slots import Group
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies import PolicyOptions, make_policy
+from bagpipe.policies.windowed import SetLayout, WindowedPolicy, next_prime
+from bagpipe.store import MemoryStore
+from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.stages import Seeded
+from bagpipe.types import Table
+from support import OPTIMIZERS, make_batches, make_model
+
+STALE = PolicyOptions(mode="stale")
+
+
+def made(capacity: int, lookahead: int, **options: object) -> tuple[Oracle, SetLayout]:
+    chosen = PolicyOptions(**options)  # type: ignore[arg-type]
+    oracle = Oracle([OracleTable("only")], [capacity], lookahead, "windowed", chosen)
+    assert isinstance(oracle.policy, WindowedPolicy)
+    return oracle, oracle.policy.layouts[0]
+
+
+def plans_of(oracle: Oracle, batches: Sequence[Sequence[int]]) -> list[Plan]:
+    return [plan for plan, _ in oracle.plans(([np.array(batch, np.int64)], None) for batch in batches)]
+
+
+def test_the_number_of_sets_is_prime() -> None:
+    assert [next_prime(number) for number in (0, 2, 3, 4, 8, 90, 7919)] == [2, 2, 3, 5, 11, 97, 7919]
+
+
+def test_small_tables_are_there_whole_and_large_ones_share_the_rest_in_sets() -> None:
+    layout = SetLayout(Group(0, [0, 1, 2], 1000, rows=[30, 100_000, None]), 4)
+    assert layout.sets[0] == 30
+    assert layout.ways.tolist() == [1, 4, 4]
+    assert layout.sets[1] == layout.sets[2] == next_prime(int(layout.sets[1]))
+    assert layout.firsts.tolist() == [0, 30, 30 + 4 * layout.sets[1]]
+    assert layout.end == 30 + 8 * layout.sets[1] <= 1000 - 1000 // 8
+    assert 30 + 8 * next_prime(int(layout.sets[1]) + 1) > 1000 - 1000 // 8, "as many sets as fit"
+
+
+def test_a_cache_too_small_for_sets_is_all_victim_table() -> None:
+    assert SetLayout(Group(0, [0, 1], 3), 16).end == 0
+    assert SetLayout(Group(0, [0], 8), 16).ways.tolist() == [2], "fewer ways before none"
+
+
+def test_rows_of_one_set_collide_and_the_losers_go_through_the_victim_table() -> None:
+    oracle, layout = made(64, lookahead=3, ways=2)
+    sets = int(layout.sets[0])
+    rivals = [5, 5 + sets, 5 + 2 * sets, 5 + 3 * sets]
+    plans = plans_of(oracle, [rivals, rivals, rivals])
+    stay = set(rivals) - set(plans[0].evict.ids.tolist())
+    assert 1 <= len(stay) <= 2, "two ways for four rows, and two rows may have drawn the same"
+    ways = {layout.firsts[0] + 5 * 2, layout.firsts[0] + 5 * 2 + 1}
+    first = dict(zip(plans[0].rows.ids.tolist(), plans[0].rows.slots.tolist(), strict=True))
+    assert {first[row] for row in stay} <= ways
+    assert all(first[row] >= layout.end for row in set(rivals) - stay)
+    for plan in plans[1:]:
+        again = set(plan.fetch.ids.tolist())
+        assert again == set(rivals) - stay
+        stay |= again - set(plan.evict.ids.tolist())
+        assert len(stay) <= 2
+    assert plans[1].fetch.after.tolist() == [0] * len(plans[1].fetch), "a conflict victim was written back just before"
+
+
+def test_rows_of_other_sets_do_not_collide() -> None:
+    oracle, layout = made(400, lookahead=2, ways=4)
+    rows = list(range(int(layout.sets[0])))
+    plans = plans_of(oracle, [rows, rows])
+    assert len(plans[0].evict) == 0
+    assert len(plans[1].fetch) == 0
+
+
+def test_nothing_that_the_window_uses_leaves_before_its_end() -> None:
+    random = np.random.default_rng(0)
+    batches = [random.integers(0, 60, 6).tolist() for _ in range(60)]
+    oracle, _ = made(40, lookahead=5, ways=2)
+    gone = 0
+    for plan in plans_of(oracle, batches):
+        start = plan.iteration - plan.iteration % 5
+        window = {row for batch in batches[start : start + 5] for row in batch}
+        assert window.isdisjoint(plan.victims.ids.tolist())
+        gone += len(plan.victims)
+    assert gone > 50
+
+
+def test_conflicts_that_exceed_the_victim_table_take_what_is_needed_last() -> None:
+    oracle, layout = made(16, lookahead=3, ways=1)
+    sets = int(layout.sets[0])
+    num_rivals = 14
+    rivals = [3 + number * sets for number in range(num_rivals)]
+    assert num_rivals > 16 - layout.end
+    plans = plans_of(oracle, [list(range(sets)), rivals, list(range(sets))])
+    assert len(plans[1].fetch) >= num_rivals - 1
+    assert len(plans[1].victims) > 0
+
+
+def trained(options: PolicyOptions, seed: int) -> tuple[list[float], list[float]]:
+    """Every row counts its uses, with write-backs as late as can be; what the store has, and what it should have."""
+    batches = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1]]
+    oracle = Oracle([OracleTable("only")], [4], 2, "windowed", options)
+    plans = oracle.plans(([np.array(batch)], None) for batch in batches)
+    store = MemoryStore([RowLayout(Table("only"), (2,), optim.SGD(0.1), Constant(0.0))])
+    cache = RowCache([2], [4], torch.device("cpu"))
+    driver = Seeded(seed, eagerness=20.0, last=frozenset(["write-back"]))
+    pipeline = Pipeline(((plan, None) for plan, _ in plans), cache, store, driver)  # type: ignore[arg-type]
+    counted = np.zeros(4)
+    while pipeline.wait():
+        plan, _ = pipeline.take()
+        ids, slots = plan.rows.of_table(0)
+        cache.data[0].numpy()[slots] += 1
+        counted[ids] += 1
+        cache.mark_updated(0, slots)
+        pipeline.updated(plan)
+    pipeline.close()
+    values = np.empty((4, 2), np.float32)
+    store.read(0, np.arange(4), values)
+    return values[:, 0].tolist(), counted.tolist()
+
+
+def test_the_stale_mode_loses_updates_and_the_strict_one_does_not() -> None:
+    lost = 0
+    for seed in range(10):
+        found, expected = trained(PolicyOptions(mode="strict"), seed)
+        assert found == expected == [3, 3, 2, 2]
+        found, expected = trained(STALE, seed)
+        assert all(a <= b for a, b in zip(found, expected, strict=True))
+        lost += found != expected
+    assert lost > 0
+
+
+def test_the_stale_mode_is_marked_inexact() -> None:
+    assert make_policy("windowed", PolicyOptions(mode="strict")).exact
+    assert not make_policy("windowed", STALE).exact
+    assert make_policy("lru", STALE).exact, "it is an option of windowed only"
+
+
+def test_the_stale_mode_is_refused_with_the_checker_and_with_several_trainers() -> None:
+    stale = {"policy": "windowed", "policy_options": {"mode": "stale"}}
+    parse_config(stale)
+    for more, message in (({"check": True}, "check stops there"), ({"trainers": 2}, "is for one trainer, not 2")):
+        with pytest.raises(ConfigError, match=message):
+            parse_config(stale | more)
+    with pytest.raises(ConfigError, match="'windowed' with these options reads old rows"):
+        accelerate(
+            make_model(), make_batches(), OPTIMIZERS["sgd"](), policy="windowed", policy_options=STALE, check=True
+        )
