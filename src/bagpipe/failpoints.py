@@ -67,14 +67,14 @@ NAMES: dict[str, str] = {
     "server.loaded": "rows of a checkpoint were loaded; the journal was not replayed",
     # rows that can be returned, and their journal
     "history.saved": "old values of rows are set aside; the rows are not written",
-    "history.returned": "some tables have returned to a mark; others have not",
+    "history.returned": "old values are back in a return to a mark; rows first written later are still there",
     "journal.append.begun": "a write is about to be appended",
     "journal.append.written": "a write is in the journal; its rows have not changed",
     "journal.mark.written": "a mark is in the journal; it may not outlive a crash of the machine",
     "journal.mark.synced": "a mark in the journal outlives everything; nobody was told",
     "journal.rolled_back": "what followed a mark is cut off from the journal",
-    "journal.rotated": "a new journal file has begun; older ones are still there",
-    "journal.replayed": "all of the journal up to its last mark is applied; nobody was served",
+    "journal.rotated": "the journal begins with a checkpoint; files of earlier writes are still there",
+    "journal.replayed": "the journal is applied up to a mark; what followed is still in it",
     # checkpoints
     "checkpoint.begun": "a temporary directory is there; it is empty",
     "checkpoint.rows.written": "all row files are written and synced",

@@ -21,6 +21,7 @@ from threading import Lock
 
 from bagpipe.checkpoint.disk import Appending, Disk, Readable, SystemDisk
 from bagpipe.errors import StoreError
+from bagpipe.failpoints import reach
 from bagpipe.store.base import TablePart
 from bagpipe.store.failures import failing
 from bagpipe.store.journal_record import (
@@ -102,8 +103,10 @@ class Journal:
     def append(self, parts: Sequence[TablePart]) -> None:
         """Log a write, or refuse it and change nothing; it is sure to be on the disk after the next mark."""
         body = write_body(parts)
+        reach("journal.append.begun")
         with self._lock:
             self._add(self._current(), body)
+        reach("journal.append.written")
 
     def mark(self, done: int) -> None:
         """End a file with this mark; when it returns, everything up to here outlives this process and machine."""
@@ -117,11 +120,13 @@ class Journal:
                 raise StoreError(f"{self.directory}: mark {done} does not come after mark {last}")
             file = self._current()
             self._add(file, body)
+            reach("journal.mark.written")
             path = self._path(self._bases[-1])
             self._refusal = f"{path} could not be written to the disk: return to a mark, or load a checkpoint"
             with failing("writing out", path):
                 file.sync()
                 self._disk.sync_directory(self.directory)
+            reach("journal.mark.synced")
             self._refusal = None
             self._closing, self._file = done, None
             with suppress(OSError):
@@ -141,6 +146,7 @@ class Journal:
             if is_first:  # nothing else says which checkpoint it goes on from
                 self._begin_file(done, replace=True)
             self._remove(_KEPT, lambda mark: mark > done)
+            reach("journal.rolled_back")
             self._refusal = None
 
     def drop(self, before: int) -> None:
@@ -152,6 +158,7 @@ class Journal:
             if before == self._closing:
                 self._begin_file(before, replace=True)
             self._bases = [base for base in self._bases if base >= before]
+        reach("journal.rotated")
         self._remove(_WRITES, lambda base: base < before)  # which takes long where files are large
 
     def restart(self, base: int | None) -> None:

@@ -126,6 +126,7 @@ class Writer:
         pending = self._checkpoints.begin(done)
         try:
             pending.add(self._store.save(done, pending.directory, names, since=pending.base, compress=self._compress))
+            reach("checkpoint.rows.written")
             for name, blob in blobs.items():
                 pending.write_blob(name, blob)
             pending.commit(self._facts)
