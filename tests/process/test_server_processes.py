@@ -263,7 +263,7 @@ def test_by_hand_wrong_options_are_refused_by_name(arguments: list[str], named: 
     from bagpipe.cli import app
 
     monkeypatch.delenv("BAGPIPE_KEYS", raising=False)
-    monkeypatch.setattr("bagpipe.server.process.warm_up", lambda _: pytest.fail("compiled what is refused anyway"))
+    monkeypatch.setattr("bagpipe.server.process.warm_up", lambda *_, **__: pytest.fail("compiled what is refused anyway"))
     result = CliRunner().invoke(app, ["server", *arguments])
     assert result.exit_code == 1
     assert named in str(result.exception)
@@ -271,7 +271,7 @@ def test_by_hand_wrong_options_are_refused_by_name(arguments: list[str], named: 
 
 def test_a_server_that_is_to_end_while_it_compiles_never_announces_itself(tmp_path: Path, monkeypatch) -> None:
     stop = threading.Event()
-    monkeypatch.setattr("bagpipe.server.process.warm_up", lambda _: stop.set())
+    monkeypatch.setattr("bagpipe.server.process.warm_up", lambda *_, **__: stop.set())
     options = ServerOptions(store="mapped", directory=str(tmp_path / "rows"))
     serve(options, None, lambda _: pytest.fail("announced"), stop)
     assert list((tmp_path / "rows").iterdir()) == []

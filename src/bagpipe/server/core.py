@@ -20,7 +20,7 @@ from bagpipe.errors import BagpipeError, StoreError, WireError
 from bagpipe.server.clients import Client
 from bagpipe.server.limits import ServerLimits
 from bagpipe.server.marking import MARKING, ORDERED, Marking, OrderedBody
-from bagpipe.server.membership import Membership
+from bagpipe.server.membership import RECOVERY, Membership
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.shard import Recording, Shard
 from bagpipe.server.storage import Storage, in_memory
@@ -181,7 +181,7 @@ class EmbeddingServer:
             self._shard.recover(done, checkpoint, work.report)
             failpoints.reach("server.return.done")
         finally:  # if it has failed, whoever comes is told so
-            members.gate.open()
+            members.gate.open(RECOVERY)
 
     def _begin_recovery(self, message: Message, body: Recover, answer: Answer) -> None:
         """By message: begun with the first copy, and every other one asks how far it is."""

@@ -41,6 +41,7 @@ OrderedBody: TypeAlias = Mark | Forget | Settle | ReturnTo | Save | Load
 MarkingBody: TypeAlias = Keep | AskKept | AskBlob | AskWork
 
 _WORKS_KEPT = 16
+_REPLACING = "rows are replaced"
 Answered: TypeAlias = tuple[Body, Sequence[memoryview]]
 
 
@@ -106,6 +107,7 @@ class Marking:
             work = self._save(body)
         elif isinstance(body, Load):
             place, names = self._shard.checked(body.directory), body.names
+            self._shard.check_load(body.done, place, names)
             work = Work(
                 f"loading checkpoint {body.done}",
                 lambda work: self._alone(lambda: self._shard.load(body.done, place, names, work.report)),
@@ -124,17 +126,21 @@ class Marking:
     def _save(self, body: Save) -> Work:
         """The mark is held from now on, also if it is forgotten meanwhile."""
         save = self._shard.begin_save(
-            body.done, self._shard.checked(body.directory), body.names, since=body.since, compress=body.compress
+            body.done,
+            self._shard.checked(body.directory, below=True),
+            body.names,
+            since=body.since,
+            compress=body.compress,
         )
         return Work(f"saving mark {body.done}", lambda work: save.write(work.report), save.close)
 
     def _alone(self, replace: Callable[[], None]) -> bytes:
         """Replace rows while nobody uses them."""
-        self._gate.close()
         try:
+            self._gate.close(_REPLACING)
             replace()
         finally:
-            self._gate.open()
+            self._gate.open(_REPLACING)
         self._pieces.clear()
         return b""
 

@@ -13,6 +13,9 @@ from bagpipe.server.watermark import Watermark
 from bagpipe.server.write_order import WriteOrder
 from bagpipe.wire.messages import Waiting
 
+RECOVERY = "recovery"
+"""What the gate is closed for."""
+
 
 class Membership:
     """One generation after the other; messages of earlier ones are refused."""
@@ -51,7 +54,7 @@ class Membership:
         """This generation has begun, and nobody of it has come. The gate is closed, and stays so."""
         if generation < self.generation:
             raise WireError(f"generation {generation} can't begin: this is generation {self.generation}")
-        self.gate.close()
+        self.gate.close(RECOVERY)
         self.generation = generation
         self.send_all_away()
         self.orders.clear()

@@ -25,12 +25,13 @@ from bagpipe.allocator import keep_freed_memory
 from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.shard import Recording
-from bagpipe.server.storage import Storage, in_files, in_memory
+from bagpipe.server.storage import Storage, in_files, in_memory, remove_rows
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.wire.endpoint import check_security, parse_address
 from bagpipe.wire.keys import Security
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import Failed, Message, Open, Part, Read, Write
+from bagpipe.wire.recovery_messages import Mark
 
 TICK_S = 0.25
 OPTIONS_BYTES_MAX = 1 << 16
@@ -47,7 +48,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The one that it serves; None: that of its first client."""
     store: Literal["memory", "mapped"] = "memory"
     directory: str | None = None
-    """Of the files of a mapped store: new or empty. None: a temporary one."""
+    """Of the files of a mapped store: new or empty, or left by the one before. None: a temporary one."""
     memory_max: int | None = None
     """Bytes that rows and their ids may take."""
     resident_max: int | None = None
@@ -56,7 +57,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     parent: int | None = None
     """The process whose end is also ours."""
     generation: int = 0
-    """Of membership: earlier ones are refused from the start."""
+    """Of membership: earlier ones are refused from the start. Above 0 it takes the place of a server that has died, of
+    whose rows nothing is left but the journal."""
     journal: str | None = None
     """A directory of its own for a log of all writes, from which it comes back after its death; None: it can't."""
     history_max: int | None = None
@@ -91,6 +93,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return
         try:
             Path(self.directory).mkdir(parents=True, exist_ok=True)
+            if self.generation:
+                remove_rows(Path(self.directory))
             if any(Path(self.directory).iterdir()):
                 raise ConfigError(f"the directory {self.directory} is not empty: give another")
         except FileExistsError as error:
@@ -125,7 +129,7 @@ def serve(
     check_security(parse_address(options.address), "server", security)
     options.make_directory()
     keep_freed_memory()
-    warm_up(options.store)
+    warm_up(options.store, journal=options.journal is not None)
     if stop.is_set():  # asked to end while kernels were compiled
         return
     with _storage(options) as storage:
@@ -173,18 +177,24 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def warm_up(store: Literal["memory", "mapped"]) -> None:
+def warm_up(store: Literal["memory", "mapped"], *, journal: bool = False) -> None:
     """Have the kernels loaded, or compiled on a machine's first run, before a client waits for them."""
     with tempfile.TemporaryDirectory(prefix="bagpipe-") as path:
-        server = EmbeddingServer(in_memory() if store == "memory" else in_files(Path(path) / "rows"))
+        server = EmbeddingServer(
+            in_memory() if store == "memory" else in_files(Path(path) / "rows"),
+            recording=Recording(journal=Path(path) / "journal" if journal else None),
+        )
         ids, rows = memoryview(np.arange(2).tobytes()), memoryview(np.ones(2, np.float32).tobytes())
         parts = [Part(0, 2)]
         for body, buffers in (
             (Open(0, 1, [1]), ()),
             (Write(0, 1, 0, parts), (ids, rows)),
             (Read(parts), (ids,)),
+            (Mark(0, 2, 1), ()),
+            (Write(0, 3, 1, parts), (ids, rows)),
         ):
             server.handle(b"", Message(bytes(16), 0, 0, body, buffers), _expect_no_failure)
+        server.recover(1, 1)
         server.close()
 
 

@@ -7,26 +7,22 @@ directories, or it is refused (I8).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
-from typing import Literal
 
 import msgspec
 
 from bagpipe import failpoints
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.disk import SystemDisk
-from bagpipe.checkpoint.shards import write_rows
-from bagpipe.errors import StoreError
+from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.shards import Compression, Report, write_rows
+from bagpipe.errors import CheckpointError, StoreError
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.storage import Storage
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.snapshot import Snapshot
-
-Report = Callable[[int], None]
-"""Told how far something is; may raise to end it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +35,42 @@ class Recording:
     """Of old values of rows, so that they can be returned to marks; beyond it the oldest marks are given up."""
     checkpoints: tuple[Path, ...] = ()
     """In and below these directories checkpoints may be written and read; the first has those of this run."""
+    disk: Disk = field(default_factory=SystemDisk)
 
 
+@dataclass(frozen=True, slots=True)
 class Saving:
     """Rows of a mark on their way to files. The mark's old values stay until it is written or closed."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        directory: Path,
-        tables: Sequence[tuple[str, int]],
-        shard: tuple[int, int],
-        since: int | None,
-        compress: Literal["zstd"] | None,
-    ) -> None:
-        self.close = snapshot.close
-        self._snapshot, self._directory, self._tables, self._shard = snapshot, directory, tables, shard
-        self._since, self._compress = since, compress
+    disk: Disk
+    snapshot: Snapshot
+    directory: Path
+    tables: Sequence[tuple[str, int]]
+    shard: tuple[int, int]
+    since: int | None
+    compress: Compression | None
 
     def write(self, report: Report) -> bytes:
         """The files that were written, as JSON."""
-        disk = SystemDisk()
         failpoints.reach("server.save.begun")
-        with self._snapshot:
+        with self.snapshot:
             entries = write_rows(
-                disk,
-                self._directory,
-                self._snapshot,
-                self._tables,
-                part=str(self._shard[0]),
-                shard=self._shard,
-                since=self._since,
-                compress=self._compress,
+                self.disk,
+                self.directory,
+                self.snapshot,
+                self.tables,
+                part=str(self.shard[0]),
+                shard=self.shard,
+                since=self.since,
+                compress=self.compress,
                 report=report,
             )
         failpoints.reach("server.save.written")
         return msgspec.json.encode(entries)
+
+    def close(self) -> None:
+        """It is not to be written after all."""
+        self.snapshot.close()
 
 
 class Shard:
@@ -85,16 +81,17 @@ class Shard:
         self.rows: RowAccess | None = None
         self._storage, self._recording, self._number_of, self._bytes_max = storage, recording, number_of, bytes_max
         self._recorded: Recorded | None = None
-        self._journal = None if recording.journal is None else Journal(recording.journal)
+        self._journal = None if recording.journal is None else Journal(recording.journal, recording.disk)
         self._refusal: str | None = None
         self._making = Lock()
         self._sizes: dict[tuple[int, str], int] = {}
-        self._read: tuple[int, dict[str, bytes]] | None = None
-        """What is kept with one mark, while somebody asks for it piece by piece."""
+        self._changes = 0
+        self._read: tuple[int, int, dict[str, bytes]] | None = None
+        """What is kept with one mark, and after how many changes, while somebody asks for it piece by piece."""
         if self._journal is not None and self._journal.starts:
             self._refusal = f"server {number_of[0]} has come back and waits to be told where to go on: recover the run"
-            assert self._journal.widths is not None, "it has writes"
-            self._make(self._journal.widths)
+            if self._journal.widths is not None:  # else it ends before the first write, and there is nothing in it
+                self._make(self._journal.widths)
 
     @property
     def widths(self) -> list[int] | None:
@@ -114,13 +111,12 @@ class Shard:
             if self.rows is None:
                 self._make(widths)
 
-    def checked(self, directory: str) -> Path:
-        """A directory that a client names; StoreError unless it is where checkpoints may be."""
-        named = Path(directory)
-        if named.is_absolute() and "\0" not in directory:
-            path = named.resolve()
-            for allowed in self._recording.checkpoints:
-                if path.is_relative_to(allowed.resolve()):
+    def checked(self, directory: str, *, below: bool = False) -> Path:
+        """A directory that a client names; StoreError unless it is where checkpoints may be, or `below`."""
+        if "\0" not in directory and Path(directory).is_absolute():
+            path = Path(directory).resolve()
+            for allowed in (each.resolve() for each in self._recording.checkpoints):
+                if path.is_relative_to(allowed) and not (below and path == allowed):
                     return path
         allowed_ones = ", ".join(map(str, self._recording.checkpoints)) or "none"
         raise StoreError(
@@ -133,7 +129,7 @@ class Shard:
     def mark(self, done: int) -> None:
         """Make the rows as they are now a point to return to."""
         self._opened().mark(done)
-        self._read = None
+        self._kept_changed()
 
     def marks(self, checkpoints: Path | None = None) -> list[int]:
         """The marks that rows can be returned to; the directory of checkpoints is needed after a new start."""
@@ -152,7 +148,7 @@ class Shard:
     def forget(self, before: int) -> None:
         """Drop the marks below."""
         self._opened().forget(before)
-        self._drop_sizes(lambda done: done < before)
+        self._kept_changed(lambda done: done < before)
 
     def settle(self, done: int) -> None:
         """The checkpoint of this mark is complete."""
@@ -161,21 +157,21 @@ class Shard:
     def return_to(self, done: int) -> None:
         """Make all rows what they were at a mark."""
         self._opened().return_to(done)
-        self._drop_sizes(lambda mark: mark > done)
+        self._kept_changed(lambda mark: mark > done)
 
     def keep(self, done: int, name: str, blob: bytes) -> None:
         """Keep bytes with a mark, one that is there or the next."""
         self._opened().keep(done, name, blob)
         self._sizes[done, name] = len(blob)
-        self._read = None
+        self._kept_changed()
 
     def kept(self, done: int) -> dict[str, bytes]:
         """What is kept with a mark."""
-        read = self._read
-        if read is not None and read[0] == done:
-            return read[1]
+        read, changes = self._read, self._changes
+        if read is not None and read[:2] == (done, changes):
+            return read[2]
         found = {} if self._recorded is None else self._recorded.kept(done)
-        self._read = done, found
+        self._read = done, changes, found
         return found
 
     # Checkpoints
@@ -187,22 +183,35 @@ class Shard:
         names: Sequence[str],
         *,
         since: int | None = None,
-        compress: Literal["zstd"] | None = None,
+        compress: Compression | None = None,
     ) -> Saving:
         """Hold on to a mark, to have its rows written to files in this directory."""
         recorded = self._opened()
         self._check_names(names)
         recorded.checkpoints = directory.parent
         tables = [(name, source.width) for name, source in zip(names, recorded.tables, strict=True)]
-        return Saving(recorded.snapshot(done), directory, tables, self._number_of, since, compress)
+        return Saving(
+            self._recording.disk, recorded.snapshot(done), directory, tables, self._number_of, since, compress
+        )
+
+    def check_load(self, done: int, directory: Path, names: Sequence[str]) -> None:
+        """CheckpointError unless there is this checkpoint, of tables with these names and our widths."""
+        self._check_names(names)
+        checkpoint = Checkpoints(directory, disk=self._recording.disk).open(done)
+        saved = [(table.name, table.width) for table in checkpoint.manifest.tables]
+        wanted = list(zip(names, self.widths or (), strict=True))
+        if saved != wanted:
+            raise CheckpointError(
+                f"{checkpoint.directory} is of another model: it has tables with rows of {dict(saved)} floats, and "
+                f"{dict(wanted)} are asked for: use the model and row optimizer that it was made with"
+            )
 
     def load(self, done: int, directory: Path, names: Sequence[str], report: Report) -> None:
         """Replace all rows by this server's share of a checkpoint."""
         recorded = self._opened()
-        self._check_names(names)
         recorded.load(done, directory, names, report=report)
         failpoints.reach("server.loaded")
-        self._drop_sizes(lambda _: True)
+        self._kept_changed(lambda _: True)
 
     def recover(self, done: int | None, checkpoints: Path | None, report: Report) -> None:
         """Make rows what they were at a mark, by itself or else by its checkpoint; as if none was written if None.
@@ -228,7 +237,7 @@ class Shard:
             self._refusal = f"server {number} could not be recovered ({error}): recover it again, from another point"
             raise
         self._refusal = None
-        self._drop_sizes(lambda mark: done is None or mark > done)
+        self._kept_changed(lambda mark: done is None or mark > done)
 
     def close(self) -> None:
         """Give back memory and files; a second call does nothing."""
@@ -240,7 +249,7 @@ class Shard:
 
     def _load_all(self, done: int, checkpoints: Path, report: Report) -> None:
         """Rows of a checkpoint with its own tables; and what was kept, for the server that is asked for it."""
-        checkpoint = Checkpoints(checkpoints).open(done)
+        checkpoint = Checkpoints(checkpoints, disk=self._recording.disk).open(done)
         tables = checkpoint.manifest.tables
         if self.rows is None:
             self._make([table.width for table in tables])
@@ -266,6 +275,7 @@ class Shard:
                 recording.history_bytes_max,
                 checkpoints=recording.checkpoints[0] if recording.checkpoints else None,
                 shard=self._number_of,
+                disk=recording.disk,
             )
         except BaseException:
             made.store.close()
@@ -281,7 +291,9 @@ class Shard:
         if len(names) != len(self.widths or ()):
             raise StoreError(f"{len(names)} names for {len(self.widths or ())} tables: give the name of each, in order")
 
-    def _drop_sizes(self, which: Callable[[int], bool]) -> None:
+    def _kept_changed(self, gone: Callable[[int], bool] = lambda _: False) -> None:
+        """What is kept has changed, and nothing is kept any more with these marks."""
+        self._changes += 1
         self._read = None
-        for key in [key for key in self._sizes if which(key[0])]:
+        for key in [key for key in self._sizes if gone(key[0])]:
             del self._sizes[key]

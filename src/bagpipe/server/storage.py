@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from bagpipe.store.base import Floats, Int64s
+from bagpipe.store.directory import INDEX_NAME, StoreDirectory
 from bagpipe.store.local import LocalStore
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX, MappedStore
 from bagpipe.store.memory import MemoryStore
+
+_ROWS = re.compile(rf"table-\d{{5}}\.(rows|ids)|{re.escape(INDEX_NAME)}(\.new)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +57,17 @@ def in_files(
         return Rows(store, copiers=2)  # its bound on the page cache counts with one reader and one writer
 
     return make
+
+
+def remove_rows(directory: Path) -> None:
+    """Remove the files of rows that a server which has died left in a directory, and nothing else that may be there.
+
+    StoreError if somebody still uses them.
+    """
+    left = StoreDirectory(directory.resolve(), keep=True)  # claims it
+    try:
+        for path in sorted(directory.iterdir()):
+            if _ROWS.fullmatch(path.name):
+                path.unlink()
+    finally:
+        left.close()

@@ -148,6 +148,8 @@ class Request(ABC):
 
     what: str
     """For people."""
+    needs_open = True
+    """Whether only a client that has introduced itself is answered."""
 
     @abstractmethod
     def compose(self, link: Link) -> tuple[Body, Buffers]:
@@ -237,7 +239,7 @@ class Asking:
         self.due = min(now + self._retry_s, max(self._began + self._patience.deadline_s, now))
         assert self._request is not None
         try:
-            if self.link.opened is None:
+            if self.link.opened is None and self._request.needs_open:
                 self._number = self.link.open()
             else:
                 self._number = self.link.send(*self._request.compose(self.link))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from bagpipe.errors import StoreError, WireError
 from bagpipe.store.links import Buffers, Link, Request
 from bagpipe.store.requests import OrderedRequest, unexpected
-from bagpipe.wire.messages import Body, Failed
+from bagpipe.wire.messages import Body
 from bagpipe.wire.recovery_messages import (
     AskBlob,
     AskKept,
@@ -72,6 +72,7 @@ class MarksRequest(Request):
     """Which marks a server can return to."""
 
     what = "its marks"
+    needs_open = False
     marks: Marks
 
     def compose(self, link: Link) -> tuple[Body, Buffers]:  # noqa: ARG002
@@ -88,11 +89,12 @@ class MarksRequest(Request):
 class RecoverRequest(Request):
     """A generation begins."""
 
+    needs_open = False
+
     def __init__(self, done: int | None, directory: str | None) -> None:
         self.what = "its rows as they were " + ("at first" if done is None else f"after {done:,} iterations")
         self._body = Recover(done, directory)
         self.progress = -1
-        self.failed: Failed | None = None
         self.marks: Marks | None = None
         """Once it is done."""
 
@@ -189,6 +191,8 @@ def blob_requests(
 ) -> Iterator[Request]:
     """All pieces of all blobs, each into its own bytes; what has another checksum is refused."""
     for blob in blobs:
+        if blob.num_bytes > BLOB_BYTES_MAX:
+            raise WireError(f"{blob.name} of mark {done} has {blob.num_bytes:,} B: {BLOB_BYTES_MAX:,} are allowed")
         whole = into[blob.name] = bytearray(blob.num_bytes)
         for start in range(0, blob.num_bytes, bytes_max):
             yield BlobRequest(done, blob.name, start, memoryview(whole)[start : start + bytes_max])
