@@ -11,34 +11,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bagpipe.errors import StoreError
+from bagpipe.failpoints import reach
 from bagpipe.kernels.history import NEVER, pick_earlier, stamp
-from bagpipe.store.base import Floats, Int64s, TablePart
+from bagpipe.store.base import Int64s, TablePart
+from bagpipe.store.blocks import Block, Blocks, Int32s, Piece
 from bagpipe.store.local import LocalStore
-
-Int32s = NDArray[np.int32]
 
 _REMEMBERED_MAX = 65_536
 """Epochs of marks, forgotten ones too."""
-
-
-class Piece(NamedTuple):
-    """Old values of rows of one table."""
-
-    positions: Int64s
-    before: Int32s
-    """The epoch in which each was written."""
-    values: Floats
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory it takes."""
-        return self.positions.nbytes + self.before.nbytes + self.values.nbytes
 
 
 class Mark:
@@ -48,7 +32,8 @@ class Mark:
         self.done, self.epoch, self.num_rows = done, epoch, tuple(num_rows)
         self.pieces: list[list[Piece]] = [[] for _ in num_rows]
         """By table, of rows first written between this mark and the next."""
-        self.num_bytes = 0
+        self.blocks: list[Block] = []
+        """Where they are."""
         self.pins = 0
         """Snapshots that need it."""
         self.forgotten = False
@@ -62,11 +47,10 @@ class History:
 
     def __init__(self, store: LocalStore, bytes_max: int | None = None) -> None:
         self.bytes_max = bytes_max
+        self.blocks = Blocks(max((source.width for source in store.tables), default=1), bytes_max)
         self.lock = Lock()
         self.returns = 0
         """How often rows were made older; who copied rows meanwhile can't tell which ones."""
-        self.num_bytes = 0
-        """Memory that old values take, those included that writers are about to add."""
         self._store = store
         self._marks: list[Mark] = []
         self._epoch = 1
@@ -120,14 +104,14 @@ class History:
             for table, pieces in enumerate(other.pieces):
                 for piece in pieces:
                     self._store.put_back(table, piece.positions, piece.values)
+        reach("history.returned")
         for table, num_rows in enumerate(mark.num_rows):
             self._store.truncate(table, num_rows)
         with self.lock:
             self._restore_epochs(mark, later)
             for other in later[1:]:
                 self._drop(other, f"rows were returned to mark {done}")
-            self.num_bytes -= mark.num_bytes
-            mark.pieces, mark.num_bytes = [[] for _ in self.epochs], 0
+            self._empty(mark)
             self._epoch, self._changed = mark.epoch, False
             self._epoch_of = {other: epoch for other, epoch in self._epoch_of.items() if other <= done}
             self.returns += 1
@@ -190,50 +174,51 @@ class History:
         for known, positions in zip(epochs, found, strict=True):
             picked, before = np.empty(len(positions), np.int64), np.empty(len(positions), np.int32)
             count = pick_earlier(known, positions, mark.epoch, picked, before)
-            if count < len(positions):
-                picked, before = picked[:count].copy(), before[:count].copy()
-            earlier.append((picked, before))
-        widths = [self._store.tables[table].width for table in change.tables]
-        num_bytes = sum(len(picked) * (12 + 4 * width) for (picked, _), width in zip(earlier, widths, strict=True))
-        if not self._claim(mark, num_bytes):
+            earlier.append((picked[:count], before[:count]))
+        if not self._claim(change, mark, [len(picked) for picked, _ in earlier]):
             return
-        change.num_bytes = num_bytes
-        for table, width, (picked, before) in zip(change.tables, widths, earlier, strict=True):
-            values = np.empty((len(picked), width), np.float32)
-            if len(picked):
-                self._store.gather(table, picked, values)
-            change.pieces.append(Piece(picked, before, values))
+        for table, (picked, before), pieces in zip(change.tables, earlier, change.pieces, strict=True):
+            start = 0
+            for piece in pieces:
+                stop = start + len(piece.positions)
+                piece.positions[:], piece.before[:] = picked[start:stop], before[start:stop]
+                self._store.gather(table, piece.positions, piece.values)
+                start = stop
 
-    def _claim(self, mark: Mark, num_bytes: int) -> bool:
-        """Make room for old values by giving up the oldest marks; False if this one is among them."""
+    def _claim(self, change: Recording, mark: Mark, counts: Sequence[int]) -> bool:
+        """Make room for so many old values of each table, by giving up the oldest marks; False if this is one."""
         with self.lock:
-            while self.bytes_max is not None and self._marks and self.num_bytes + num_bytes > self.bytes_max:
-                oldest = self._marks[0]
-                reason = f"rows changed since mark {oldest.done} take more than the {self.bytes_max:,} B for old values"
-                self._drop(oldest, f"{reason}: allow more (recovery.history)")
-                if not oldest.forgotten:
-                    logging.getLogger("bagpipe").warning(
-                        "%s: that mark is given up, and after a fault training goes further back", reason
-                    )
-            if mark.gone is None:
-                self.num_bytes += num_bytes
+            for table, count in zip(change.tables, counts, strict=True):
+                change.pieces.append([])
+                while count and mark.gone is None:
+                    piece = mark.blocks[-1].cut(self._store.tables[table].width, count) if mark.blocks else None
+                    if piece is None:
+                        self._add_block(mark)
+                        continue
+                    change.pieces[-1].append(piece)
+                    change.use(mark.blocks[-1])
+                    count -= len(piece.positions)
             return mark.gone is None
 
     def _commit(self, change: Recording, found: Sequence[Int64s]) -> None:
         with self.lock:
+            is_there = change.mark is not None and change.mark.gone is None
             for number, (table, positions) in enumerate(zip(change.tables, found, strict=True)):
                 epochs = self._grown(table, int(positions.max()) + 1)
-                if change.mark is not None and change.mark.gone is None and change.pieces:
-                    change.mark.pieces[table].append(change.pieces[number])
-                    change.mark.num_bytes += change.pieces[number].num_bytes
-                    change.num_bytes -= change.pieces[number].num_bytes
+                if change.mark is not None and is_there:
+                    change.mark.pieces[table] += change.pieces[number]
                 stamp(epochs, positions, self._epoch)
             self._changed = True
 
     def _end(self, change: Recording) -> None:
         with self.lock:
             self._num_writing -= 1
-            self.num_bytes -= change.num_bytes
+            for block in change.blocks:
+                block.num_writers -= 1
+                if block.is_unwanted:
+                    self.blocks.give_back(block)
+            if not self._marks:
+                self.blocks.release()
 
     def _grown(self, table: int, num_rows: int) -> Int32s:
         epochs = self.epochs[table]
@@ -277,8 +262,29 @@ class History:
 
     def _drop(self, mark: Mark, why: str) -> None:
         self._marks.remove(mark)
-        self.num_bytes -= mark.num_bytes
-        mark.gone, mark.pieces, mark.num_bytes = why, [], 0
+        mark.gone = why
+        self._empty(mark)
+        if not self._marks:
+            self.blocks.release()
+
+    def _empty(self, mark: Mark) -> None:
+        for block in mark.blocks:
+            self.blocks.give_back(block)
+        mark.blocks, mark.pieces = [], [[] for _ in self.epochs]
+
+    def _add_block(self, mark: Mark) -> None:
+        """One more for a mark, or for all marks one mark less."""
+        block = self.blocks.take()
+        if block is not None:
+            mark.blocks.append(block)
+            return
+        oldest = self._marks[0]
+        reason = f"rows changed since mark {oldest.done} take more than the {self.bytes_max:,} B for old values"
+        self._drop(oldest, f"{reason}: allow more (recovery.history)")
+        if not oldest.forgotten:
+            logging.getLogger("bagpipe").warning(
+                "%s: that mark is given up, and after a fault training goes further back", reason
+            )
 
 
 class Recording:
@@ -286,14 +292,22 @@ class Recording:
 
     def __init__(self, history: History, tables: Sequence[int], mark: Mark | None) -> None:
         self.tables, self.mark = tables, mark
-        self.pieces: list[Piece] = []
-        self.num_bytes = 0
-        """Claimed, and not yet a mark's."""
+        self.pieces: list[list[Piece]] = []
+        """By table of the write."""
+        self.blocks: list[Block] = []
+        """Where they are."""
         self._history = history
+
+    def use(self, block: Block) -> None:
+        """Values are copied there until the end."""
+        if not self.blocks or self.blocks[-1] is not block:
+            block.num_writers += 1
+            self.blocks.append(block)
 
     def commit(self, found: Sequence[Int64s]) -> None:
         """The old values are the mark's now, and the rows are known to be newer."""
         self._history._commit(self, found)
+        reach("history.saved")
 
     def end(self) -> None:
         """The write is over."""

@@ -16,6 +16,7 @@ from bagpipe.checkpoint.manifest import FileEntry
 from bagpipe.checkpoint.reading import ALL, Checkpoint, load_rows
 from bagpipe.checkpoint.shards import Compression, Report, write_rows
 from bagpipe.errors import StoreError
+from bagpipe.failpoints import reach
 from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Floats, Int64s, RowSource, Store, StoreStats, TablePart
 from bagpipe.store.history import History
 from bagpipe.store.journal import Journal
@@ -184,7 +185,7 @@ class Recorded(Store):
     @property
     def history_bytes(self) -> int:
         """Memory that old values take."""
-        return self._history.num_bytes
+        return self._history.blocks.num_bytes
 
     def look(self, parts: Sequence[TablePart], found: Sequence[Int64s]) -> Change:
         """Note the old values of rows that are about to change, and log the new ones; called by the store."""
@@ -265,7 +266,7 @@ class Recorded(Store):
     def stats(self) -> StoreStats:
         """What is held, old values included, and what it takes."""
         stats = self._store.stats()
-        more = self._history.num_bytes + sum(epochs.nbytes for epochs in self._history.epochs)
+        more = self._history.blocks.num_bytes + sum(epochs.nbytes for epochs in self._history.epochs)
         return StoreStats(stats.num_rows, stats.bytes_in_memory + more, stats.bytes_on_disk)
 
     def _check_usable(self) -> None:
@@ -312,6 +313,7 @@ class Recorded(Store):
                     self._store.write_many(step)
         finally:
             self._logging = True
+        reach("journal.replayed")
         self._journal.rollback(done)
         self._refusal = None
 

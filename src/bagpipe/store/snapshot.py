@@ -14,7 +14,8 @@ import numpy as np
 from bagpipe.errors import StoreError
 from bagpipe.kernels.history import take_old
 from bagpipe.store.base import ROWS_PER_CHUNK, Floats, Int64s, check_chunk, check_table
-from bagpipe.store.history import History, Int32s, Mark
+from bagpipe.store.blocks import Int32s
+from bagpipe.store.history import History, Mark
 from bagpipe.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -95,24 +96,29 @@ class Snapshot:
         history, mark = self._history, self._pinned()
         values = np.empty((len(positions), self._store.tables[table].width), np.float32)
         while True:
-            returns = history.returns
+            with history.lock:
+                returns = history.returns
             self._store.gather(table, positions, values)
             with history.lock:
-                if mark.gone is not None:
-                    raise StoreError(f"the rows of mark {self.done} can't be read any more: {mark.gone}")
-                if history.returns != returns:
-                    continue
+                self._check_there(mark)
                 epochs = history.epochs[table][positions]
                 too_new = epochs >= mark.epoch
                 pieces = history.pieces_since(mark, table) if too_new.any() else []
-            break
-        if pieces:
-            index = np.full(int(positions[-1]) + 1 - first, -1, np.int32)
-            index[positions - first] = np.arange(len(positions), dtype=np.int32)
-            for piece in pieces:
-                take_old(*piece, first, index, too_new, epochs, values)
+            if pieces:
+                index = np.full(int(positions[-1]) + 1 - first, -1, np.int32)
+                index[positions - first] = np.arange(len(positions), dtype=np.int32)
+                for piece in pieces:
+                    take_old(*piece, first, index, too_new, epochs, values)
+            with history.lock:
+                self._check_there(mark)  # else its memory may have been used again meanwhile
+                if history.returns == returns:
+                    break
         assert not too_new.any(), "every row that was changed after a mark has an old value"
         return values, epochs
+
+    def _check_there(self, mark: Mark) -> None:
+        if mark.gone is not None:
+            raise StoreError(f"the rows of mark {self.done} can't be read any more: {mark.gone}")
 
     def _pinned(self) -> Mark:
         if self._mark is None:

@@ -396,7 +396,7 @@ def test_zeros_and_records_of_other_files_are_no_records() -> None:
 def test_marks_whose_old_values_took_too_much_memory_are_returned_to_by_the_journal() -> None:
     disk = SimulatedDisk()
     states = {}
-    with opened(disk, history_bytes_max=40) as store:
+    with opened(disk, history_bytes_max=100) as store:
         for done in range(4):
             for parts in batch(done):
                 store.write_many(parts)

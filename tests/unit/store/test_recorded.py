@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from bagpipe.errors import StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import Marked
+from bagpipe.store.blocks import BLOCK_BYTES
 from bagpipe.store.local import LocalStore
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.snapshot import Snapshot
@@ -258,9 +259,11 @@ def test_without_a_mark_old_values_take_nothing(store: Recorded) -> None:
     assert store.history_bytes == 0
     store.mark(0)
     write(store, 0, dict.fromkeys(range(100), 2.0))
-    assert store.history_bytes == 100 * (12 + 12)
+    assert store.history_bytes == BLOCK_BYTES
+    used = store._history._marks[0].blocks[0].used
+    assert 100 * 24 <= used <= 100 * 24 + 16
     write(store, 0, dict.fromkeys(range(200), 3.0))  # known already, or new
-    assert store.history_bytes == 100 * (12 + 12)
+    assert store._history._marks[0].blocks[0].used == used
     store.forget(1)
     assert store.history_bytes == 0
     write(store, 0, dict.fromkeys(range(100), 4.0))
@@ -273,11 +276,11 @@ def test_old_values_count_as_memory() -> None:
     before = store.stats().bytes_in_memory
     store.mark(0)
     write(store, 0, {1: 2})
-    assert store.stats().bytes_in_memory == before + 24
+    assert store.stats().bytes_in_memory == before + BLOCK_BYTES
 
 
 def test_above_the_bound_the_oldest_marks_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    store = Recorded(memory(), None, 10 * 24)
+    store = Recorded(memory(), None, 10 * 40)  # a block has room for one row
     for row in range(10):
         write(store, 0, {row: 0})
     store.mark(0)
@@ -288,13 +291,15 @@ def test_above_the_bound_the_oldest_marks_are_given_up(caplog: pytest.LogCapture
     assert not caplog.records
     write(store, 0, {5: 2})
     assert store.marks() == [1]
-    assert "mark 0 take more than the 240 B" in caplog.text
+    assert "mark 0 take more than the 400 B" in caplog.text
     with pytest.raises(StoreError, match="no mark 0"):
         store.return_to(0)
-    assert store.history_bytes == 6 * 24
+    assert store.history_bytes == 400
     store.return_to(1)
     assert dict(rows_of(store)) == dict.fromkeys(range(5), 1.0) | dict.fromkeys(range(5, 10), 0.0)
-    assert store.history_bytes == 0
+    write(store, 0, dict.fromkeys(range(10), 2.0))
+    assert store.marks() == [1]
+    assert store.history_bytes == 400
 
 
 def test_a_write_larger_than_the_bound_leaves_no_mark_and_is_done() -> None:
@@ -382,7 +387,6 @@ def test_a_write_whose_old_values_find_no_memory_is_refused_and_changes_nothing(
         with pytest.raises(MemoryError):
             write(store, 0, {1: 2, 3: 3})
     assert rows_of(store) == [(1, 1)]
-    assert store.history_bytes == 0
     write(store, 0, {1: 2, 3: 3})
     store.mark(1)
     store.return_to(0)
