@@ -77,7 +77,7 @@ def test_training_over_two_servers_is_bit_identical(shared_memory, store, tmp_pa
     config = parse_config(settings | ({"store_memory": "8MB"} if store == "mapped" else {}))
     opened = []
 
-    def open_remote(_: object, layouts, *__: object) -> RemoteStore:
+    def open_remote(_: object, layouts, *__: object, **___: object) -> RemoteStore:
         opened.append(open_store(config, layouts, tmp_path))
         assert all(bool(stats.shared) == bool(shared_memory) for stats in opened[0].server_stats())
         return opened[0]
@@ -263,7 +263,9 @@ def test_by_hand_wrong_options_are_refused_by_name(arguments: list[str], named: 
     from bagpipe.cli import app
 
     monkeypatch.delenv("BAGPIPE_KEYS", raising=False)
-    monkeypatch.setattr("bagpipe.server.process.warm_up", lambda *_, **__: pytest.fail("compiled what is refused anyway"))
+    monkeypatch.setattr(
+        "bagpipe.server.process.warm_up", lambda *_, **__: pytest.fail("compiled what is refused anyway")
+    )
     result = CliRunner().invoke(app, ["server", *arguments])
     assert result.exit_code == 1
     assert named in str(result.exception)

@@ -142,7 +142,7 @@ def test_training_over_any_network_is_bit_identical(num_servers, shared_memory, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "bagpipe.api.open_rows",
-            lambda _, layouts, *__: world.store(layouts, shared_memory=shared_memory, patience=patience),
+            lambda _, layouts, *__, **___: world.store(layouts, shared_memory=shared_memory, patience=patience),
         )
         found, _ = train_accelerated(
             BATCHES, OPTIMIZERS["adagrad"](), "wide_deep", driver=Seeded(seed), policy=policy, cache=90, lookahead=3
