@@ -105,7 +105,7 @@ def test_three_nodes_give_the_same_and_are_left_as_they_were(three_nodes, tmp_pa
     assert time.monotonic() - began < 60, "it must not wait for what never comes"
 
     until = time.monotonic() + 30
-    while roles := [each for each in keeper.children_of(pid) if "Role" in title(each)]:
+    while roles := [each for each in keeper.children_of(pid) if "Post" in title(each)]:
         assert time.monotonic() < until, roles
         time.sleep(0.1)
     assert sum("raylet" in title(each) for each in keeper.children_of(pid)) == 3
@@ -141,15 +141,15 @@ def test_sigterm_ends_everything_with_its_exit_code(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("role", ["ServerRole", "OracleRole", "TrainerRole", "ProcessorRole"])
-def test_a_role_that_dies_ends_the_run_and_is_named(tmp_path, role):
-    driver = Driver(tmp_path / "run", *settings("iterations=100000"))
+@pytest.mark.parametrize("role", ["ServerPost", "OraclePost", "TrainerPost", "ProcessorPost"])
+def test_a_role_that_dies_and_may_not_be_started_again_ends_the_run_and_is_named(tmp_path, role):
+    driver = Driver(tmp_path / "run", *settings("iterations=100000", "recovery.restarts_max=0"))
     driver.wait_for("trainer 0: iteration")
     os.kill(next(pid for pid in driver.started if role in title(pid)), signal.SIGKILL)
     said = json.loads(driver.process.communicate(timeout=60)[0])
     assert driver.process.returncode == 1
     assert said["error"] == "ClusterError"
-    assert said["message"].startswith(role.removesuffix("Role").lower())
+    assert said["message"].startswith(role.removesuffix("Post").lower())
     assert "was lost: " in said["message"]
     driver.assert_nothing_is_left()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]

@@ -34,12 +34,12 @@ class Finder:
 def wrap(module):
     train = module.train_remote
 
-    def train_remote(job, plans, store, report, groups):
+    def train_remote(job, plans, store, report, groups, **options):
         def raising(done, note):
             report(done, note)
             if groups.critical.rank == 1 and done == 9:
                 raise ValueError("sample 1153 is odd")
-        return train(job, plans, store, raising, groups)
+        return train(job, plans, store, raising, groups, **options)
 
     module.train_remote = train_remote
 
@@ -89,8 +89,8 @@ def test_a_trainer_that_fails_in_the_middle_ends_all_with_its_error(tmp_path, sc
     assert list(scratch.iterdir()) == []
 
 
-def test_a_trainer_that_is_killed_ends_the_launch_and_is_named(tmp_path, scratch):
-    driver = Driver(tmp_path / "run", "--trainers", "2", *settings("iterations=100000"))
+def test_a_trainer_that_is_killed_and_may_not_be_started_again_ends_the_launch_and_is_named(tmp_path, scratch):
+    driver = Driver(tmp_path / "run", "--trainers", "2", *settings("iterations=100000", "recovery.restarts_max=0"))
     driver.wait_for("trainer 1: iteration")
     logs = tmp_path / "run" / "logs"
     os.kill(int(re.search(r"is process (\d+) on", (logs / "trainer-1.log").read_text())[1]), signal.SIGKILL)

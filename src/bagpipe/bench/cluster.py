@@ -51,7 +51,8 @@ def _launch(iterations: int) -> dict[str, float]:
 
 def _said(began: float, iterations: int) -> dict[str, Any]:
     """What the new process does; `began` is when it was started."""
-    from bagpipe.cluster.launch import Request, launch
+    from bagpipe.cluster.launch import launch
+    from bagpipe.cluster.request import Request
 
     imported = time.time()
     data = {"preset": "tiny", "samples": find_preset("tiny").samples}

@@ -60,7 +60,8 @@ def launch(
     given = [*(settings or ()), *([] if trainers is None else [f"trainers={trainers}"])]
     chosen = load_config(config, given)  # before PyTorch is loaded: a wrong one is refused at once
     memory = None if server_memory is None else memory_bytes("--server-memory", server_memory)
-    from bagpipe.cluster.launch import Request, launch
+    from bagpipe.cluster.launch import launch
+    from bagpipe.cluster.request import Request
 
     request = Request(
         chosen,
@@ -77,7 +78,7 @@ def launch(
         trainer_gpus=trainer_gpus,
     )
     with StatusLines(errors, live=not script) as show:
-        launched = launch(request, show, echo=sys.stderr.write if as_json else sys.stdout.write)
+        launched = launch(request, show, sys.stderr.write if as_json else sys.stdout.write, show.tell)
     if as_json:
         print_json(launched.summary)
     elif launched.trained is not None:

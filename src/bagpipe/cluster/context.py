@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bagpipe.cluster.attempt import Attempt
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.config import Config
 from bagpipe.errors import ConfigError
@@ -53,6 +54,10 @@ class Launch:
     """Of a trainer that listens itself, on a port of its own host."""
     recovers: bool = False
     """Whether the run goes on after a loss: trainers make marks, and servers can return to them."""
+    generation: int = 0
+    """Of membership: servers refuse earlier ones."""
+    attempt: Attempt | None = field(default=None, compare=False)
+    """Ends waits for servers and other trainers when the generation is over."""
     done: int = 0
     """Iterations that are over where this attempt begins: the rows of the servers are those of that point."""
     checkpoints: Path | None = None
@@ -73,6 +78,8 @@ class Launch:
             interface=self.hosts[self.trainer],
             generation=next(self.meetings),
         )
+        if self.attempt is not None:
+            self.attempt.on_end(opened.abort)
         return OpenedGroups(opened.critical, opened.delayed, opened.dense, opened)
 
     def open_store(self, tables: Sequence[RowSource]) -> RemoteStore:
@@ -87,10 +94,12 @@ class Launch:
             self.servers,
             network,
             run=self.run,
+            generation=self.generation,
             trainer=self.trainer,
             trainers=self.trainers,
             shared_memory=wire.shared_memory,
             patience=Patience(retry_s=min(5.0, wire.deadline_s / 4), deadline_s=wire.deadline_s),
+            watch=(self.attempt or Attempt()).gone,
             on_close=network.close,
         )
 

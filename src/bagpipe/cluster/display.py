@@ -54,6 +54,10 @@ class StatusLines:
         elif self._is_due(role, _words(line)):
             self._console.print(f"{role}: {line}", markup=False, highlight=False, soft_wrap=True)
 
+    def tell(self, line: str) -> None:
+        """Say something that stays; on a terminal above the table."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def _is_due(self, role: str, words: str) -> bool:
         """Whether a plain line says something new, or the last one was long ago."""
         before, said_at = self._said.get(role, ("", 0.0))

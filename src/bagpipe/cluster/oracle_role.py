@@ -22,16 +22,25 @@ class OracleRole(Role):
 
     @told
     def start(
-        self, address: str, processors: list[str], order: DataOrder, settings: PlanSettings, wiring: Wiring
+        self,
+        address: str,
+        processors: list[str],
+        order: DataOrder,
+        settings: PlanSettings,
+        wiring: Wiring,
+        generation: int = 0,
+        done: int = 0,
     ) -> str:
-        """Begin to plan, and listen; the address."""
+        """Begin to plan from the iteration after `done` others on, and listen; the address."""
+        self._opened.close()
         with ExitStack() as stack:
             network = SocketNetwork(wiring.client)
             stack.callback(network.close)
-            batches = RemoteBatches(network, processors, order, run=wiring.run)
+            run = wiring.session(generation)
+            batches = RemoteBatches(network, processors, order, run=run, start=settings.first_needed(done))
             stack.callback(batches.close)
             listen = on_socket(address, security=wiring.listener)
-            self._service = OracleService(listen, batches, settings, run=wiring.run)
+            self._service = OracleService(listen, batches, settings, run=run, done=done)
             stack.callback(self._service.close)
             where = self._service.start()
             self._opened = stack.pop_all()
@@ -43,6 +52,11 @@ class OracleRole(Role):
             return "starts"
         status = self._service.status()
         return f"{status.planned:,} plans, lookahead {status.lookahead}, {status.bytes_sent / 1e6:,.1f} MB"
+
+    @told
+    def leave_off(self) -> None:
+        """Answer nobody any more, until it is started again."""
+        self._opened.close()
 
     @told
     def stop(self) -> None:

@@ -16,10 +16,26 @@ class ProcessorRole(Role):
         self._service: DataProcessorService | None = None
 
     @told
-    def start(self, address: str, order: DataOrder, wiring: Wiring, processor: int, processors: int) -> str:
-        """Open the data and listen; the address."""
-        listen = on_socket(address, security=wiring.listener)
-        self._service = DataProcessorService(listen, order, run=wiring.run, processor=processor, processors=processors)
+    def start(
+        self,
+        address: str,
+        order: DataOrder,
+        wiring: Wiring,
+        processor: int,
+        processors: int,
+        generation: int = 0,
+        first: int = 0,
+    ) -> str:
+        """Open the data, read from batch `first` on, and listen; the address."""
+        self._close()
+        self._service = DataProcessorService(
+            on_socket(address, security=wiring.listener),
+            order,
+            run=wiring.session(generation),
+            processor=processor,
+            processors=processors,
+            start=first,
+        )
         return self._service.start()
 
     def line(self) -> str:
@@ -30,7 +46,15 @@ class ProcessorRole(Role):
         return f"{status.batches:,} batches, {status.bytes_sent / 1e6:,.1f} MB"
 
     @told
+    def leave_off(self) -> None:
+        """Answer nobody any more, until it is started again."""
+        self._close()
+
+    @told
     def stop(self) -> None:
         """Answer nobody any more."""
+        self._close()
+
+    def _close(self) -> None:
         if self._service is not None:
             self._service.close()

@@ -12,6 +12,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -52,6 +53,8 @@ class Role(ABC):
         self.name = name
         self._output: RoleLog | None = None
         self._left: dict[str, Report] = {}
+        self._over = -1
+        """The last generation that is over."""
 
     @told
     def introduce(self, interface: str | None, place: LogPlace) -> Introduction:
@@ -59,7 +62,7 @@ class Role(ABC):
         self._output = RoleLog(place, self.name)
         _log.info("%s is process %d on %s", self.name, os.getpid(), socket.gethostname())
         address = _ray_address() if interface is None else find_address(interface)
-        return Introduction(__version__, socket.gethostname(), _machine(), address, os.getpid())
+        return Introduction(__version__, socket.gethostname(), machine(), address, os.getpid())
 
     @told
     def report(self) -> dict[str, Report]:
@@ -67,14 +70,27 @@ class Role(ABC):
         left, self._left = self._left, {}
         return left | {self.name: self.own_report()}
 
-    def leave(self, role: str, report: Report) -> None:
-        """Keep a report of a role that can't be asked while it works; what is printed adds up."""
-        before = self._left.get(role)
-        self._left[role] = Report(report.line, (before.printed if before else b"") + report.printed)
+    def leave(self, role: str, report: Report, generation: int) -> bool:
+        """Keep a report of a role that can't be asked while it works; what is printed adds up.
+
+        False: its generation is over, and what it does does not count any more.
+        """
+        before, counts = self._left.get(role), generation > self._over
+        printed = (before.printed if before else b"") + report.printed
+        self._left[role] = replace(report, printed=printed, done=report.done if counts else 0)
+        return counts
+
+    def end_generation(self, generation: int) -> None:
+        """Whoever leaves word is told that this generation is over."""
+        self._over = max(self._over, generation)
 
     def own_report(self) -> Report:
         """How this role is, and what it printed since the last time."""
-        return Report(self.line(), b"" if self._output is None else self._output.news())
+        return Report(self.line(), b"" if self._output is None else self._output.news(), self.done())
+
+    def done(self) -> int:
+        """Iterations of the run that are over, where a role knows that."""
+        return 0
 
     @abstractmethod
     def line(self) -> str:
@@ -91,6 +107,7 @@ def _ray_address() -> str:
     return address
 
 
-def _machine() -> str:
+def machine() -> str:
+    """What Introduction.machine says of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/net').readlink()}"

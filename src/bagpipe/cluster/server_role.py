@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
+from pathlib import Path
 
 from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import Failure, Wiring
@@ -25,15 +27,37 @@ class ServerRole(Role):
         self._stop, self._ready = threading.Event(), threading.Event()
         self._address, self._failure = "", Failure("", "")
         self._thread: threading.Thread | None = None
+        self._journal: str | None = None
 
     @told
     def start(self, options: ServerOptions, wiring: Wiring) -> str | Failure:
-        """Listen; the address."""
-        self._thread = threading.Thread(target=self._serve, args=(options, wiring), name="bagpipe-server", daemon=True)
-        self._thread.start()
+        """Listen; the address. A second call does nothing more."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, args=(options, wiring), name="bagpipe-server", daemon=True
+            )
+            self._journal = options.journal
+            self._thread.start()
         if not self._ready.wait(READY_S):
             raise ClusterError(f"{self.name} is not ready after {READY_S:g} s: see whether its machine is overloaded")
         return self._address or self._failure
+
+    @told
+    def abandon(self, generation: int) -> None:
+        """Refuse everything of earlier generations from now on, and tell those who leave word here."""
+        self.end_generation(generation - 1)
+        self._running().abandon(generation)
+
+    @told
+    def marks(self, trainers: int) -> list[int]:
+        """The marks that it can return to; of the first server those with which so many trainers' state is kept."""
+        server = self._running()
+        return server.usable_marks(trainers) if server.server == 0 else server.marks()
+
+    @told
+    def recover(self, generation: int, done: int | None, checkpoints: str | None) -> None:
+        """Have the rows of that point, and serve that generation."""
+        self._running().recover(generation, done, None if checkpoints is None else Path(checkpoints))
 
     def line(self) -> str:
         """Rows and requests."""
@@ -49,6 +73,13 @@ class ServerRole(Role):
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
+        if self._journal is not None:  # the driver may not see this machine's files
+            shutil.rmtree(self._journal, ignore_errors=True)
+
+    def _running(self) -> EmbeddingServer:
+        if self._server is None:
+            raise ClusterError(f"{self.name} does not run: {self._failure.message or 'it was not started'}")
+        return self._server
 
     def _serve(self, options: ServerOptions, wiring: Wiring) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,8 @@ class Report:
     """For people."""
     printed: bytes
     """What it printed since the last report, unless that is in the run directory already."""
+    done: int = 0
+    """Iterations of the run that are over, as a trainer counts them."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Wiring:
     """Of whoever listens: servers, oracle, data processors."""
     client: Security = field(repr=False)
     """Of whoever connects to them."""
+
+    def session(self, generation: int) -> bytes:
+        """What oracle and data processors call the run: another name in each generation, so that none is mistaken."""
+        return hashlib.blake2b(self.run + generation.to_bytes(8, "little"), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,12 @@ class TrainerTask:
     """Their addresses, in order."""
     oracle: str
     team: Team = Team()
+    generation: int = 0
+    """Of membership."""
+    done: int = 0
+    """Iterations that are over: what is kept with that mark is loaded, if there are any."""
+    checkpoints: str = ""
+    """The directory of checkpoints, where it is the same on all machines."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +106,5 @@ class ScriptTask:
     config: Mapping[str, Any]
     threads: int
     team: Team = Team()
+    generation: int = 0
+    done: int = 0

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import torch
 
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.cluster import context
+from bagpipe.cluster.attempt import Attempt
+from bagpipe.cluster.extra import import_ray
 from bagpipe.cluster.keeper import children_of
 from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import ScriptTask, TrainerTask
@@ -30,13 +33,15 @@ from bagpipe.config import Config, parse_config
 from bagpipe.errors import ClusterError
 from bagpipe.job import Job, open_job
 from bagpipe.results import Summary
+from bagpipe.trainer.keeping import Start
 from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.sync import Groups
 from bagpipe.training import train_remote
 from bagpipe.wire.sockets import SocketNetwork
 
-REPORT_S = 1.0
+REPORT_S = 0.25
+"""How often it leaves word, and hears whether its generation is over."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class TrainerRole(Role):
         self._line = "starts"
         self._job: Job | None = None
         self._meeting: MeetingPoint | None = None
+        self._done = 0
         self._ray_threads = _threads() - {threading.get_native_id()}
         """Those that were there before any of ours; later also the one that calls Ray."""
 
@@ -72,25 +78,31 @@ class TrainerRole(Role):
 
     @told
     def meet(self, host: str) -> str:
-        """Let other trainers find this one, the first; the address."""
+        """Let other trainers find this one, the first, at a new point; the address."""
+        if self._meeting is not None:
+            self._meeting.close()
         self._meeting = MeetingPoint(host)
         return self._meeting.address
 
     @told
     def train(self, task: TrainerTask, board: Any) -> Trained:
-        """Train to the end; word of it is left with the actor `board`."""
-        with self._leaving_word(board):
-            return self._train(task)
+        """Train to the end, or until the generation is over; word of it is left with the actor `board`."""
+        with self._leaving_word(board, task.generation) as attempt:
+            return self._train(task, attempt)
 
     @told
     def run_script(self, task: ScriptTask, board: Any) -> int:
         """Run a script as Python would, with `bagpipe.accelerate` finding the servers; its exit code."""
-        with self._leaving_word(board):
-            return self._run_script(task)
+        with self._leaving_word(board, task.generation) as attempt:
+            return self._run_script(task, attempt)
 
     def line(self) -> str:
         """How far it is."""
         return self._line
+
+    def done(self) -> int:
+        """Iterations that are over."""
+        return self._done
 
     @told
     def stop(self) -> None:
@@ -101,12 +113,14 @@ class TrainerRole(Role):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
 
-    def _train(self, task: TrainerTask) -> Trained:
+    def _train(self, task: TrainerTask, attempt: Attempt) -> Trained:
         job = self._job
         assert job is not None, "prepare comes first"
         first_at: list[float] = []
+        self._done = task.done
 
         def report(done: int, note: str) -> None:
+            self._done = done
             self._line = f"iteration {done:,} of {job.iterations:,}, {note}"
             if not first_at:
                 first_at.append(time.time())
@@ -114,21 +128,32 @@ class TrainerRole(Role):
         with ExitStack() as stack:
             network = SocketNetwork(task.wiring.client)
             stack.callback(network.close)
-            launch = self._launch(task, job.config)
-            plans = RemotePlans(network, task.oracle, run=task.wiring.run, trainer=launch.trainer)
+            launch = self._launch(task, job.config, attempt)
+            run = task.wiring.session(task.generation)
+            plans = RemotePlans(network, task.oracle, run=run, trainer=launch.trainer, done=task.done)
             stack.callback(plans.close)
+            attempt.on_end(plans.abandon)
             store = launch.open_store(job.model()[2])
             stack.callback(store.close)
             groups = stack.enter_context(_joined(launch)) if launch.trainers > 1 else None
             before = _processor_s(self._ray_threads)
-            state, summary = train_remote(job, plans, store, report, groups)
+            state, summary = train_remote(
+                job,
+                plans,
+                store,
+                report,
+                groups,
+                start=Start(task.done, store.kept(task.done)) if task.done else None,
+                checkpoints=Path(task.checkpoints),
+                recover=job.config.recovery.restarts_max > 0,
+            )
             ray_s = _processor_s(self._ray_threads) - before
         if state is not None:
             summary["parameters_sha256"] = state.sha256()
         self._line = "is done"
-        return Trained(summary, first_at[0], summary["seconds"], ray_s)
+        return Trained(summary, first_at[0] if first_at else time.time(), summary["seconds"], ray_s)
 
-    def _run_script(self, task: ScriptTask) -> int:
+    def _run_script(self, task: ScriptTask, attempt: Attempt) -> int:
         torch.set_num_threads(task.threads)
         self._line = f"runs {Path(task.script).name}"
         if not Path(task.script).is_file():
@@ -138,14 +163,14 @@ class TrainerRole(Role):
         sys.argv = [task.script, *task.arguments]
         sys.path.insert(0, str(Path(task.script).parent))
         try:
-            with context.within(self._launch(task, parse_config(dict(task.config)))):
+            with context.within(self._launch(task, parse_config(dict(task.config)), attempt)):
                 runpy.run_path(task.script, run_name="__main__")
         except SystemExit as ended:
             return _exit_code(ended)
         self._line = "is done"
         return 0
 
-    def _launch(self, task: TrainerTask | ScriptTask, config: Config) -> context.Launch:
+    def _launch(self, task: TrainerTask | ScriptTask, config: Config, attempt: Attempt) -> context.Launch:
         wiring, team = task.wiring, task.team
         return context.Launch(
             config,
@@ -157,23 +182,29 @@ class TrainerRole(Role):
             team.hosts,
             self._meeting or team.meeting,
             wiring.listener,
+            generation=task.generation,
+            attempt=attempt,
+            done=task.done,
+            meetings=count(task.generation << 20),
         )
 
     @contextmanager
-    def _leaving_word(self, board: Any) -> Iterator[None]:
-        """The only calls of Ray while the trainer works."""
-        over = threading.Event()
+    def _leaving_word(self, board: Any, generation: int) -> Iterator[Attempt]:
+        """The only calls of Ray while the trainer works; by their answers it hears that its generation is over."""
+        over, attempt = threading.Event(), Attempt()
 
         def leave() -> None:
-            while not over.wait(REPORT_S):
-                board.leave.remote(self.name, self.own_report())
+            while not attempt.reason and not over.wait(REPORT_S):
+                heard = _answer(board.ask.remote("leave", self.name, self.own_report(), generation), over)
+                if not heard and not over.is_set():
+                    attempt.abandon(f"generation {generation} is over")
 
         thread = threading.Thread(target=leave, name="bagpipe-report", daemon=True)
         thread.start()
         assert thread.native_id is not None
         self._ray_threads.add(thread.native_id)
         try:
-            yield
+            yield attempt
         finally:
             over.set()
             thread.join()
@@ -188,6 +219,18 @@ def _joined(launch: context.Launch) -> Iterator[Groups]:
         except BaseException as error:
             groups.abort(error)
             raise
+
+
+def _answer(call: Any, over: threading.Event) -> bool:
+    """What the other actor says; False also where it is gone, and when it is not waited for any more."""
+    ray = import_ray()
+    try:
+        while not ray.wait([call], timeout=REPORT_S)[0]:
+            if over.is_set():
+                return False
+        return bool(ray.get(call))
+    except ray.exceptions.RayError:
+        return False
 
 
 def _exit_code(ended: SystemExit) -> int:

@@ -1,14 +1,15 @@
 """The driver's end of all roles: asks them, waits for answers with a deadline (I7), and notices when one is lost.
 
-A role that died ends the run with a ClusterError that names it and the reason; a role that failed ends it with the
-error that it had.
+A role whose process died, or that did not answer in time and was ended for it, is a loss (`RolesLost`), which a run may
+recover from. A role that failed ends the run with the error that it had.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,15 +17,20 @@ from typing import Any
 
 from bagpipe import errors
 from bagpipe.cluster.log import LogPlace, Tail
+from bagpipe.cluster.member import KILLED, Member
 from bagpipe.cluster.settings import Failure, Report
 from bagpipe.errors import BagpipeError, ClusterError, DeadlineError, PipelineError
+from bagpipe.recovery import RolesLost
 
 POLL_S = 1.0
+HURRY_S = 0.1
+"""How often it is asked while people wait for a run to go on."""
 WAIT_S = 0.2
 """How long Ray is asked at once: Ctrl-C and SIGTERM are heard in between."""
 REPORT_S = 30.0
 LOST_S = 3.0
 """How long to look for a role that was lost, when another one complains."""
+STUCK_S = 30.0
 
 Show = Callable[[str, str], None]
 """Told the name of a role and how it is."""
@@ -32,21 +38,25 @@ Show = Callable[[str, str], None]
 
 @dataclass
 class Watch:
-    """All roles, by name."""
+    """All roles that have a process, by name."""
 
     ray: ModuleType
     logs: LogPlace
     show: Show
-    actors: dict[str, Any] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
     echo: Callable[[str], object] | None = None
     """Is given what the role that is followed prints."""
+    stuck_s: float = STUCK_S
+    """A role that says nothing for so long while others work is ended."""
+    done: int = 0
+    """Iterations that are over, as last heard."""
 
     def ask(self, role: str, method: str, *arguments: Any) -> Any:
-        """Begin a call."""
-        return getattr(self.actors[role], method).remote(*arguments)
+        """Begin a call; one after the other is worked on."""
+        return self.members[role].actor.ask.remote(method, *arguments)
 
     def gather(self, calls: Mapping[str, Any], what: str, deadline_s: float) -> dict[str, Any]:
-        """The answers of these roles; the first error is raised."""
+        """The answers of these roles; the first error is raised. Who is late is ended, and lost."""
         until = time.monotonic() + deadline_s
         answers: dict[str, Any] = {}
         while len(answers) < len(calls):
@@ -56,8 +66,7 @@ class Watch:
                 if role not in answers and self.is_done(call):
                     answers[role] = self.take(role, call)
             if time.monotonic() > until:
-                late = ", ".join(role for role in calls if role not in answers)
-                raise DeadlineError(f"{late} did not {what} within {deadline_s:g} s: see {self.logs.directory}")
+                self.end([role for role in calls if role not in answers], f"it did not {what} within {deadline_s:g} s")
         return answers
 
     def is_done(self, call: Any) -> bool:
@@ -69,101 +78,184 @@ class Watch:
         try:
             answer = self.ray.get(call, timeout=WAIT_S)
         except self.ray.exceptions.RayError as error:
-            raise ClusterError(f"{role} was lost: {reason(str(error))}; see {self.logs.path(role)}") from error
+            self.forget(role)
+            raise RolesLost({role: reason(str(error))}) from error
         if isinstance(answer, Failure):
             raise named(answer, role, self.logs.path(role))
         return answer
 
-    def follow(self, calls: Mapping[str, Any]) -> dict[str, Any]:
+    def forget(self, role: str) -> None:
+        """This process counts no more."""
+        member = self.members.pop(role, None)
+        if member is not None:
+            member.close()
+
+    def end(self, roles: list[str], cause: str) -> None:
+        """End the processes of these roles; that is a loss too."""
+        for role in roles:
+            if role in self.members:
+                self.members[role].end(self.ray)
+                self.forget(role)
+        raise RolesLost(dict.fromkeys(roles, cause))
+
+    def check(self) -> None:
+        """RolesLost if processes on this machine are gone: faster than Ray tells it."""
+        dead = [role for role, member in self.members.items() if member.is_dead]
+        if dead:
+            self.end(dead, KILLED)
+
+    def follow(
+        self,
+        calls: Mapping[str, Any],
+        board: str,
+        *,
+        generation: int = 0,
+        done: int = 0,
+        went_on: Callable[[], None] = lambda: None,
+        heed: bool = True,
+    ) -> dict[str, Any]:
         """The answers of roles that work together for long; meanwhile all are watched, and say how they are.
 
-        When one fails, so do those who work with it. The error is that of a role that was lost, or else of the one that
-        did not only miss another. What the first one prints is echoed.
+        Those who work leave word with the role `board`. When one fails, so do those who work with it. The error is that
+        of a role that was lost, or else of the one that did not only miss another. What the first one prints is echoed.
+        `went_on` is called once it has finished more than `done` iterations. Those who `heed` it leave off soon when
+        they hear that their generation is over; a user's script may not.
         """
-        reports: dict[str, Any] = {}
-        printed = Tail(self.logs.path(next(iter(calls))))
-        answers: dict[str, Any] = {}
-        next_poll = 0.0
+        following = _Following(self, calls, board, generation, heed)
+        self.done, waits = done, True
         try:
-            while len(answers) < len(calls):
-                self._echo(printed)
-                if time.monotonic() >= next_poll:
-                    next_poll = time.monotonic() + POLL_S
-                    self._poll(calls, reports)
-                working = [call for role, call in calls.items() if role not in answers]
-                done, _ = self.ray.wait(working, timeout=min(max(next_poll - time.monotonic(), 0.01), WAIT_S))
-                for role, call in calls.items():
-                    if call in done:
-                        answers[role] = self._take_or_blame(role, calls, answers, reports)
-            self.last_reports()
+            while len(following.answers) < len(calls):
+                self.check()
+                following.step(HURRY_S if waits else POLL_S)
+                if waits and self.done > done:
+                    waits = False
+                    went_on()
+            with suppress(RolesLost):  # who dies now is not needed any more
+                self.last_reports()
         finally:
-            self._echo(printed)
-        return {role: answers[role] for role in calls}
+            following.echo()
+        return {role: following.answers[role] for role in calls}
 
     def last_reports(self) -> None:
         """Have everybody say once more how they are, and all that they have printed."""
-        asked = list(self.actors)
+        asked = list(self.members)
         while asked:
             answers = self.gather({role: self.ask(role, "report") for role in asked}, "report", REPORT_S)
             for role, reports in answers.items():  # what a role says itself is newer than what it left with another
-                self._note({other: report for other, report in reports.items() if other != role})
+                self.note({other: report for other, report in reports.items() if other != role})
             for role, reports in answers.items():
-                self._note({role: reports[role]})
+                self.note({role: reports[role]})
             asked = [role for role, reports in answers.items() if any(each.printed for each in reports.values())]
 
-    def _take_or_blame(
-        self, role: str, calls: Mapping[str, Any], answers: Mapping[str, Any], reports: dict[str, Any]
-    ) -> Any:
-        """The answer of a role; where it failed, the error of the one that is to blame."""
-        try:
-            return self.take(role, calls[role])
-        except BagpipeError as error:
-            if not self._was_lost(error):
-                others = {each: call for each, call in calls.items() if each != role and each not in answers}
-                self._blame_others(error, others, reports)
-            raise
-
-    def _blame_others(self, error: BagpipeError, calls: Mapping[str, Any], reports: dict[str, Any]) -> None:
-        """Raise what another role has told since, or that it was lost, if that is why a role failed."""
-        until = time.monotonic() + LOST_S
-        left, told = dict(calls), list[BagpipeError]()
-        while (left or reports) and time.monotonic() < until:
-            done, _ = self.ray.wait([*left.values(), *reports.values()], timeout=WAIT_S)
-            for role in [role for role, call in reports.items() if call in done]:
-                self._note(self.take(role, reports.pop(role)))
-            for role in [role for role, call in left.items() if call in done]:
-                try:
-                    self.take(role, left.pop(role))
-                except BagpipeError as other:
-                    if self._was_lost(other):
-                        raise
-                    told.append(other)
-        cause = next((each for each in told if not isinstance(each, PipelineError)), None)
-        if isinstance(error, PipelineError) and cause is not None:
-            raise cause
-
-    def _poll(self, busy: Container[str], calls: dict[str, Any]) -> None:
-        """Ask all but those that work; they leave word with another."""
-        for role in self.actors:
-            if role in calls and self.is_done(calls[role]):
-                self._note(self.take(role, calls.pop(role)))
-            if role not in calls and role not in busy:
-                calls[role] = self.ask(role, "report")
-
-    def _was_lost(self, error: BagpipeError) -> bool:
-        """Whether Ray has said it, and not the role itself."""
-        return isinstance(error.__cause__, self.ray.exceptions.RayError)
-
-    def _echo(self, printed: Tail) -> None:
-        if self.echo is not None and (text := printed.news()):
-            self.echo(text)
-
-    def _note(self, reports: Mapping[str, Report]) -> None:
+    def note(self, reports: Mapping[str, Report]) -> None:
+        """Roles are like that now."""
         for role, report in reports.items():
             self.show(role, report.line)
+            self.done = max(self.done, report.done)
             if report.printed:
                 with self.logs.path(role).open("ab") as file:
                     file.write(report.printed)
+
+
+class _Following:
+    """Roles at work."""
+
+    def __init__(self, watch: Watch, calls: Mapping[str, Any], board: str, generation: int, heed: bool) -> None:
+        self._watch, self._calls, self._board, self._generation, self._heed = watch, calls, board, generation, heed
+        self._printed = Tail(watch.logs.path(next(iter(calls))))
+        self._reports: dict[str, Any] = {}
+        now = time.monotonic()
+        self._heard = dict.fromkeys(watch.members, now)
+        self._looked = self._polled = now
+        self.answers: dict[str, Any] = {}
+
+    def step(self, poll_s: float) -> None:
+        """Wait a moment, and take what has come."""
+        watch, now = self._watch, time.monotonic()
+        self._skip_time(now)
+        self.echo()
+        if now >= self._polled + poll_s:
+            self._polled = now
+            self._poll()
+            self._end_stuck(now)
+        working = [call for role, call in self._calls.items() if role not in self.answers]
+        done, _ = watch.ray.wait(working, timeout=min(max(self._polled + poll_s - time.monotonic(), 0.01), WAIT_S))
+        for role, call in self._calls.items():
+            if call in done:
+                self.answers[role] = self._take_or_blame(role)
+
+    def echo(self) -> None:
+        """Pass on what the first one has printed."""
+        if self._watch.echo is not None and (text := self._printed.news()):
+            self._watch.echo(text)
+
+    def _skip_time(self, now: float) -> None:
+        """While this process was stopped itself, nobody could be heard."""
+        gap, self._looked = now - self._looked, now
+        if gap > 2 * POLL_S:
+            self._heard = {role: heard + gap for role, heard in self._heard.items()}
+
+    def _poll(self) -> None:
+        """Ask all but those that work; they leave word with another."""
+        watch = self._watch
+        for role in list(watch.members):
+            if role in self._reports and watch.is_done(self._reports[role]):
+                self._note(role, watch.take(role, self._reports.pop(role)))
+            if role not in self._reports and (role not in self._calls or role in self.answers):
+                self._reports[role] = watch.ask(role, "report")
+
+    def _note(self, role: str, reports: Mapping[str, Report]) -> None:
+        self._heard |= dict.fromkeys([role, *reports], time.monotonic())
+        self._watch.note(reports)
+
+    def _end_stuck(self, now: float) -> None:
+        """Those who work can be heard only while the one that they leave word with can be."""
+        watch = self._watch
+        silent = [role for role in watch.members if now - self._heard.get(role, now) > watch.stuck_s]
+        stuck = [role for role in silent if role not in self._calls or now - self._heard[self._board] < 3 * POLL_S]
+        if stuck:
+            watch.end(stuck, f"it said nothing for {watch.stuck_s:g} s and was ended")
+
+    def _take_or_blame(self, role: str) -> Any:
+        """The answer of a role; where it failed, the error of the one that is to blame."""
+        try:
+            return self._watch.take(role, self._calls[role])
+        except BagpipeError as error:
+            self._blame_others(role, error)
+            raise
+
+    def _blame_others(self, failed: str, error: BagpipeError) -> None:
+        """Raise what another role has told since, or that it was lost, if that is why a role failed.
+
+        Those who work are told to leave off. All others must answer once more: who can't is lost.
+        """
+        watch, now = self._watch, time.monotonic()
+        missed = isinstance(error, PipelineError | DeadlineError)
+        until = now + (watch.stuck_s if missed else LOST_S)
+        others = {role: call for role, call in self._calls.items() if role != failed and role not in self.answers}
+        self._reports |= {
+            role: watch.ask(role, "report")
+            for role in watch.members
+            if role not in self._reports and role not in self._calls
+        }
+        if self._board in watch.members:
+            watch.ask(self._board, "end_generation", self._generation)
+        told: list[BagpipeError] = []
+        while (others or self._reports) and time.monotonic() < until:
+            watch.check()
+            done, _ = watch.ray.wait([*others.values(), *self._reports.values()], timeout=WAIT_S)
+            for role in [role for role, call in self._reports.items() if call in done]:
+                self._note(role, watch.take(role, self._reports.pop(role)))
+            for role in [role for role, call in others.items() if call in done]:
+                try:
+                    watch.take(role, others.pop(role))
+                except BagpipeError as other:
+                    told.append(other)
+        if missed and (late := [*self._reports, *(others if self._heed else ())]):
+            watch.end(late, f"it did not answer for {watch.stuck_s:g} s and was ended")
+        cause = next((each for each in told if not isinstance(each, PipelineError)), None)
+        if isinstance(error, PipelineError) and cause is not None:
+            raise cause
 
 
 def named(failure: Failure, role: str, log: Path) -> BagpipeError:
@@ -177,7 +269,7 @@ def named(failure: Failure, role: str, log: Path) -> BagpipeError:
 def reason(text: str) -> str:
     """What Ray says about a lost actor, in a line: it says much, most of it about itself."""
     if "Worker unexpectedly exits with a connection error" in text:
-        return "its process ended without a word: it was killed, maybe for lack of memory, or crashed"
+        return KILLED
     if "node has died" in text or "node was terminated" in text:
         return "its machine, or Ray there, is gone"
     for pattern in (r"No module named '[^']+'", r"Worker exit detail: [^\n.]*", r"The actor is dead because [^\n.]*"):

@@ -67,11 +67,21 @@ def servers():
 
 
 class Board:
-    """Where a trainer leaves word."""
+    """Where a trainer leaves word, which hears of the end of its generation after so many."""
 
-    def __init__(self):
-        self.words = []
-        self.leave = SimpleNamespace(remote=lambda role, report: self.words.append((role, report)))
+    def __init__(self, ends_after=None):
+        self.words, self.ends_after = [], ends_after
+        self.ask = SimpleNamespace(remote=self._leave)
+
+    def _leave(self, method, role, report, generation):
+        assert (method, generation) == ("leave", 0)
+        self.words.append((role, report))
+        return self.ends_after is None or len(self.words) < self.ends_after
+
+
+@pytest.fixture(autouse=True)
+def answers_at_once(monkeypatch):
+    monkeypatch.setattr(trainer_role, "_answer", lambda call, _: call)
 
 
 def test_roles_over_the_wire_end_with_the_parameters_of_one_process(servers, tmp_path, monkeypatch):
@@ -165,10 +175,22 @@ def test_a_server_that_can_not_start_says_why(servers):
 
 def test_a_role_keeps_word_of_another_until_it_is_asked():
     role = OracleRole("oracle")
-    role.leave("trainer 0", Report("iteration 1", b"a"))
-    role.leave("trainer 0", Report("iteration 2", b"b"))
-    assert role.report() == {"trainer 0": Report("iteration 2", b"ab"), "oracle": Report("starts", b"")}
+    assert role.leave("trainer 0", Report("iteration 1", b"a", 1), 0)
+    assert role.leave("trainer 0", Report("iteration 2", b"b", 2), 0)
+    assert role.report() == {"trainer 0": Report("iteration 2", b"ab", 2), "oracle": Report("starts", b"")}
     assert role.report() == {"oracle": Report("starts", b"")}
+
+
+def test_whoever_leaves_word_hears_that_its_generation_is_over_and_its_count_does_not_matter():
+    role = OracleRole("oracle")
+    role.end_generation(2)
+    assert not role.leave("trainer 0", Report("iteration 9", b"last words", 9), 2)
+    assert role.leave("trainer 1", Report("iteration 5", b"", 5), 3)
+    role.end_generation(1)  # an old message
+    assert not role.leave("trainer 0", Report("iteration 9", b"!", 9), 2)
+    found = role.report()
+    assert found["trainer 0"] == Report("iteration 9", b"last words!", 0)
+    assert found["trainer 1"].done == 5
 
 
 def test_what_nobody_foresaw_is_told_with_the_role_and_the_kind_of_error():
@@ -193,3 +215,43 @@ def test_a_trainer_of_several_that_does_not_know_where_to_meet_says_so():
     launch = context.Launch(parse_config({}), (), b"", None, 1, 2, ("127.0.0.1", "127.0.0.1"))
     with pytest.raises(ConfigError, match="trainer 1 of 2 knows no address"):
         launch.open_groups()
+
+
+def test_a_trainer_whose_generation_is_over_leaves_off_and_can_train_again_from_the_mark(
+    servers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trainer_role, "REPORT_S", 0.02)
+    config = parse_config(SETTINGS | {"iterations": 60, "recovery": {"every": 4}})
+    wiring, job = servers.wiring, prepare(config, tmp_path / "run")
+    processor, oracle, trainer = ProcessorRole("processor 0"), OracleRole("oracle"), TrainerRole("trainer 0")
+    assert trainer.prepare(config.model_dump(mode="json"), 1) is None
+
+    def attempt(generation, done, board):
+        source = processor.start(HERE, job.data_order(), wiring, 0, 1, generation, done)
+        plans = oracle.start(HERE, [source], job.data_order(), job.plan_settings(), wiring, generation, done)
+        return trainer.train(TrainerTask(wiring, servers.addresses, plans, generation=generation, done=done), board)
+
+    class UntilMarked(Board):
+        """The generation is over once there is a mark, and some more."""
+
+        def _leave(self, method, role, report, generation):
+            self.words.append(generation)
+            return generation > 0 or report.done < 14
+
+    failure = attempt(0, 0, UntilMarked())
+    assert isinstance(failure, Failure), failure
+    for role in servers.roles:
+        assert role.abandon(1) is None
+    marks = [set(role.marks(1)) for role in servers.roles]
+    done = max(set.intersection(*marks))
+    assert 8 <= done < 60
+    assert done % 4 == 0
+    for role in servers.roles:
+        assert role.recover(1, done, None) is None
+    trained = attempt(1, done, UntilMarked())
+    assert isinstance(trained, Trained), trained
+    alone = train(prepare(config, tmp_path / "alone"), lambda *_: None)
+    assert trained.summary["parameters_sha256"] == alone["parameters_sha256"]
+    assert trained.summary["iterations"] == 60
+    for role in (trainer, oracle, processor):
+        assert role.stop() is None

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from bagpipe.cluster import session
-from bagpipe.cluster.launch import Request
+from bagpipe.cluster.request import Request
 from bagpipe.cluster.session import exit_codes_kept, join
 from bagpipe.config import parse_config
 from bagpipe.errors import ClusterError, ConfigError

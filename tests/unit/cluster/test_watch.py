@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from bagpipe.cluster import watch as module
 from bagpipe.cluster.log import LogPlace
-from bagpipe.cluster.settings import Failure, Report
+from bagpipe.cluster.member import Member
+from bagpipe.cluster.role import machine
+from bagpipe.cluster.settings import Failure, Introduction, Report
 from bagpipe.cluster.watch import Watch, reason
-from bagpipe.errors import ClusterError, DataError, DeadlineError, PipelineError, StoreError
+from bagpipe.errors import ClusterError, DataError, PipelineError, StoreError
+from bagpipe.recovery import RolesLost
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: ServerRole
@@ -57,17 +63,29 @@ class Played:
             raise call.answer
         return call.answer
 
+    def kill(self, actor, no_restart):
+        actor.killed = True
+
 
 class Actor:
-    """Gives the answers of each method in turn, the last one for ever."""
+    """Gives the answers of each method in turn, the last one for ever; to what it does not know, None."""
+
+    killed = False
 
     def __init__(self, **answers):
-        for name, given in answers.items():
-            setattr(self, name, SimpleNamespace(remote=self._next(list(given))))
+        self.answers = {name: list(given) for name, given in answers.items()}
+        self.ask = SimpleNamespace(remote=self._next)
+        self.asked = []
 
-    @staticmethod
-    def _next(given):
-        return lambda *_: given.pop(0) if len(given) > 1 else Call(given[0].answer, given[0].after)
+    def _next(self, method, *arguments):
+        self.asked.append((method, *arguments))
+        given = self.answers.get(method, [Call(None)])
+        return given.pop(0) if len(given) > 1 else Call(given[0].answer, given[0].after)
+
+
+def members(**actors):
+    """Roles by name, such as server_0."""
+    return {role.replace("_", " "): Member(actor) for role, actor in actors.items()}
 
 
 @pytest.fixture
@@ -82,7 +100,17 @@ def watch(clock, tmp_path):
     shown = []
     made = Watch(Played(clock), LogPlace.make(tmp_path / "logs"), lambda role, line: shown.append((role, line)))
     made.shown = shown
+    made.members = members(server_0=Actor(report=[reports("server 0", "fine")]))
     return made
+
+
+def quiet_trainers(watch, number):
+    """Trainers that leave word with server 0."""
+    words = {f"trainer {rank}": Report("works", b"") for rank in range(number)}
+    board = Actor(report=[Call(words | {"server 0": Report("fine", b"")})])
+    trainers = {f"trainer_{rank}": Actor(report=[reports(f"trainer {rank}", "is done")]) for rank in range(number)}
+    watch.members = members(server_0=board, **trainers)
+    return board
 
 
 def reports(role, line, printed=b""):
@@ -94,10 +122,15 @@ def test_answers_are_gathered_by_role_however_long_each_takes(watch):
     assert watch.gather(calls, "start", 60.0) == {"server 0": "a", "server 1": "b"}
 
 
-def test_a_role_that_does_not_answer_is_named_after_the_deadline(watch, tmp_path):
+def test_a_role_that_does_not_answer_is_ended_and_lost_after_the_deadline(watch):
+    watch.members = members(server_0=Actor(), server_1=Actor())
+    stuck = watch.members["server 1"].actor
     calls = {"server 0": Call("a"), "server 1": Call("b", after=10**6)}
-    with pytest.raises(DeadlineError, match=r"^server 1 did not start within 60 s: see .*logs"):
+    with pytest.raises(RolesLost) as lost:
         watch.gather(calls, "start", 60.0)
+    assert lost.value.losses == {"server 1": "it did not start within 60 s"}
+    assert stuck.killed
+    assert list(watch.members) == ["server 0"]
 
 
 def test_an_error_of_a_role_is_raised_as_what_it_is_with_the_role(watch):
@@ -112,31 +145,115 @@ def test_an_error_that_nobody_foresaw_points_to_the_log(watch, kind):
 
 
 def test_a_role_that_was_lost_ends_the_wait_for_another(watch):
-    watch.actors = {
-        "trainer 0": Actor(),
-        "server 0": Actor(report=[reports("server 0", "1 row"), Call(RayError(DIED))]),
-    }
-    with pytest.raises(ClusterError, match=r"^server 0 was lost: its process ended .*; see .*server-0.log"):
-        watch.follow({"trainer 0": Call("never", after=10**6)})
+    watch.members = members(
+        trainer_0=Actor(), server_0=Actor(report=[reports("server 0", "1 row"), Call(RayError(DIED))])
+    )
+    with pytest.raises(RolesLost, match=r"^server 0 was lost: its process ended"):
+        watch.follow({"trainer 0": Call("never", after=10**6)}, "server 0")
     assert ("server 0", "1 row") in watch.shown
+    assert list(watch.members) == ["trainer 0"]
+
+
+def test_a_process_of_this_machine_that_ended_is_lost_before_ray_tells_it(watch):
+    quiet_trainers(watch, 1)
+    child = subprocess.Popen(["sleep", "60"])
+    watch.members["trainer 0"].introduced(Introduction("1", "here", machine(), "127.0.0.1", child.pid))
+    watch.check()
+    child.kill()
+    child.wait()
+    with pytest.raises(RolesLost, match=r"^trainer 0 was lost: its process ended without a word"):
+        watch.follow({"trainer 0": Call("never", after=10**6)}, "server 0")
+
+
+def test_a_stopped_process_of_this_machine_is_gone_when_it_was_ended(watch):
+    quiet_trainers(watch, 1)
+    child = subprocess.Popen(["sleep", "60"])
+    os.kill(child.pid, signal.SIGSTOP)
+    watch.members["trainer 0"].introduced(Introduction("1", "here", machine(), "127.0.0.1", child.pid))
+    with pytest.raises(RolesLost, match="trainer 0 was lost: it was slow"):
+        watch.end(["trainer 0"], "it was slow")
+    assert child.wait(0.5) == -signal.SIGKILL
+
+
+def test_a_role_that_says_nothing_for_long_is_ended_but_not_one_that_pauses(watch, clock):
+    silent = Actor(report=[reports("server 1", "fine"), Call({}, after=10**6)])
+    quiet_trainers(watch, 1)
+    watch.members |= members(server_1=silent)
+    with pytest.raises(RolesLost, match=r"^server 1 was lost: it said nothing for 30 s and was ended"):
+        watch.follow({"trainer 0": Call("never", after=10**6)}, "server 0")
+    assert silent.killed
+    assert 30 < clock[0] < 35
+    pausing = Actor(report=[reports("server 1", "fine"), Call({"server 1": Report("fine", b"")}, after=100)])
+    watch.members |= members(server_1=pausing)
+    assert watch.follow({"trainer 0": Call("over", after=1000)}, "server 0") == {"trainer 0": "over"}
+    assert not pausing.killed
+
+
+def test_a_trainer_that_leaves_no_word_is_ended_as_long_as_it_could(watch):
+    quiet_trainers(watch, 2)
+    watch.members["server 0"].actor.answers["report"] = [
+        Call({"trainer 0": Report("works", b""), "server 0": Report("fine", b"")})
+    ]
+    calls = {f"trainer {rank}": Call("never", after=10**6) for rank in range(2)}
+    with pytest.raises(RolesLost, match=r"^trainer 1 was lost: it said nothing"):
+        watch.follow(calls, "server 0")
+
+
+def test_when_the_one_that_keeps_word_is_silent_trainers_are_not_blamed(watch):
+    quiet_trainers(watch, 2)
+    watch.members["server 0"].actor.answers["report"] = [Call({}, after=10**6)]
+    with pytest.raises(RolesLost) as lost:
+        watch.follow({f"trainer {rank}": Call("never", after=10**6) for rank in range(2)}, "server 0")
+    assert list(lost.value.losses) == ["server 0"]
+
+
+def test_nobody_is_late_while_the_driver_itself_was_stopped(watch, clock, monkeypatch):
+    quiet_trainers(watch, 1)
+    wait, stopped = watch.ray.wait, []
+
+    def stopping(calls, num_returns=1, timeout=None):
+        if len(stopped) == 20:
+            clock[0] += 500
+        stopped.append(1)
+        return wait(calls, num_returns, timeout)
+
+    monkeypatch.setattr(watch.ray, "wait", stopping)
+    assert watch.follow({"trainer 0": Call("over", after=100)}, "server 0") == {"trainer 0": "over"}
+
+
+def test_it_is_told_once_that_a_run_went_on(watch):
+    quiet_trainers(watch, 1)
+    watch.members["server 0"].actor.answers["report"] = [
+        Call({"trainer 0": Report("works", b"", done), "server 0": Report("fine", b"")}) for done in (0, 7, 8, 9)
+    ]
+    went_on = []
+    watch.follow({"trainer 0": Call("over", after=60)}, "server 0", done=7, went_on=lambda: went_on.append(watch.done))
+    assert went_on == [8]
+    assert watch.done == 9
 
 
 def test_the_role_that_was_lost_is_blamed_and_not_the_one_that_missed_it(watch):
-    watch.actors = {"trainer 0": Actor(), "server 1": Actor(report=[Call(RayError(DIED), after=10)])}
-    with pytest.raises(ClusterError, match=r"^server 1 was lost"):
-        watch.follow({"trainer 0": Call(Failure("StoreError", "server 1 did not answer"), after=20)})
+    watch.members |= members(trainer_0=Actor(), server_1=Actor(report=[Call(RayError(DIED), after=10)]))
+    with pytest.raises(RolesLost, match=r"^server 1 was lost"):
+        watch.follow({"trainer 0": Call(Failure("StoreError", "server 1 did not answer"), after=20)}, "server 0")
 
 
 def test_an_error_of_the_trainer_is_its_own_where_all_others_are_well(watch):
-    watch.actors = {"trainer 0": Actor(), "server 1": Actor(report=[reports("server 1", "fine")])}
+    watch.members |= members(trainer_0=Actor(), server_1=Actor(report=[reports("server 1", "fine")]))
     with pytest.raises(StoreError, match=r"^trainer 0: the disk is full"):
-        watch.follow({"trainer 0": Call(Failure("StoreError", "the disk is full"), after=20)})
+        watch.follow({"trainer 0": Call(Failure("StoreError", "the disk is full"), after=20)}, "server 0")
 
 
 def test_answers_of_trainers_come_in_their_order_whoever_is_done_first(watch):
-    watch.actors = {role: Actor(report=[reports(role, "is done")]) for role in ("trainer 0", "trainer 1")}
+    quiet_trainers(watch, 2)
     calls = {"trainer 0": Call("a", after=9), "trainer 1": Call("b", after=3)}
-    assert list(watch.follow(calls).items()) == [("trainer 0", "a"), ("trainer 1", "b")]
+    assert list(watch.follow(calls, "server 0").items()) == [("trainer 0", "a"), ("trainer 1", "b")]
+
+
+def test_who_dies_when_all_is_over_is_not_needed_any_more(watch):
+    quiet_trainers(watch, 1)
+    watch.members |= members(oracle=Actor(report=[Call(RayError(DIED), after=10)]))
+    assert watch.follow({"trainer 0": Call("a", after=2)}, "server 0") == {"trainer 0": "a"}
 
 
 MISSED = Failure("PipelineError", "trainer 0 can't exchange gradients of iteration 3: trainer 1 has stopped")
@@ -144,52 +261,62 @@ MISSED = Failure("PipelineError", "trainer 0 can't exchange gradients of iterati
 
 @pytest.mark.parametrize("first", ["trainer 0", "trainer 1"])
 def test_the_trainer_that_failed_is_blamed_and_not_those_that_missed_it(watch, first):
-    watch.actors = {"trainer 0": Actor(), "trainer 1": Actor()}
+    board = quiet_trainers(watch, 2)
     failed = Failure("ClusterError", "trainer 1 failed with ValueError: odd")
     calls = {"trainer 0": Call(MISSED, after=4), "trainer 1": Call(failed, after=4)}
     calls[first].after = 2
     with pytest.raises(ClusterError, match=r"^trainer 1 failed with ValueError: odd; see "):
-        watch.follow(calls)
+        watch.follow(calls, "server 0", generation=3)
+    assert ("end_generation", 3) in board.asked
 
 
 @pytest.mark.parametrize("first", ["trainer 0", "trainer 1"])
 def test_the_trainer_that_was_lost_is_blamed_whoever_else_says_so_first(watch, first):
-    watch.actors = {"trainer 0": Actor(), "trainer 1": Actor()}
+    quiet_trainers(watch, 2)
     calls = {"trainer 0": Call(MISSED, after=4), "trainer 1": Call(RayError(DIED), after=4)}
     calls[first].after = 2
-    with pytest.raises(ClusterError, match=r"^trainer 1 was lost: its process ended"):
-        watch.follow(calls)
+    with pytest.raises(RolesLost, match=r"^trainer 1 was lost: its process ended"):
+        watch.follow(calls, "server 0")
+
+
+@pytest.mark.parametrize("heed", [True, False])
+def test_a_trainer_that_others_miss_and_that_does_not_answer_is_lost_unless_it_runs_a_script(watch, heed):
+    quiet_trainers(watch, 2)
+    calls = {"trainer 0": Call(MISSED, after=4), "trainer 1": Call("never", after=10**6)}
+    expected, words = (RolesLost, "trainer 1 was lost: it did not answer") if heed else (PipelineError, "trainer 0: ")
+    with pytest.raises(expected, match=rf"^{words}"):
+        watch.follow(calls, "server 0", heed=heed)
 
 
 def test_a_trainer_that_fails_while_others_know_nothing_of_it_does_not_wait_for_them(watch, clock):
-    watch.actors = {"trainer 0": Actor(), "trainer 1": Actor()}
+    quiet_trainers(watch, 2)
     calls = {"trainer 0": Call("never", after=10**6), "trainer 1": Call(Failure("StoreError", "the disk is full"))}
     with pytest.raises(StoreError, match=r"^trainer 1: the disk is full"):
-        watch.follow(calls)
+        watch.follow(calls, "server 0")
     assert clock[0] < 10
 
 
 def test_where_all_only_missed_another_the_first_one_tells_it(watch):
-    watch.actors = {"trainer 0": Actor(), "trainer 1": Actor()}
+    quiet_trainers(watch, 2)
     calls = {"trainer 0": Call(MISSED, after=3), "trainer 1": Call(Failure("PipelineError", "the same"), after=9)}
     with pytest.raises(PipelineError, match=r"^trainer 0: trainer 0 can't exchange gradients"):
-        watch.follow(calls)
+        watch.follow(calls, "server 0")
 
 
 def test_what_roles_elsewhere_printed_is_in_their_logs_and_echoed_while_they_work(watch):
     echoed = []
     watch.echo = echoed.append
-    watch.actors = {
-        "trainer 0": Actor(report=[reports("trainer 0", "is done", b"ende\n"), reports("trainer 0", "is done")]),
-        "server 0": Actor(
+    watch.members = members(
+        trainer_0=Actor(report=[reports("trainer 0", "is done", b"ende\n"), reports("trainer 0", "is done")]),
+        server_0=Actor(
             report=[
                 Call({"trainer 0": Report("iteration 1", b"gr\xc3"), "server 0": Report("2 rows", b"hi\n")}),
                 Call({"trainer 0": Report("iteration 2", b"\xbc\xc3\x9f\n"), "server 0": Report("3 rows", b"")}),
                 Call({"trainer 0": Report("iteration 3", b""), "server 0": Report("3 rows", b"")}),
             ]
         ),
-    }
-    assert watch.follow({"trainer 0": Call("summary", after=60)}) == {"trainer 0": "summary"}
+    )
+    assert watch.follow({"trainer 0": Call("summary", after=60)}, "server 0") == {"trainer 0": "summary"}
     assert watch.logs.path("trainer 0").read_text() == "grüß\nende\n"
     assert watch.logs.path("server 0").read_text() == "hi\n"
     assert "".join(echoed) == "grüß\nende\n"

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from bagpipe.cluster.launch import wire
 from bagpipe.cluster.settings import Introduction
+from bagpipe.cluster.wiring import wire
 from bagpipe.errors import ClusterError
 from bagpipe.wire.keys import Keys
 

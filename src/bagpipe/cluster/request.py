@@ -1,0 +1,54 @@
+"""What is to be launched, as the command line asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bagpipe.config import Config
+from bagpipe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be launched."""
+
+    config: Config
+    servers: int = 1
+    processors: int = 1
+    address: str | None = None
+    """Of a Ray cluster; None: one of our own on this machine."""
+    interface: str | None = None
+    """Where roles listen: its name, address or network. None: loopback on one machine, else as Ray's nodes."""
+    run_dir: Path | None = None
+    script: Path | None = None
+    """Run by the trainer in place of the configuration's model and data."""
+    arguments: tuple[str, ...] = ()
+    server_memory: int | None = None
+    """Bytes: reserved, and the most that a server takes. None: no limit, and a little is reserved."""
+    server_cores: float = 1.0
+    trainer_cores: int | None = None
+    """Of each trainer. None: as many as torch uses here; on this machine alone, trainers share them."""
+    trainer_gpus: float = 0.0
+    """Of each trainer."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("--servers", self.servers), ("--processors", self.processors)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}: give at least 1")
+        if self.script is not None and not self.script.is_file():
+            raise ConfigError(f"there is no script {self.script}: check the path")
+
+    @property
+    def trainers(self) -> int:
+        """Who share each batch."""
+        return self.config.trainers
+
+    @property
+    def threads(self) -> int:
+        """Of each trainer. Bits can depend on it: with one trainer it is the same as in one process."""
+        here = torch.get_num_threads()
+        share = here if self.address is not None else max(1, here // self.trainers)
+        return self.config.threads or self.trainer_cores or share
