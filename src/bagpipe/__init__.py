@@ -11,6 +11,7 @@ from bagpipe._version import __version__
 if TYPE_CHECKING:
     from bagpipe import data, errors, initial, optim, schedules
     from bagpipe.api import accelerate
+    from bagpipe.checkpointing import Checkpointing
     from bagpipe.errors import BagpipeError
     from bagpipe.exporting import export
     from bagpipe.table import Table
@@ -22,6 +23,7 @@ __all__ = [
     "BagpipeError",
     "Batch",
     "Batches",
+    "Checkpointing",
     "Ids",
     "Table",
     "__version__",
@@ -40,6 +42,7 @@ _HOMES = {
     "BagpipeError": "bagpipe.errors",
     "Batch": "bagpipe.types",
     "Batches": "bagpipe.trainer.batches",
+    "Checkpointing": "bagpipe.checkpointing",
     "Ids": "bagpipe.types",
     "Table": "bagpipe.table",
     "accelerate": "bagpipe.api",

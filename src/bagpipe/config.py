@@ -328,7 +328,7 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
     if path is not None:
         settings = read_toml(path, "configuration")
     for override in overrides:
-        _lay_over(settings, override)
+        lay_over(settings, override)
     return parse_config(settings)
 
 
@@ -350,7 +350,8 @@ def parse_config(settings: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
 
 
-def _lay_over(settings: dict[str, Any], override: str) -> None:
+def lay_over(settings: dict[str, Any], override: str) -> None:
+    """Set one setting of nested ones as `a.b=c` says."""
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):

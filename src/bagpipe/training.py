@@ -42,6 +42,7 @@ from bagpipe.results import (
     metrics_summary,
     write_summary,
 )
+from bagpipe.resuming import clear_rows, has_checkpoint, holding, note_config
 from bagpipe.server.local import open_store, open_stores
 from bagpipe.state import State, of_reference, of_store
 from bagpipe.store import Store
@@ -208,7 +209,8 @@ def train_over(
             trained = evaluate_accelerated(job, batches)
     stats = batches.stats()
     summary = clock.summary() | (metrics_summary(trained, clock.auc_untrained) if rank == 0 else {})
-    summary |= {key: stats[key] for key in ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows")}
+    moved = ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows", "peak_rows")
+    summary |= {key: stats[key] for key in moved}
     summary["stall_fraction"] = stats["stall_seconds"] / clock.session_seconds
     if rank:
         return None, summary
@@ -257,17 +259,26 @@ def train_remote(
         return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}
 
 
-def train(job: Job, report: Report) -> Summary:
-    """Train as configured, write summary.json, return it; a run that fails leaves no directory behind."""
-    try:
-        state, summary = train_accelerated(job, report)
-        summary["parameters_sha256"] = state.sha256()
-        return write_summary(job, summary)
-    except BaseException:
-        shutil.rmtree(job.run_dir, ignore_errors=True)
-        with suppress(OSError):
-            Path("runs").rmdir()  # if no other run is in it
-        raise
+def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
+    """Train as configured, write summary.json, return it.
+
+    With checkpoints the run can be resumed, and `resume` is the path of the one to go on from. A run that fails leaves
+    no directory behind, unless it has a checkpoint.
+    """
+    with holding(job.run_dir):
+        try:
+            if job.config.checkpoint.every is not None:
+                note_config(job.run_dir, job.config)
+                clear_rows(job.run_dir)
+            state, summary = train_accelerated(job, report, resume)
+            summary["parameters_sha256"] = state.sha256()
+            return write_summary(job, summary)
+        except BaseException:
+            if not has_checkpoint(job.run_dir):
+                shutil.rmtree(job.run_dir, ignore_errors=True)
+                with suppress(OSError):
+                    Path("runs").rmdir()  # if no other run is in it
+            raise
 
 
 def verify(job: Job, report: Report) -> Summary:
