@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import local
 
 import numpy as np
 
@@ -36,24 +37,54 @@ _PART = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<q")
 HEAD_BYTES = _HEAD.size + _SUM.size
 _MARK_BYTES = HEAD_BYTES + _NUMBER.size
-_JOINED_BYTES = 1 << 16
-"""Pieces below this are copied together: a call of the operating system costs more."""
+_PACKED_BYTES_MAX = (8 << 20) - HEAD_BYTES
+_PIECE_BYTES = 1 << 17
+"""On average; larger ones are not worth a copy."""
 
 Piece = bytes | memoryview
 
 
 class Body:
-    """The body of a record in pieces, summed up before anyone holds a lock."""
+    """The body of a record, summed up before anyone holds a lock. Two of one thread are not in use at once."""
 
     def __init__(self, kind: int, pieces: Sequence[Piece]) -> None:
         self.kind = kind
-        self.num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
-        self._pieces = _joined(pieces)
+        self.num_bytes = sum(map(len, pieces))
+        self._pieces = list(pieces)
+        self._packed = _scratch.pack(pieces, self.num_bytes)
+        if self._packed is not None:
+            self._pieces = [self._packed[HEAD_BYTES:]]
         self._checksum = int(xxh64(*self._pieces), 16)
 
     def record(self, base: int, number: int) -> list[Piece]:
         """All bytes of the record, at its place."""
-        return _joined([head(self.kind, number, self.num_bytes, self._checksum, base), *self._pieces])
+        first = head(self.kind, number, self.num_bytes, self._checksum, base)
+        if self._packed is None:
+            return [first, *self._pieces]
+        self._packed[:HEAD_BYTES] = first
+        return [self._packed]
+
+
+class _Scratch(local):
+    """Memory of each thread for a record in one piece: many small ones cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._room = memoryview(bytearray(1 << 16))
+
+    def pack(self, pieces: Sequence[Piece], num_bytes: int) -> memoryview | None:
+        """Room for a head, and behind it all bytes; None where that is too much to copy."""
+        if num_bytes > min(_PACKED_BYTES_MAX, len(pieces) * _PIECE_BYTES):
+            return None
+        if len(self._room) < HEAD_BYTES + num_bytes:
+            self._room = memoryview(bytearray(1 << (HEAD_BYTES + num_bytes - 1).bit_length()))
+        start = HEAD_BYTES
+        for piece in pieces:
+            self._room[start : start + len(piece)] = piece
+            start += len(piece)
+        return self._room[:start]
+
+
+_scratch = _Scratch()
 
 
 def begin_body(base: int, widths: Sequence[int]) -> Body:
@@ -178,19 +209,3 @@ def _padding(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> int:
 
 def _octets(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], kind: str) -> Piece:
     return np.ascontiguousarray(array.astype(kind, copy=False)).reshape(-1).view(np.uint8).data
-
-
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same bytes in fewer pieces."""
-    joined: list[Piece] = []
-    small: list[Piece] = []
-    for piece in [*pieces, None]:
-        if piece is not None and len(piece) < _JOINED_BYTES:
-            small.append(piece)
-            continue
-        if small:
-            joined.append(b"".join(small) if len(small) > 1 else small[0])
-            small = []
-        if piece is not None:
-            joined.append(piece)
-    return joined

@@ -16,6 +16,8 @@ from bagpipe.errors import StoreError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.shards import servers_by_numpy
 from bagpipe.store import MappedStore, MemoryStore, Store
+from bagpipe.store.journal import Journal
+from bagpipe.store.recorded import Recorded
 from bagpipe.store.remote import RemoteStore
 from bagpipe.store.views import shared_views
 from bagpipe.wire.simulated import SimulatedNetwork
@@ -57,10 +59,16 @@ def remote(num_servers: int, shared_memory: bool) -> RemoteStore:
     return RemoteStore(TABLES, addresses, network, shared_memory=shared_memory, on_close=end)
 
 
+def marked(store: Recorded) -> Recorded:
+    store.mark(0)
+    return store
+
+
 # Small chunks, so that tests cross their borders.
 MAKERS: dict[str, Callable[[Path], Store]] = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=2048),
     "mapped": lambda path: MappedStore.create(path / "store", TABLES, resident_bytes_max=4 << 20),
+    "recorded": lambda path: marked(Recorded(MemoryStore(TABLES, chunk_bytes=2048), Journal(path / "journal"))),
     "view": lambda _: shared_views(MemoryStore(TABLES, chunk_bytes=2048), 1)[0],
     "one server": lambda _: remote(1, shared_memory=False),
     "three servers": lambda _: remote(3, shared_memory=True),
