@@ -21,12 +21,14 @@ from bagpipe.checkpoint.manifest import Facts, InitialEntry, TableEntry
 from bagpipe.checkpoint.plain import import_checkpoint, load_weights, match_names, read_weights
 from bagpipe.checkpoint.reading import load_rows
 from bagpipe.checkpoint.tree import pack_tree
+from bagpipe.checkpointing import Checkpointing
 from bagpipe.errors import CheckpointError
 from bagpipe.initial import Constant, Normal, Uniform
 from bagpipe.layout import RowLayout
 from bagpipe.server.storage import Width
 from bagpipe.store.memory import MemoryStore
 from bagpipe.table import Table
+from twins import loss_of, make_batches, make_net, sgd
 
 LAYOUT = RowLayout(Table("item", 50), (4, 1), bagpipe.optim.Adagrad(0.1), Uniform(3, "item", 0.5))
 ENTRY = TableEntry(
@@ -112,6 +114,29 @@ def test_exported_weights_load_into_the_plain_model(tmp_path):
     assert model.mask.tolist() == [True, False, True]
     assert (model.count.item(), model.halved.tolist()) == (7, [1, 1, 1])
     assert names(tmp_path) == ["c", "model.safetensors"]
+
+
+def test_an_exported_checkpoint_equals_an_export_of_the_model(tmp_path):
+    torch.manual_seed(2)
+    model, rows = make_net(), bagpipe.optim.Adam(0.01)
+    model.user = nn.EmbeddingBag(30, 4, mode="sum", device="meta")
+    model.item = nn.EmbeddingBag(20, 4, mode="sum", device="meta")
+    checkpoint = Checkpointing(tmp_path / "c", every=3)
+    with bagpipe.accelerate(model, make_batches(4), rows, cache=60, checkpoint=checkpoint) as batches:
+        optimizer = sgd(model.parameters())
+        batches.attach(dense=optimizer)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            rows.step()
+    bagpipe.export(model, tmp_path / "expected.safetensors")
+    latest = Checkpoints(tmp_path / "c").latest()
+    assert latest.chain == [3, 4]
+    export_weights(latest, tmp_path / "found.safetensors")
+    expected, found = load_file(tmp_path / "expected.safetensors"), load_file(tmp_path / "found.safetensors")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_rows_without_known_first_values_can_be_exported_if_all_were_trained(tmp_path):
@@ -253,8 +278,6 @@ def test_the_names_of_torchrec_are_understood(tmp_path):
 
 
 def test_a_model_with_cached_rows_takes_weights_over(tmp_path):
-    from twins import loss_of, make_batches, make_net, sgd
-
     plain = make_net()
     written(tmp_path / "a.safetensors", {name: value + 1 for name, value in plain.state_dict().items()})
     model, rows = make_net(), bagpipe.optim.SGD(0.1)
