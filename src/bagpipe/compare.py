@@ -1,27 +1,48 @@
 """Every policy on the same data and model, under the same executor: what differs is only what the oracle keeps.
 
-A run is `exact` if its parameters, rows and optimizer state are those of the reference trainer, bit for bit (I1). Runs
-come one after another, so speeds carry the noise of the machine; rows moved and hit rates do not.
+A run is `exact` if its parameters, rows and optimizer state are those of the reference trainer, bit for bit (I1), and
+`promised` if its policy claims as much. Runs come one after another, so speeds carry the noise of the machine; rows
+moved, hit rates and peaks do not.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, get_args
 
 from bagpipe.config import Config, parse_config
+from bagpipe.data import generated
+from bagpipe.data.generator import Generated
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.job import Job
 from bagpipe.policies import POLICIES
 from bagpipe.training import train_accelerated, train_reference
 
 KEYS = ("samples_per_second", "hit_rate", "fetched_rows", "written_rows", "stall_fraction")
-QUALITY = ("lookahead", "cache_rows", "loss", "log_loss", "auc")
+QUALITY = ("peak_rows", "lookahead", "cache_rows", "loss", "log_loss", "auc")
 WARM_UP_ITERATIONS = 2
 
 Report = Callable[[int, str], None]
+Swept = Literal["cache", "lookahead", "batch", "skew"]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A setting and the values that it takes, one after the other."""
+
+    name: Swept
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A job to compare policies on; of a sweep, what makes it differ from the others."""
+
+    job: Job
+    value: str | None = None
 
 
 def chosen(policies: Iterable[str] | None = None) -> list[str]:
@@ -33,27 +54,65 @@ def chosen(policies: Iterable[str] | None = None) -> list[str]:
     return names
 
 
-def compare(job: Job, policies: Sequence[str], report: Report) -> list[dict[str, Any]]:
+def parse_sweep(text: str) -> Sweep:
+    """A sweep as people write it: "cache=1%,2%,5%", "lookahead=5,50,auto", "batch=512,2048", "skew=0.9,0.1"."""
+    name, equals, values = text.partition("=")
+    listed = tuple(value.strip() for value in values.split(",") if value.strip())
+    if name.strip() not in get_args(Swept) or not equals or not listed:
+        raise ConfigError(
+            f"--sweep {text!r} is not of the form name=value,value, such as cache=1%,2%,5%: names are "
+            f"{', '.join(get_args(Swept))}"
+        )
+    return Sweep(cast(Swept, name.strip()), listed)
+
+
+def points_of(job: Job, sweep: Sweep) -> list[Point]:
+    """The job once for each value; all of them train the same number of samples."""
+    turn = {"cache": _with_cache, "lookahead": _with_lookahead, "batch": _with_batch, "skew": _with_skew}[sweep.name]
+    return [Point(turn(job, value), value) for value in sweep.values]
+
+
+def num_iterations(points: Sequence[Point], policies: Sequence[str]) -> int:
+    """How many iterations `compare` trains, those of the reference included."""
+    references = {_data_key(point.job): point.job.iterations for point in points}
+    return sum(references.values()) + sum(len(policies) * point.job.iterations for point in points)
+
+
+def compare(job: Job, policies: Sequence[str], report: Report) -> list[Row]:
     """Train a job with the reference, then once with each policy; `report` counts the iterations of all runs.
 
     A policy whose cache can't hold what it must keep is listed with the reason, and without figures.
     """
-    configs = {name: _with_policy(job.config, name) for name in policies}
-    expected = train_reference(job, _after(report, 0, "reference"))[0].sha256()
-    rows = []
-    for position, (name, config) in enumerate(configs.items(), start=1):
-        mine = replace(job, config=config, run_dir=job.run_dir / name)
-        try:
-            row = _run(mine, _after(report, position * job.iterations, name), expected)
-        except CapacityError as error:
-            row = dict.fromkeys((*KEYS, "exact", *QUALITY)) | {"reason": str(error)}
-        finally:
-            shutil.rmtree(mine.run_dir, ignore_errors=True)
-        rows.append({"policy": name} | row)
+    return compare_over([Point(job)], policies, report)
+
+
+def compare_over(points: Sequence[Point], policies: Sequence[str], report: Report) -> list[Row]:
+    """The same for each of several jobs; the reference trains once for those that have data and batches in common."""
+    configs = [{name: _with_policy(point.job.config, name) for name in policies} for point in points]
+    expected: dict[tuple[int, int], str] = {}
+    rows: list[Row] = []
+    done = 0
+    for point, own in zip(points, configs, strict=True):
+        job, key = point.job, _data_key(point.job)
+        if key not in expected:
+            expected[key] = train_reference(job, _after(report, done, "reference"))[0].sha256()
+            done += job.iterations
+        for name, config in own.items():
+            mine = replace(job, config=config, run_dir=job.run_dir / name)
+            try:
+                row = _run(mine, _after(report, done, name), expected[key])
+            except CapacityError as error:
+                row = dict.fromkeys((*KEYS, "exact", *QUALITY)) | {"reason": str(error)}
+            finally:
+                shutil.rmtree(mine.run_dir, ignore_errors=True)
+            done += job.iterations
+            where = {} if point.value is None else {"value": point.value}
+            promised = POLICIES[name].is_exact(config.policy_options.build())
+            rows.append({"policy": name} | where | row | {"promised": promised})
     return rows
 
 
-def _run(job: Job, report: Report, expected: str) -> dict[str, Any]:
+def _run(job: Job, report: Report, expected: str) -> Row:
     _warm_up(job)
     state, summary = train_accelerated(job, report)
     return (
@@ -71,11 +130,58 @@ def _warm_up(job: Job) -> None:
     train_accelerated(short, lambda *_: None)
 
 
+def _data_key(job: Job) -> tuple[int, int]:
+    """What the reference's result depends on, of what a sweep changes; its jobs are alive as long as it runs."""
+    return id(job.train), job.config.batch_size
+
+
 def _with_policy(config: Config, policy: str) -> Config:
     settings = config.model_dump() | {"policy": policy}
     if policy == "nocache":
         settings["lookahead"] = "auto"  # it has none, and the configuration refuses to pretend otherwise
     return parse_config(settings)
+
+
+def _changed(job: Job, **settings: object) -> Job:
+    return replace(job, config=parse_config(job.config.model_dump() | settings))
+
+
+def _with_cache(job: Job, value: str) -> Job:
+    if not value.endswith("%"):
+        return _changed(job, cache=int(value) if value.isdecimal() else value)
+    sizes = [table.rows for table in job.train.tables]
+    share = _number("cache", value[:-1]) / 100
+    if None in sizes:
+        unsized = next(table.name for table in job.train.tables if table.rows is None)
+        raise ConfigError(f"cache {value}: table {unsized!r} has no known size: give rows or bytes instead")
+    return _changed(job, cache=max(1, round(share * sum(size for size in sizes if size is not None))))
+
+
+def _with_lookahead(job: Job, value: str) -> Job:
+    return _changed(job, lookahead=int(value) if value.isdecimal() else value)
+
+
+def _with_batch(job: Job, value: str) -> Job:
+    if not value.isdecimal() or not int(value):
+        raise ConfigError(f"batch {value!r} in --sweep: give a number of samples, at least 1")
+    iterations = max(1, round(job.iterations * job.config.batch_size / int(value)))
+    return replace(_changed(job, batch_size=int(value)), iterations=iterations)
+
+
+def _with_skew(job: Job, value: str) -> Job:
+    data = job.train if isinstance(job.train, Generated) else getattr(job.train, "whole", None)
+    if not isinstance(data, Generated):
+        raise ConfigError("--sweep skew turns a dial of generated data: give data.preset instead of data.path")
+    turned = generated(data.preset.name, data.num_samples, data.seed, top_share=_number("skew", value))
+    split = job.train.num_samples
+    return replace(job, train=turned.part(0, split), held_out=turned.part(split, turned.num_samples))
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigError(f"{name} {value!r} in --sweep is not a number") from None
 
 
 def _after(report: Report, done: int, name: str) -> Report:

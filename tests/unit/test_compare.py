@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from bagpipe import compare as comparison
-from bagpipe.compare import chosen, compare
+from bagpipe.compare import chosen, compare, compare_over, num_iterations, parse_sweep, points_of
+from bagpipe.compare_page import compare_page
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
 from bagpipe.job import prepare
@@ -39,6 +40,10 @@ def test_every_policy_ends_with_the_reference_bits_and_moves_its_own_rows(job):
     assert rows["nocache"]["fetched_rows"] > rows["lookahead"]["fetched_rows"] > rows["ideal"]["fetched_rows"] > 0
     assert seen == list(range(1, (1 + len(POLICIES)) * job.iterations + 1))
     assert list(job.run_dir.iterdir()) == []
+    assert all(row["promised"] for row in rows.values())
+    assert rows["ideal"]["peak_rows"] == rows["ideal"]["fetched_rows"]
+    assert all(row["peak_rows"] <= row["cache_rows"] for row in rows.values())
+    assert rows["nocache"]["peak_rows"] < rows["lookahead"]["peak_rows"]
 
 
 def test_a_run_with_other_bits_is_not_exact(job, monkeypatch):
@@ -64,3 +69,90 @@ def test_policies_are_taken_once_each_and_unknown_ones_refused():
     assert chosen(["lru", "nocache", "lru"]) == ["lru", "nocache"]
     with pytest.raises(ConfigError, match="'fifo'"):
         chosen(["lru", "fifo"])
+
+
+def swept(job, text, policies):
+    points = points_of(job, parse_sweep(text))
+    seen = []
+    rows = compare_over(points, policies, lambda done, note: seen.append((done, note)))
+    assert [done for done, _ in seen] == list(range(1, num_iterations(points, policies) + 1))
+    return rows, seen
+
+
+def test_a_sweep_repeats_the_comparison_with_each_value(job):
+    rows, seen = swept(job, "cache=500, 900", ["lru", "belady"])
+    assert [(row["policy"], row["value"]) for row in rows] == [
+        ("lru", "500"), ("belady", "500"), ("lru", "900"), ("belady", "900")
+    ]  # fmt: skip
+    assert all(row["exact"] for row in rows)
+    assert [row["cache_rows"] for row in rows] == [500, 500, 900, 900]
+    assert rows[0]["fetched_rows"] > rows[2]["fetched_rows"]
+    assert sum("reference" in note for _, note in seen) == job.iterations, "the reference does not depend on the cache"
+
+
+def test_other_batches_and_other_skew_are_compared_with_a_reference_of_their_own(job):
+    small, large = points_of(job, parse_sweep("batch=64,256"))
+    assert (small.job.iterations, large.job.iterations) == (2 * job.iterations, round(job.iterations / 2))
+    rows, _ = swept(job, "skew=0.9,0.01", ["lru"])
+    assert all(row["exact"] for row in rows)
+    assert rows[0]["fetched_rows"] < rows[1]["fetched_rows"]
+
+
+def test_lookahead_can_be_swept(job):
+    points = points_of(job, parse_sweep("lookahead=2,auto"))
+    assert [point.job.config.lookahead for point in points] == [2, "auto"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dim=4,8", "names are cache, lookahead, batch, skew"),
+        ("cache", "not of the form"),
+        ("cache=", "not of the form"),
+        ("cache=much", "cache is 'much'"),
+        ("cache=x%", "'x' in --sweep is not a number"),
+        ("cache=5%", "table 'device' has no known size"),
+        ("batch=0", "at least 1"),
+        ("lookahead=far", "lookahead"),
+        ("skew=2", "0.01 to 0.999"),
+    ],
+)
+def test_a_sweep_that_can_not_be_is_refused_before_anything_is_trained(job, text, message):
+    with pytest.raises(ConfigError, match=message):
+        points_of(job, parse_sweep(text))
+
+
+def test_a_share_of_the_rows_is_a_cache_size(tmp_path):
+    job = prepare(parse_config(SETTINGS | {"data": {"preset": "scratchpipe-high", "samples": 300}}), tmp_path / "run")
+    (point,) = points_of(job, parse_sweep("cache=2%"))
+    assert point.job.config.cache == round(0.02 * 80_000_000)
+
+
+def row(policy, **more):
+    figures = dict.fromkeys(("hit_rate", "stall_fraction", "loss", "auc"), 0.25)
+    figures |= dict.fromkeys(("samples_per_second", "fetched_rows", "written_rows", "peak_rows"), 1234)
+    return {"policy": policy} | figures | {"exact": True, "promised": True} | more
+
+
+def test_the_page_shows_every_policy_and_says_what_is_not_exact():
+    none = dict.fromkeys(row("x"), None)
+    rows = [
+        row("lru"),
+        row("windowed", exact=False, promised=False),
+        none | {"policy": "ideal", "promised": True, "reason": "too <small>"},
+    ]
+    html = compare_page("tiny", rows).html()
+    assert "Does not promise the reference&#x27;s bits: windowed" in html
+    assert "no (not promised)" in html
+    assert "ideal: too &lt;small&gt;" in html
+    assert html.count("<svg") == 6
+    broken = compare_page("tiny", [row("lru", exact=False)]).html()
+    assert "though promised: lru" in broken
+
+
+def test_the_page_of_a_sweep_has_a_line_for_each_policy_and_a_table_for_each_value():
+    sweep = parse_sweep("cache=1%,2%")
+    rows = [row(policy, value=value) for value in sweep.values for policy in POLICIES]
+    html = compare_page("tiny", rows, sweep).html()
+    assert html.count("<table>") == 2
+    assert all(f">{policy}</text>" in html for policy in POLICIES)

@@ -12,41 +12,72 @@ from bagpipe.cli.output import AsJson, Settings, console, print_json, print_rows
 from bagpipe.cli.train import ConfigPath
 
 Policies = Annotated[str | None, typer.Option(metavar="A,B,...", help="Which policies; all of them if not given.")]
+SweepOver = Annotated[
+    str | None,
+    typer.Option(
+        "--sweep",
+        metavar="NAME=V,V,...",
+        help="Repeat with each value: cache=1%,2%,5% (or rows, or bytes), lookahead=5,50,auto, batch=512,2048, or "
+        "skew=0.9,0.1 (share of accesses of the top 1% of rows, generated data only).",
+    ),
+]
+HtmlPath = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with charts, too.")]
 
 SHOWN = {
     "samples_per_second": "samples/s",
     "fetched_rows": "fetched",
     "written_rows": "written",
     "stall_fraction": "stall",
+    "peak_rows": "peak",
 }
-HIDDEN = ("lookahead", "cache_rows", "log_loss", "reason")
+HIDDEN = ("lookahead", "cache_rows", "log_loss", "reason", "promised")
 SHARES = ("hit_rate", "stall_fraction")
 
 
 def compare(
-    config: ConfigPath = None, policies: Policies = None, settings: Settings = None, as_json: AsJson = False
+    config: ConfigPath = None,
+    policies: Policies = None,
+    sweep: SweepOver = None,
+    html: HtmlPath = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train with every policy on the same data and model, and hold each to the reference, bit for bit."""
     from bagpipe.config import load_config
 
     configured = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
-    from bagpipe.compare import chosen, compare
+    from bagpipe.compare import Point, chosen, compare_over, num_iterations, parse_sweep, points_of
+    from bagpipe.compare_page import compare_page
     from bagpipe.job import prepare
 
     names = chosen(None if policies is None else [name.strip() for name in policies.split(",")])
+    swept = None if sweep is None else parse_sweep(sweep)
     with tempfile.TemporaryDirectory(prefix="bagpipe-compare-") as directory:
         job = prepare(configured, Path(directory) / "run")
-        with progress((1 + len(names)) * job.iterations, "training") as report:
-            rows = compare(job, names, report)
+        points = [Point(job)] if swept is None else points_of(job, swept)
+        with progress(num_iterations(points, names), "training") as report:
+            rows = compare_over(points, names, report)
+    title = f"{job.config.model.name} on {job.source}, {job.iterations} iterations"
+    if html is not None:
+        compare_page(title, rows, swept).save(html)
     if as_json:
         print_json(rows)
     else:
-        shown = [{SHOWN.get(name, name): _shown(name, row[name]) for name in row if name not in HIDDEN} for row in rows]
-        print_rows(f"{job.config.model.name} on {job.source}, {job.iterations} iterations", shown)
-        for row in rows:
-            if "reason" in row:
-                console.print(f"{row['policy']} can't run: {row['reason']}", highlight=False, markup=False)
+        _print(title, rows, None if swept is None else swept.name)
     raise typer.Exit(1 if all("reason" in row for row in rows) else 0)
+
+
+def _print(title: str, rows: list[dict[str, Any]], swept: str | None) -> None:
+    names = SHOWN | ({} if swept is None else {"value": swept})
+    print_rows(
+        title, [{names.get(name, name): _shown(name, row[name]) for name in row if name not in HIDDEN} for row in rows]
+    )
+    for name in dict.fromkeys(row["policy"] for row in rows if not row["promised"]):
+        console.print(f"{name} does not promise the reference's bits with these options", highlight=False)
+    for row in rows:
+        if "reason" in row:
+            at = f" at {swept} {row['value']}" if swept else ""
+            console.print(f"{row['policy']} can't run{at}: {row['reason']}", highlight=False, markup=False)
 
 
 def _shown(name: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from bagpipe.cli.output import AsJson, Settings, print_json, print_pairs, progress
+from bagpipe.cli.output import AsJson, Settings, console, print_json, print_pairs, progress
 from bagpipe.cli.train import ConfigPath
 
 
@@ -17,14 +17,19 @@ def verify(config: ConfigPath = None, settings: Settings = None, as_json: AsJson
 
     chosen = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
     from bagpipe.job import prepare
+    from bagpipe.policies import POLICIES
     from bagpipe.training import verify
 
     with tempfile.TemporaryDirectory(prefix="bagpipe-verify-") as directory:
         job = prepare(chosen, Path(directory) / "run")
         with progress(2 * job.iterations, "training twice") as report:
             result = verify(job, report)
+    promised = POLICIES[chosen.policy].is_exact(chosen.policy_options.build())
+    result["exact"] = promised
     if as_json:
         print_json(result)
     else:
         print_pairs(f"{job.config.model.name} on {job.source}", result)
+        if not promised:
+            console.print(f"policy {chosen.policy!r} does not promise the reference's bits with these options")
     raise typer.Exit(0 if result["identical"] else 1)

@@ -82,6 +82,8 @@ class Traffic:
     stall_s: float = 0.0
     iterations: int = 0
     lookahead_sum: int = 0
+    peak_rows: int = 0
+    """Slots in use at the most, as plans have it; of one trainer alone, since others are sent rows besides."""
 
     @property
     def lookahead(self) -> float:
@@ -98,6 +100,7 @@ class Traffic:
             "written_rows": self.written_rows,
             "stall_seconds": self.stall_s,
             "lookahead": self.lookahead,
+            "peak_rows": self.peak_rows,
         }
 
 
@@ -210,7 +213,7 @@ class Pipeline(Generic[Payload]):
         self._exhausted = True
 
     def _prefetch(self) -> Stage:
-        barrier = -1
+        barrier, held = -1, 0
         while True:
             yield Wait("a plan", lambda: bool(self._planned) or self._exhausted or self._closing)
             if self._ended() or not self._planned:
@@ -242,6 +245,9 @@ class Pipeline(Generic[Payload]):
                 fetched = self._read(plan, block, after)
                 self._insert(plan, fetched)
             reach("trainer.fetch.inserted")
+            held += len(plan.fetch) - len(plan.victims)
+            self.traffic.peak_rows = max(self.traffic.peak_rows, held)
+            held -= len(plan.evict)
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
             barrier = plan.iteration if len(plan.flush) else barrier
             self._ready.append((plan, payload))

@@ -32,6 +32,20 @@ def test_people_see_a_table_and_why_a_policy_is_missing():
     assert "ideal can't run: policy 'ideal' keeps every row" in " ".join(result.stdout.split())
 
 
+def test_a_sweep_and_a_page_can_be_had(tmp_path):
+    page = tmp_path / "page.html"
+    result = compare("--policies", "lru", "--sweep", "cache=500,900", "--html", str(page))
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[1] for line in lines if line[:1] == ["lru"]] == ["500", "900"]
+    assert "Over cache" in page.read_text()
+
+
+def test_what_does_not_promise_exactness_is_said():
+    result = compare("--policies", "windowed", "--set", "policy_options.mode=stale", cache=500)
+    assert "windowed does not promise the reference's bits" in result.stdout
+
+
 def test_it_fails_if_no_policy_could_run():
     assert compare("--policies", "ideal", "--json", cache=420).exit_code == 1
 
