@@ -45,13 +45,15 @@ Piece = bytes | memoryview
 
 
 class Body:
-    """The body of a record, summed up before anyone holds a lock. Two of one thread are not in use at once."""
+    """The body of a record, summed up before anyone holds a lock."""
 
     def __init__(self, kind: int, pieces: Sequence[Piece]) -> None:
         self.kind = kind
         self.num_bytes = sum(map(len, pieces))
         self._pieces = list(pieces)
-        self._packed = _scratch.pack(pieces, self.num_bytes)
+        self._packed: memoryview | None = None
+        if kind == WRITE:  # a thread has one of these at a time; others are made in the middle of one
+            self._packed = _scratch.pack(pieces, self.num_bytes)
         if self._packed is not None:
             self._pieces = [self._packed[HEAD_BYTES:]]
         self._checksum = int(xxh64(*self._pieces), 16)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bagpipe.checkpoint import disk as disk_module
 from bagpipe.errors import StoreError
 from bagpipe.server.storage import Width
 from bagpipe.store.journal import Journal
@@ -476,3 +477,14 @@ def test_large_writes_of_many_tables_come_back(tmp_path: Path) -> None:
     with Recorded(MemoryStore(list(map(Width, widths))), Journal(tmp_path)) as found:
         found.return_to(7)
         assert [[(i.tolist(), r.tobytes()) for i, r in found.iterate(table)] for table in range(40)] == expected
+
+
+def test_a_long_log_goes_to_the_disk_before_its_mark_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(disk_module, "start_writing", lambda fd: asked.append(fd))
+    with Recorded(MemoryStore([Width(256)]), Journal(tmp_path)) as store:
+        for _ in range(40):
+            store.write(0, np.arange(1024), np.ones((1024, 256), np.float32))
+    assert len(asked) == 2
