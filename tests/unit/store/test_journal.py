@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -417,26 +420,77 @@ def test_marks_whose_old_values_took_too_much_memory_are_returned_to_by_the_jour
         assert store.marks() == [5]
 
 
-def test_another_process_can_not_open_it_until_the_first_has_ended(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "a" / "b")
+def test_a_journal_is_open_once_and_outlives_the_kill_of_its_process(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "b"
+    journal = Journal(directory)
     with pytest.raises(StoreError, match=r"a/b is in use: end the process"):
-        Journal(tmp_path / "a" / "b")
-    context = multiprocessing.get_context("fork")
-    with context.Pool(1) as pool:
-        assert pool.apply(_is_refused, (tmp_path / "a" / "b",))
-    journal.close()
-    journal.close()
+        Journal(directory)
+    script = f"""
+import os, signal
+import numpy as np
+from bagpipe.errors import StoreError
+from bagpipe.server.storage import Width
+from bagpipe.store.journal import Journal
+from bagpipe.store.memory import MemoryStore
+from bagpipe.store.recorded import Recorded
+try:
+    Journal({str(directory)!r})
+except StoreError as error:
+    print(error, flush=True)
+input()
+store = Recorded(MemoryStore([Width(3)]), Journal({str(directory)!r}))
+store.write(0, np.arange(5), np.ones((5, 3), np.float32))
+store.mark(1)
+store.write(0, np.arange(9), np.zeros((9, 3), np.float32))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "is in use: end the process" in process.stdout.readline()
+        journal.close()
+        journal.close()
+        process.communicate("go\n", timeout=120)
+    assert process.returncode == -signal.SIGKILL
     with pytest.raises(StoreError, match="is closed: open it again"):
         journal.mark(0)
-    Journal(tmp_path / "a" / "b").close()
+    with Recorded(MemoryStore([Width(3)]), Journal(directory)) as store:
+        assert store.marks() == [1]
+        store.return_to(1)
+        assert [rows.tolist() for _, rows in store.iterate(0)] == [[[1, 1, 1]] * 5]
 
 
-def _is_refused(path: Path) -> bool:
-    try:
-        Journal(path)
-    except StoreError:
-        return True
-    return False
+def test_two_threads_write_at_once_and_everything_comes_back(tmp_path: Path) -> None:
+    widths, num_ids = [16, 1], 4000
+
+    def write(store: Recorded, half: int, done: int) -> None:
+        generator = np.random.default_rng(10 * done + half)
+        for _ in range(10):
+            ids = generator.permutation(num_ids // 2)[:300] * 2 + half
+            store.write_many(
+                [
+                    (table, ids, generator.standard_normal((300, width), np.float32))
+                    for table, width in enumerate(widths)
+                ]
+            )
+
+    with Recorded(MemoryStore(list(map(Width, widths))), Journal(tmp_path)) as store:
+        for done in range(3):
+            with ThreadPoolExecutor(2) as pool:
+                for written in [pool.submit(write, store, half, done) for half in (0, 1)]:
+                    written.result()
+            store.mark(done)
+        expected = [sorted_rows(store, table) for table in (0, 1)]
+    with Recorded(MemoryStore(list(map(Width, widths))), Journal(tmp_path)) as found:
+        found.return_to(2)
+        assert [sorted_rows(found, table) for table in (0, 1)] == expected
+
+
+def sorted_rows(store: Recorded, table: int) -> list[tuple[int, bytes]]:
+    return sorted(
+        (key, row.tobytes()) for ids, rows in store.iterate(table) for key, row in zip(ids, rows, strict=True)
+    )
 
 
 def test_writes_of_other_tables_are_refused_by_name(tmp_path: Path) -> None:
