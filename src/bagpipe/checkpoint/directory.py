@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING
 from bagpipe.checkpoint.disk import Disk, SystemDisk
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, Manifest, encode_manifest
-from bagpipe.checkpoint.reading import BLOB_SUFFIX, Checkpoint, directory_name, open_checkpoint, read_manifest
+from bagpipe.checkpoint.reading import (
+    BLOB_SUFFIX,
+    Checkpoint,
+    directory_name,
+    open_checkpoint,
+    read_manifest,
+    table_differences,
+)
 from bagpipe.checkpoint.shards import Compression, write_file
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.failpoints import reach
@@ -242,6 +249,7 @@ class Pending:
         name = self._checkpoints.directory / directory_name(self.done)
         try:
             reach("checkpoint.blobs.written")
+            self._check_tables(facts)
             self._write_manifest(Manifest.make(facts, done=self.done, base=self._base, files=self._files))
             reach("checkpoint.manifest.written")
             self._take_name(name)
@@ -266,6 +274,17 @@ class Pending:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abandon()
+
+    def _check_tables(self, facts: Facts) -> None:
+        """Rows of a base fill in for those that are not here, so they have to be of the same tables."""
+        if self._base is None:
+            return
+        base = open_checkpoint(self._disk, self._checkpoints.directory, self._base.done)
+        if different := table_differences(base.manifest.tables, facts.tables):
+            raise CheckpointError(
+                f"the checkpoint after {self.done} iterations can't build on {base.directory}, which is of another "
+                f"model: {'; '.join(different)}: give the run a directory of its own"
+            )
 
     def _write_manifest(self, manifest: Manifest) -> None:
         """Last in the directory; then every name and size is looked at once more, and all names are synced."""

@@ -85,7 +85,7 @@ class Checkpoint:
     def blob(self, name: str) -> bytes:
         """What was kept under this name."""
         entry = self.manifest.file(f"{name}{BLOB_SUFFIX}")
-        if entry is None or entry.rows is not None:
+        if entry is None or entry.rows is not None or entry.raw_bytes is not None:
             raise CheckpointError(f"{self.directory} has nothing of the name {name!r}: it has {self.blobs()}")
         return bytes(read_file(self._disk, self.directory, entry))
 
@@ -105,7 +105,7 @@ class Checkpoint:
         for link in range(len(self._links) - 1, -1, -1):
             for table, ids, values in self._read(link, shard, number):
                 assert table == number
-                new = np.flatnonzero(_unseen(seen, ids, remember=link > 0))
+                new = _unseen(seen, ids, remember=link > 0)
                 if len(new):
                     yield (ids, values) if len(new) == len(ids) else (ids[new], values[new])
 
@@ -261,9 +261,10 @@ def _of_shard(table: int, ids: Int64s, values: Floats, shard: tuple[int, int]) -
 
 
 def _unseen(seen: IdMap, ids: Int64s, remember: bool) -> Int64s:
+    """Where in `ids` those are that were not seen before."""
     positions = np.empty(len(ids), np.int64)
     seen.find(ids, positions)
-    unseen = (positions < 0).astype(np.int64)
+    unseen = np.flatnonzero(positions < 0)
     if remember:
         seen.find_or_insert(ids, positions)
     return unseen

@@ -7,14 +7,15 @@ import logging
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import decode_manifest
+from bagpipe.checkpoint.manifest import Facts, decode_manifest
 from bagpipe.checkpoint.reading import directory_name
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.kernels.xxh64 import xxh64
-from checkpointed import DIRECTORY, FACTS, World, load, opened, save
+from checkpointed import DIRECTORY, FACTS, TABLES, World, load, opened, save
 from simulated_disk import SimulatedDisk
 
 
@@ -153,6 +154,16 @@ def test_a_base_that_is_another_than_it_was_is_refused():
     with pytest.raises(CheckpointError, match="00000010 is not what /checkpoints/00000020 builds on"):
         checkpoints.open(20)
     assert numbers(checkpoints) == [10]
+
+
+def test_one_of_other_tables_can_not_build_on_it():
+    checkpoints, world = run([10], keep=9)
+    other = msgspec.structs.replace(TABLES[0], optimizer="sgd")
+    world.train(20)
+    with pytest.raises(CheckpointError, match=r"can't build on .*00000010.* has optimizer rowwise_adagrad in"):
+        save(checkpoints, world, facts=Facts(tables=(other, TABLES[1])))
+    assert numbers(checkpoints) == [10]
+    assert save(checkpoints, world).chain == [10, 20]
 
 
 def test_what_builds_on_nothing_is_no_checkpoint(caplog):

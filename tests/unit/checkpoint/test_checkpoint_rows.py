@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from bagpipe.checkpoint import shards
 from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.manifest import RowCount
 from bagpipe.checkpoint.reading import load_rows, table_differences
 from bagpipe.checkpoint.shards import check_file, read_rows, write_rows
 from bagpipe.errors import CheckpointError
@@ -87,6 +88,29 @@ def test_files_are_cut_at_a_size_and_plain_safetensors(tmp_path, monkeypatch):
             found[table] |= {key: row.tobytes() for key, row in zip(ids, rows, strict=True)}
         assert set(tensors) <= {"user.ids", "user.rows", "wörd.ids", "wörd.rows"}
     assert found == world.state()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"raw_bytes": 10},
+        {"raw_bytes": 10**6},
+        {"raw_bytes": 2**40},
+        {"raw_bytes": None},
+        {"rows": (RowCount(0, 30),)},
+        {"rows": (RowCount(0, 29), RowCount(1, 30))},
+        {"rows": ()},
+    ],
+    ids=str,
+)
+def test_an_entry_that_says_something_else_than_its_file_is_refused(tmp_path, changes):
+    world = World()
+    world.train(1, share=1)
+    (entry,) = write_rows(SystemDisk(), tmp_path, world.shard(0, 1), list(WIDTHS.items()), compress="zstd")
+    assert [len(ids) for _, ids, _ in read_rows(SystemDisk(), tmp_path, entry, list(WIDTHS.items()))] == [30, 30]
+    wrong = msgspec.structs.replace(entry, **changes)
+    with pytest.raises(CheckpointError, match="use another checkpoint"):
+        list(read_rows(SystemDisk(), tmp_path, wrong, list(WIDTHS.items())))
 
 
 def test_no_rows_make_no_files(tmp_path):
