@@ -94,7 +94,7 @@ def restore(name: str, thing: Attachable, saved: Mapping[str, Any]) -> None:
     kind, state = saved[name]["kind"], saved[name]["state"]
     if kind != type(thing).__name__:
         raise CheckpointError(
-            f"{name!r} was a {kind} when it was kept, and is a {type(thing).__name__}: attach a {kind}"
+            f"{name!r} was of class {kind} when it was kept, and is of class {type(thing).__name__}: attach the same"
         )
     try:
         if isinstance(thing, torch.Generator):
@@ -190,4 +190,4 @@ def is_own(thing: Attachable) -> bool:
 
 def named(names: Iterable[str]) -> str:
     """For messages."""
-    return ", ".join(map(repr, names)) or "nothing"
+    return ", ".join(map(repr, sorted(names))) or "nothing"
