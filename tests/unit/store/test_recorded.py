@@ -16,9 +16,11 @@ from bagpipe.errors import StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import Marked
 from bagpipe.store.blocks import BLOCK_BYTES
+from bagpipe.store.journal import Journal
 from bagpipe.store.local import LocalStore
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.snapshot import Snapshot
+from simulated_disk import SimulatedDisk
 
 WIDTHS = (3, 1)
 
@@ -127,10 +129,10 @@ class MarkedRows(RuleBasedStateMachine):
         self.store.forget(before)
         self.forgotten = max(self.forgotten, before)
 
-    @precondition(lambda self: self.there())
+    @precondition(lambda self: self.store._history.marks())
     @rule(data=st.data(), table=st.integers(0, 1), rows_per_chunk=st.integers(1, 5))
     def begin_to_read(self, data: st.DataObject, table: int, rows_per_chunk: int) -> None:
-        done = data.draw(st.sampled_from(self.there()))
+        done = data.draw(st.sampled_from(self.store._history.marks()))
         since = data.draw(st.sampled_from([None, *(mark for mark in self.marks if mark <= done)]))
         snapshot = self.store.snapshot(done)
         rows = self.marks[done][1][table]
@@ -173,10 +175,51 @@ class MarkedRows(RuleBasedStateMachine):
         self.store.close()
 
 
-MarkedRows.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+def started_again(disk: SimulatedDisk) -> SimulatedDisk:
+    """The same files, all on the disk, so that it can crash once more."""
+    fresh = SimulatedDisk()
+    for path, data in sorted(disk.contents().items()):
+        if data is None:
+            fresh.make_directory(Path(path))
+        else:
+            with fresh.create(Path(path)) as file:
+                file.write(data)
+                file.sync()
+        fresh.sync_directory(Path(path).parent)
+    return fresh
+
+
+class LoggedRows(MarkedRows):
+    """The same with a journal, and a machine that crashes now and then and loses whatever was not synced."""
+
+    def make(self) -> Recorded:
+        self.disk = SimulatedDisk()
+        return self.open()
+
+    def open(self) -> Recorded:
+        return Recorded(memory(), Journal(Path("/journal"), self.disk))
+
+    @precondition(lambda self: self.marks)
+    @rule(data=st.data())
+    def crash(self, data: st.DataObject) -> None:
+        for reading in self.readings:
+            reading.snapshot.close()
+        self.readings.clear()
+        length = len(self.disk.log)
+        lost = data.draw(st.sets(st.sampled_from(self.disk.unsynced(length) or [-1])))
+        self.disk = started_again(self.disk.crashed(length, lost))
+        self.store = self.open()
+        self.forgotten = 0
+        assert self.store.marks() == list(self.marks)
+        self.return_to(data)
+
+
+for machine in (MarkedRows, LoggedRows):
+    machine.TestCase.settings = settings(
+        max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 TestMarkedRows = MarkedRows.TestCase
+TestLoggedRows = LoggedRows.TestCase
 
 
 def test_a_recorded_store_is_marked() -> None:
