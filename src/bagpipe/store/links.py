@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bagpipe.errors import BagpipeError, DeadlineError, StoreError
+from bagpipe.errors import BagpipeError, DeadlineError, StoreError, WireError
 from bagpipe.server.shared import OwnMemory
 from bagpipe.wire.channel import Network
 from bagpipe.wire.in_order import named_error
@@ -23,6 +23,8 @@ Buffers = Sequence[memoryview]
 _PAUSE_S = 0.05
 _RETRY_GROWTH_MAX = 8
 _WATCH_S = 0.5
+_GRACE_S = 1.0
+"""How long servers may still answer when one of them has said that we have no part in the run any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,11 @@ class Asking:
             self.failure, self.done = error, True
             self.link.stale = True
 
+    def give_up(self, why: BagpipeError) -> None:
+        """Wait no longer, because another server has refused us."""
+        self.failure, self.done = WireError(f"{self._name} was not waited for any longer: {why}"), True
+        self.link.stale = True
+
     @property
     def _name(self) -> str:
         return self.link.session.name(self.link.server)
@@ -292,9 +299,13 @@ class Asking:
 
 
 def exchange(session: Session, askings: Sequence[Asking]) -> None:
-    """Have all requests answered, those to different servers at once. Failures are left in the askings."""
+    """Have all requests answered, those to different servers at once. Failures are left in the askings.
+
+    Once a server has said that we have no part in the run, the others are not waited for much longer.
+    """
     network = session.network
     pending = list(askings)
+    refused_at: float | None = None
     try:
         for asking in pending:
             asking.note(asking.begin, network.now())
@@ -306,6 +317,13 @@ def exchange(session: Session, askings: Sequence[Asking]) -> None:
                 asking.note(asking.listen, network.now())
             for asking in pending:
                 asking.note(asking.look, network.now())
+            refusal = next((each.failure for each in askings if isinstance(each.failure, WireError)), None)
+            if refusal is not None:
+                refused_at = network.now() if refused_at is None else refused_at
+                if network.now() - refused_at >= _GRACE_S:
+                    for asking in pending:
+                        if not asking.done:
+                            asking.give_up(refusal)
     finally:
         for asking in pending:
             asking.link.stale = True

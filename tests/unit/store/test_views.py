@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.errors import ConfigError, DeadlineError, StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import NO_ITERATION
+from bagpipe.store.recorded import Recorded
 from bagpipe.store.views import shared_views
 
 
@@ -189,3 +192,57 @@ def test_threads_that_write_read_and_sync_at_once_lose_nothing(kind, tmp_path: P
     assert views[0].stats().num_rows == 2 * trainers * count
     for view in views:
         view.close()
+
+
+# Marks
+
+
+def test_trainer_0_marks_for_all_and_everybody_keeps_what_is_its_own():
+    first, second = views = shared_views(Recorded(MemoryStore(TABLES)), 2)
+    for view in views:
+        view.write_many([rows(0, [1 + view._trainer], 1)], passed=3)
+        view.keep(4, f"trainer-{view._trainer}", b"state")
+    first.mark(4)
+    second.write_many([rows(0, [2, 3], 2)], passed=4)
+    assert first.marks() == second.marks() == [4]
+    assert second.kept(4) == {"trainer-0": b"state", "trainer-1": b"state"}
+    first.return_to(4)
+    assert read(second, [1, 2, 3]) == [1, 1, 0]
+    assert not first.reached(0), "iterations are counted anew"
+    first.mark(5)
+    first.forget(5)
+    first.settle(5)
+    assert second.marks() == [5]
+    for call in (
+        lambda: second.mark(6),
+        lambda: second.forget(6),
+        lambda: second.settle(6),
+        lambda: second.return_to(5),
+        lambda: second.save(5, Path(), ["a", "b"]),
+        lambda: second.load(5, Path(), ["a", "b"]),
+    ):
+        with pytest.raises(StoreError, match=r"trainer 1 asks for \w+: trainer 0 does that for all"):
+            call()
+
+
+def test_a_view_saves_and_loads_what_its_store_does(tmp_path):
+    facts = Facts(
+        tables=tuple(TableEntry(name=name, rows=None, dims=(2,), width=2, optimizer="sgd") for name in ("a", "b"))
+    )
+    view = shared_views(Recorded(MemoryStore(TABLES)), 2)[0]
+    view.write_many([rows(0, [1, 2], 7)], passed=0)
+    view.mark(1)
+    with Checkpoints(tmp_path).begin(1) as pending:
+        pending.add(view.save(1, pending.directory, ["a", "b"]))
+        pending.commit(facts)
+    other = shared_views(Recorded(MemoryStore(TABLES)), 2)[0]
+    other.write_many([rows(0, [9], 9)], passed=5)
+    other.load(1, tmp_path, ["a", "b"])
+    assert read(other, [1, 2, 9]) == [7, 7, 0]
+    assert not other.reached(0)
+
+
+def test_a_store_without_marks_says_what_is_missing():
+    view = shared_views(MemoryStore(TABLES), 1)[0]
+    with pytest.raises(StoreError, match="a MemoryStore has no marks: wrap it in a Recorded store"):
+        view.mark(1)
