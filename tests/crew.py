@@ -1,23 +1,37 @@
-"""A whole run in one process that survives the death of its roles: a `Crew` for `bagpipe.recovery.Supervisor`."""
+"""A whole run in one process that survives the death of its roles: a `Crew` for `bagpipe.recovery.Supervisor`.
+
+Memory goes with the role that had it. The journals of servers and the checkpoints stay, in a directory.
+"""
 
 from __future__ import annotations
 
-from contextlib import closing
+import os
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
 
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpointing import start_of
 from bagpipe.data.service import DataProcessorService, RemoteBatches
-from bagpipe.failpoints import armed
+from bagpipe.failpoints import Killed, acting_as, armed
 from bagpipe.oracle.service import OracleService
 from bagpipe.recovery import RolesLost, Supervisor
 from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.shard import Recording
+from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.collective import memory_groups
+from bagpipe.trainer.keeping import Start
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Wait
 from bagpipe.trainer.sync import Groups
 from bagpipe.training import train_remote
-from scheduled import Attempt, Life, Plot, Posts, ScheduledOutbox, living
+from scheduled import Attempt, Life, Plot, Posts, ScheduledOutbox, Thread, current, in_background, living
 
 RUN = bytes(range(16))
+DISK = ("create", "append", "open", "make_directory", "rename", "unlink", "remove_directory", "sync_directory")
 
 
 class ServedRows(RemoteStore):
@@ -32,8 +46,14 @@ class ServedRows(RemoteStore):
 class Crew:
     """All roles of a run, by name: trainer-0, ..., server-0, ..., oracle, processor-0, ..."""
 
-    def __init__(self, job, directory, *, seed=0, servers=1, processors=1, plot=None, grace=20, **faults):
+    def __init__(
+        self, job, directory, *, seed=0, servers=1, processors=1, plot=None, grace=20, journals=True, history=None,
+        **faults,
+    ):  # fmt: skip
         """`directory` is what outlives every process; `faults` are those of the network."""
+        self.journals, self.history = journals, history
+        self.checkpoints = directory / "checkpoints"
+        self.generation = 0
         self.job, self.directory, self.seed, self.grace = job, directory, seed, grace
         self.num_servers = servers
         self.trainers = [f"trainer-{rank}" for rank in range(job.config.trainers)]
@@ -94,7 +114,7 @@ class Crew:
         groups = [Groups(*ends) for ends in zip(*(memory_groups(len(self.trainers)) for _ in range(3)), strict=True)]
         job = self.job.made(len(self.trainers))
         for rank, role in enumerate(self.trainers):
-            trainer = _Trainer(self, attempt, self.lives[role], rank, oracle, job, groups[rank], generation, went_on)
+            trainer = _Trainer(self, attempt, self.lives[role], rank, oracle, job, groups[rank], point, went_on)
             attempt.add(self.lives[role], trainer.run)
         attempt.add(self.lives["oracle"], oracle.run, awaited=False)
         attempt.at_step(40, lambda: self.network.deliver_late(some=False))
@@ -108,29 +128,48 @@ class Crew:
         raise next(iter(attempt.failed.values()))
 
     def abandon(self, generation):
-        pass
+        self.generation = generation
+        self._each_server(lambda server: server.abandon(generation))
 
     def restart(self, roles):
         for role in roles:
             if self.lives[role].cut_off:  # who hangs is ended, as far as it can be reached
                 self.kill(role, "")
+                del self.lost[role]
             if not self.lives[role].alive:
-                self.lost.pop(role, None)
                 self.start(role)
         self.raise_losses()
 
     def marks(self):
-        return {}
+        found = {}
+        usable = self._server("server-0", lambda server: server.usable_marks(len(self.trainers)))
+        for role in self.server_roles:
+            marks = self._server(role, lambda server: server.marks(self.checkpoints))
+            found[role] = set(marks) & set(usable)
+        return found
 
     def checkpoint(self):
-        return None
+        latest = Checkpoints(self.checkpoints).latest()
+        return None if latest is None else latest.done
 
     def return_to(self, point):
+        done = None if point.kind == "beginning" else point.done
+        self._each_server(lambda server: server.recover(self.generation, done, self.checkpoints))
+
+    def _each_server(self, ask):
         for role in self.server_roles:
-            self.kill(role, "")
-            self.lost.pop(role)
-            self.start(role)
+            self._server(role, ask)
         self.raise_losses()
+
+    def _server(self, role, ask):
+        """Ask a server, which may die of it."""
+        result = None
+        with living(self.lives[role]), suppress(Killed):
+            if role in self.servers:
+                result = ask(self.servers[role])
+        if not self.lives[role].alive:
+            self.raise_losses()
+        return result
 
     def start(self, role):
         """A new life."""
@@ -138,7 +177,10 @@ class Crew:
         kind, _, number = role.partition("-")
         with living(life):
             if kind == "server":
-                server = EmbeddingServer(server=int(number), servers=self.num_servers, run=RUN, clock=self.network.now)
+                server = EmbeddingServer(
+                    server=int(number), servers=self.num_servers, run=RUN, generation=self.generation,
+                    recording=self._recording(role), clock=self.network.now, background=in_background,
+                )  # fmt: skip
                 self.servers[role] = server
                 self.network.listen(role, server.handle)
             elif kind == "processor":
@@ -149,10 +191,15 @@ class Crew:
                 service.start()
                 self.services[role] = service
 
+    def _recording(self, role):
+        journal = self.directory / "journal" / role if self.journals else None
+        return Recording(journal, self.history, (self.checkpoints,))
+
     def raise_losses(self):
-        """Tell the supervisor who is gone."""
-        if self.lost:
-            raise RolesLost(self.lost)
+        """Tell the supervisor who is gone since it last heard of somebody."""
+        lost, self.lost = self.lost, {}
+        if lost:
+            raise RolesLost(lost)
 
 
 class _Oracle:
@@ -166,8 +213,10 @@ class _Oracle:
 
     def run(self):
         crew = self.crew
-        batches = RemoteBatches(crew.network, crew.processors, crew.order, run=RUN, start=self.start)
-        service = OracleService(lambda handler: crew.network.listen("oracle", handler), batches, crew.settings, run=RUN)
+        first = crew.settings.first_needed(self.start)
+        batches = RemoteBatches(crew.network, crew.processors, crew.order, run=RUN, start=first)
+        listen = partial(crew.network.listen, "oracle")
+        service = OracleService(listen, batches, crew.settings, run=RUN, done=self.start)
         service._outbox = self.outbox
         service._listening = crew.network.listen("oracle", service.handle)
         with closing(service._listening):
@@ -178,25 +227,31 @@ class _Oracle:
 class _Trainer:
     """The loop of a trainer."""
 
-    def __init__(self, crew, attempt, life, rank, oracle, job, groups, generation, went_on):
+    def __init__(self, crew, attempt, life, rank, oracle, job, groups, point, went_on):
         self.crew, self.life, self.rank, self.oracle, self.job = crew, life, rank, oracle, job
-        self.groups, self.generation, self.went_on = groups, generation, went_on
+        self.groups, self.point, self.went_on = groups, point, went_on
         self.driver = attempt.driver(life)
-        self.plans = None
 
     def run(self):
         crew, rank, outbox = self.crew, self.rank, self.oracle.outbox
         self.driver.wait(Wait("the oracle", lambda: outbox.has(rank)))
-        self.plans = plans = RemotePlans(crew.network, "oracle", run=RUN, trainer=rank)
+        plans = RemotePlans(crew.network, "oracle", run=RUN, trainer=rank, done=self.point.done)
         self.driver.also["plan"] = lambda: outbox.has(rank, plans._answers.next)
         store = ServedRows(
-            self.job.model()[2], crew.server_roles, crew.network, run=RUN, generation=self.generation,
-            trainer=rank, trainers=len(crew.trainers), shared_memory=False, watch=self._gone,
+            self.job.model()[2], crew.server_roles, crew.network, run=RUN, generation=crew.generation, trainer=rank,
+            trainers=len(crew.trainers), shared_memory=False, watch=self._gone, patience=Patience(retry_s=1.0),
         )  # fmt: skip
         store.servers = [crew.servers.get(role) for role in crew.server_roles]
-        groups = _MortalGroups(self.groups, self.life)
-        peers = groups if len(crew.trainers) > 1 else None
-        return train_remote(self.job, plans, store, self._report, peers, self.driver)
+        groups = _MortalGroups(self.groups, self.life) if len(crew.trainers) > 1 else None
+        return train_remote(
+            self.job, plans, store, self._report, groups, self.driver,
+            start=self._start(store), checkpoints=crew.checkpoints, recover=True,
+        )  # fmt: skip
+
+    def _start(self, store):
+        if self.point.kind == "checkpoint":
+            return start_of(Checkpoints(self.crew.checkpoints).open(self.point.done))
+        return Start(self.point.done, store.kept(self.point.done)) if self.point.kind == "mark" else None
 
     def _report(self, iterations, note):
         self.crew.done = iterations
@@ -244,13 +299,40 @@ class _Never:
         return False
 
 
-def run_crew(crew, restarts_max=20):
-    """State and summary of a run, and the supervisor; everything is let go of."""
+@contextmanager
+def mortal():
+    """Files of roles that die: they are closed as by the operating system, and nothing more is done to any."""
+
+    def wrapped(operation):
+        def call(disk, *arguments):
+            life = current()
+            if life is not None:
+                life.check()
+            made = operation(disk, *arguments)
+            if life is not None and hasattr(made, "close"):
+                life.on_death.append(made.close)
+            return made
+
+        return call
+
+    with ExitStack() as stack:
+        for name in DISK:
+            stack.enter_context(patch.object(SystemDisk, name, wrapped(getattr(SystemDisk, name))))
+        for name in ("fsync", "fdatasync"):  # what was written outlives the death of a process without them
+            stack.enter_context(patch.object(os, name, lambda _: None))
+        stack.enter_context(patch("bagpipe.trainer.background.threading", SimpleNamespace(Thread=Thread)))
+        yield
+
+
+def run_crew(make, restarts_max=20):
+    """State and summary of a run, the crew that `make` makes, and the supervisor; everything is let go of."""
     lines = []
-    supervisor = Supervisor(crew, restarts_max, lines.append)
-    with armed(crew.plot):
-        try:
-            state, summary = supervisor.run()
-        finally:
-            crew.close()
-    return state, summary, supervisor
+    with mortal():
+        crew = make()
+        supervisor = Supervisor(crew, restarts_max, lines.append)
+        with armed(crew.plot), acting_as("supervisor"):
+            try:
+                state, summary = supervisor.run()
+            finally:
+                crew.close()
+    return state, summary, crew, supervisor

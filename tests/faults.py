@@ -17,6 +17,13 @@ from scheduled import Plot
 from served import make_job, quiet
 
 SETTINGS = ["epochs=1", "batch_size=12", "data.samples=110", "data.held_out=0.05", "cache=100", "lookahead=4"]
+SETTINGS += [
+    "recovery.every=2",
+    "checkpoint.every=4",
+    "checkpoint.keep=1",
+    "checkpoint.full_every=2",
+    "model.name=deepfm",
+]
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,13 @@ def run(world, *faults, victims=None, seed=0, restarts_max=20, **options):
     plot = Plot(*faults, victims=victims)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bagpipe-crew-") as directory:
-        crew = Crew(
-            job_of(world), Path(directory), seed=seed, servers=world.servers, processors=world.processors, plot=plot,
-            **options,
+        state, _, crew, supervisor = run_crew(
+            lambda: Crew(
+                job_of(world), Path(directory), seed=seed, servers=world.servers, processors=world.processors,
+                plot=plot, **options,
+            ),
+            restarts_max,
         )  # fmt: skip
-        state, _, supervisor = run_crew(crew, restarts_max)
     seconds = time.monotonic() - start
     left = [thread for thread in threading.enumerate() if thread not in before]
     for thread in left:
@@ -112,3 +121,25 @@ def random_faults(world, seed, number):
 
 
 RECOVERY = [name for name in NAMES if name.startswith("recovery.")]
+"""Reached by the supervisor: others die there."""
+AFTERWARDS = [
+    *("resume.loaded", "server.return.begun", "server.return.done", "server.loaded"),
+    *("history.returned", "journal.rolled_back", "journal.replayed"),
+]
+"""Reached in a recovery only."""
+ELSEWHERE = ["server.read.parked"]
+"""Not reached here: a trainer asks for rows only when it would not have to wait."""
+USUALLY = [name for name in NAMES if name not in {*RECOVERY, *AFTERWARDS, *ELSEWHERE}]
+
+SERVER_LOST = Fault("server.write.applied", at=20, role="server-1")
+"""Which has to come back from a checkpoint and its journal."""
+SERVER_LOST_FOR_GOOD = {"journals": False}
+"""All servers then go back to a checkpoint."""
+
+
+def reached_after(name):
+    """Options of a run in which this point is reached after a server was lost, and who reaches it how often."""
+    options = SERVER_LOST_FOR_GOOD if name == "server.loaded" else {}
+    ended = run(USUAL, SERVER_LOST, **options)
+    assert not ended.differs
+    return options, {role: count for (role, found), count in ended.reaches.items() if found == name and role}

@@ -7,7 +7,7 @@ seed and its faults. Who dies stops where it is: what it would have sent, writte
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from bagpipe.errors import PipelineError
 from bagpipe.failpoints import Faults, Killed, acting_as
 from bagpipe.oracle.outbox import DESCRIPTION, Outbox
 from bagpipe.trainer.stages import Wait
-from bagpipe.trainer.together import Together
+from bagpipe.trainer.together import Together, _Loop
 from bagpipe.wire.simulated import SimulatedNetwork
 
 
@@ -62,6 +62,42 @@ def current():
     return _life.get()
 
 
+_attempt = None
+"""The one under way."""
+
+
+def give_way():
+    """Let others run, where this is work in the background of an attempt."""
+    if _attempt is not None:
+        _attempt.give_way()
+
+
+def in_background(work):
+    """As the thread of a role that does something beside its other work; at once where there is nobody else."""
+    if _attempt is None:
+        work()
+    else:
+        _attempt.spawn(current(), work)
+
+
+class Thread:
+    """In the place of `threading.Thread`, for work of a role in the background."""
+
+    def __init__(self, target, args=(), name=None, daemon=None):
+        self._work, self._loop = lambda: target(*args), None
+
+    def start(self):
+        assert _attempt is not None, "only who takes part in an attempt works in the background"
+        self._loop = _attempt.spawn(current(), self._work)
+
+    def join(self, timeout=None):
+        if _attempt is not None:
+            _attempt.wait(Wait("work in the background", lambda: self._loop.ended))
+
+    def is_alive(self):
+        return not self._loop.ended
+
+
 class Plot(Faults):
     """Faults that befall roles of a crew: those who reach the point, or the victims that are named for it."""
 
@@ -78,6 +114,8 @@ class Plot(Faults):
         super().reached(name)
         if name.startswith("recovery."):
             self.crew.network.deliver_late(some=True)
+        if name.startswith(("checkpoint.", "server.save.")):  # where no lock is held
+            give_way()
 
     def happen(self, role, fault):
         victims = self.victims.get(fault.name, [role])
@@ -120,6 +158,11 @@ class Posts(SimulatedNetwork):
         with self._listening(delivery.channel.address) as listens:
             if listens:
                 super()._deliver(delivery)
+
+    def wait(self, channels, timeout_s):
+        if not channels:  # a pause, and nothing that others may wait for is held meanwhile
+            give_way()
+        return super().wait(channels, timeout_s)
 
     def deliver_late(self, some):
         """What those who were cut off have sent arrives after all, all or some of it; nobody hears the answers."""
@@ -168,6 +211,7 @@ class Attempt:
         self._loops = []
         self._waited_for = []
         self._at_steps = []
+        self._spawned = set()
 
     def at_step(self, number, call):
         """Have something done after so many steps, or when there are no more."""
@@ -191,7 +235,9 @@ class Attempt:
                 except Exception as error:
                     if life.alive:
                         self.failed[life.role] = error
-            self.together.driver(number).end_stages()
+            driver = self.together.driver(number)
+            driver.end_stages()
+            driver.failure = None  # it led to what the loop raised, or to nothing if that was dead or too late
 
         self._loops[number] = (life, loop)
         if awaited:
@@ -199,10 +245,44 @@ class Attempt:
 
     def run(self):
         """Until all are through, or somebody is lost or has failed and all others have ended."""
+        global _attempt
         watcher = self.together.driver(len(self._loops))
-        self.together.run([*(loop for _, loop in self._loops), lambda: self._watch(watcher)])
+        _attempt = self
+        try:
+            self.together.run([*(loop for _, loop in self._loops), lambda: self._watch(watcher)])
+        finally:
+            _attempt = None
         for driver in self.together._drivers.values():
             driver.end_stages()
+
+    def spawn(self, life, work):
+        """One more loop, of work in the background of a role."""
+        loops = self.together._loops
+
+        def run():
+            with living(life), suppress(Killed, PipelineError):
+                self.give_way()
+                work()
+
+        loop = _Loop(len(loops), run)
+        loops.append(loop)
+        self.together.driver(loop.rank)
+        self._spawned.add(loop.thread)
+        loop.start(self.together._begin, self.together._finished)
+        return loop
+
+    def give_way(self):
+        """Let others run; the end of the attempt, or of the role, ends this too."""
+        if threading.current_thread() in self._spawned:
+            self.wait(Wait("its turn", lambda: True))
+
+    def wait(self, wait):
+        """Called by a loop."""
+        life = current()
+        self.together.pause(Wait(wait.what, lambda: self.over or not life.alive or wait.ready()))
+        life.check()
+        if self.over:
+            raise PipelineError(f"{life.role}: the attempt is over")
 
     @property
     def succeeded(self):

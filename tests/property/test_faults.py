@@ -8,8 +8,23 @@ import pytest
 import torch
 
 from bagpipe.errors import ClusterError
-from bagpipe.failpoints import NAMES, Fault
-from faults import LARGE, RECOVERY, SMALL, USUAL, random_faults, roles_at, run, survives
+from bagpipe.failpoints import Fault
+from faults import (
+    AFTERWARDS,
+    LARGE,
+    RECOVERY,
+    SERVER_LOST,
+    SMALL,
+    USUAL,
+    USUALLY,
+    random_faults,
+    reached_after,
+    roles_at,
+    run,
+    survives,
+)
+
+LOSSY = {"delay": (0.0, 0.003), "loss": 0.03, "duplicate": 0.1, "reorder": 0.2}
 
 
 @pytest.fixture(autouse=True)
@@ -20,50 +35,103 @@ def one_torch_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("world", [SMALL, USUAL], ids=["small", "usual"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in RECOVERY])
-def test_any_role_may_die_at_any_point(world, name):
+@pytest.mark.parametrize("name", USUALLY)
+def test_a_role_may_die_at_any_point(name):
     choose = random.Random(name)
-    for role, count in roles_at(world, name).items():
-        survives(world, Fault(name, at=choose.randint(1, count), role=role), seed=choose.randrange(1000))
+    role, count = choose.choice(sorted(roles_at(USUAL, name).items()))
+    survives(USUAL, Fault(name, at=choose.randint(1, count), role=role), seed=choose.randrange(1000))
 
 
-@pytest.mark.parametrize("victim", ["trainer-0", "trainer-1", "server-0", "server-1", "oracle", "processor-0"])
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_a_role_may_die_at_any_point_of_its_return(name):
+    choose = random.Random(name)
+    options, reached = reached_after(name)
+    role, count = choose.choice(sorted(reached.items()))
+    survives(USUAL, SERVER_LOST, Fault(name, at=choose.randint(1, count), role=role), **options)
+
+
+@pytest.mark.parametrize("victim", ["server-0", "trainer-0"])
 @pytest.mark.parametrize("name", RECOVERY)
-def test_any_role_may_die_in_every_phase_of_a_recovery(name, victim):
+def test_another_role_may_die_in_every_phase_of_a_recovery(name, victim):
     first = Fault("trainer.sync.critical", at=6, role="trainer-1")
     survives(USUAL, first, Fault(name), victims={name: [victim]})
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_two_may_die_at_once(seed):
+@pytest.mark.parametrize("role", ["trainer-0", "server-0", "oracle", "processor-0"])
+def test_the_only_one_of_its_kind_may_die(role):
+    fault = Fault("wire.received", at=20, role="server-0")
+    survives(SMALL, fault, victims={fault.name: [role]})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_may_die_at_once(seed):
     roles = ["trainer-0", "trainer-1", "trainer-2", "server-0", "server-1", "oracle", "processor-0", "processor-1"]
-    victims = random.Random(seed).sample(roles, 2)
     fault = random_faults(LARGE, seed, 1)[0]
-    survives(LARGE, fault, victims={fault.name: victims}, seed=seed)
+    survives(LARGE, fault, victims={fault.name: random.Random(seed).sample(roles, 2 + seed)}, seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
+def test_all_may_die_at_once():
+    roles = ["trainer-0", "trainer-1", "server-0", "server-1", "oracle", "processor-0"]
+    fault = Fault("trainer.step.updated", at=7, role="trainer-0")
+    ended = survives(USUAL, fault, victims={fault.name: roles})
+    assert {incident.role for incident in ended.incidents} == set(roles)
+    assert {incident.done_after for incident in ended.incidents} == {6}
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_several_may_die_one_after_the_other(seed):
     faults = random_faults(LARGE, seed, 3)
     ended = run(LARGE, *faults, seed=seed)
     assert not ended.differs, f"seed {seed}: other bits after {', '.join(map(str, faults))}"
+    assert ended.incidents
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("trainer.", "mark.", "remote."))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("trainer.fetch.read", "trainer.evict.copied", "trainer.evict.written", "trainer.step.updated"),
+        *("trainer.sync.delayed", "mark.flushed", "mark.kept", "remote.write.begun"),
+    ],
+)
 def test_a_trainer_that_was_thought_dead_changes_nothing_when_it_comes_back(name):
-    count = roles_at(USUAL, name).get("trainer-1", 0)
-    if count:
-        survives(USUAL, Fault(name, "pause", count // 2 + 1, "trainer-1"))
+    at = roles_at(USUAL, name)["trainer-1"] // 2 + 1
+    survives(USUAL, Fault(name, "pause", at, "trainer-1"))
 
 
-@pytest.mark.parametrize("role", ["trainer-0", "server-1", "oracle"])
+def test_what_a_trainer_had_sent_arrives_after_its_death_and_is_refused():
+    ended = survives(USUAL, Fault("remote.write.begun", "pause", 8, "trainer-0"))
+    assert ended.crew.network.num_late
+
+
+@pytest.mark.parametrize("role", ["trainer-0", "server-1"])
 def test_roles_may_die_while_messages_are_lost_doubled_and_late(role):
-    fault = Fault("wire.received", at=9, role="server-0")
-    survives(
-        USUAL, fault, victims={fault.name: [role]},
-        delay=(0.0, 0.003), loss=0.05, duplicate=0.1, reorder=0.2,
-    )  # fmt: skip
+    fault = Fault("wire.received", at=40, role="server-0")
+    survives(USUAL, fault, victims={fault.name: [role]}, **LOSSY)
+
+
+def test_without_a_journal_a_lost_server_takes_all_back_to_a_checkpoint():
+    fault = Fault("server.write.applied", at=20, role="server-1")
+    ended = survives(USUAL, fault, journals=False)
+    assert ended.incidents[0].done_after == 4
+
+
+def test_without_room_for_old_values_rows_come_back_from_the_journal():
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, history=0)
+    assert ended.incidents[0].done_after == 6
+    assert ("server-0", "journal.replayed") in ended.reaches
+
+
+def test_without_a_journal_and_room_for_old_values_all_go_back_to_a_checkpoint():
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, history=0, journals=False)
+    assert ended.incidents[0].done_after == 4
+
+
+def test_a_run_that_is_lost_after_its_last_iteration_ends_as_it_would_have():
+    count = roles_at(USUAL, "checkpoint.complete")["trainer-0"]
+    ended = survives(USUAL, Fault("checkpoint.complete", at=count, role="trainer-0"))
+    assert ended.incidents[0].done_after == 9
 
 
 def test_a_role_that_dies_more_often_than_allowed_ends_the_run_by_name():
