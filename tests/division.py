@@ -19,10 +19,10 @@ def cut(parts, num_features):
     return CutIds(ids, np.tile(bounds, (num_features, 1)))
 
 
-def divided(tables, capacity, batches, trainers, *, design="owned", delayed=True, stateless=(), **options):
+def divided(tables, capacity, batches, trainers, *, design="owned", delayed=True, costs=(), **options):
     """For each batch (a list of samples for each trainer) the whole plan, and the part of each trainer."""
     oracle = Oracle(tables, capacity, trainers=trainers, **options)
-    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed, stateless=stateless)
+    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed, move_costs=costs)
     num_features = sum(len(table.features) for table in tables)
     source = ((cut(parts, num_features), tuple(map(len, parts))) for parts in batches)
     found = []
@@ -44,16 +44,18 @@ def listed(rows: RowList, tables):
 class Trainers:
     """Each has slots; all have one store."""
 
-    def __init__(self, tables, trainers, stateless=()):
-        self.tables, self.trainers, self.stateless = tables, trainers, stateless
+    def __init__(self, tables, trainers, replicas=False):
+        self.tables, self.trainers, self.replicas = tables, trainers, replicas
         self.slots = [{} for _ in range(trainers)]
         """(group, slot) -> [row, version]"""
         self.narrow = [set() for _ in range(trainers)]
         """Slots with vectors only: their optimizer state is somebody else's."""
+        self.dirty = [set() for _ in range(trainers)]
+        """Rows that the store has not got as they are here; of one that is owned only its owner's."""
         self.store = defaultdict(int)
         self.version = defaultdict(int)
         """What synchronous training would have."""
-        self.sent = 0
+        self.sent = self.moved = 0
 
     def run(self, found, batches):
         """Execute everything; the last background part after the last iteration."""
@@ -83,7 +85,7 @@ class Trainers:
                 assert self.store[row] == self.version[row], "a stale read from the store"
                 self.slots[rank][place] = [row, self.store[row]]
                 self.narrow[rank].discard(place)
-                if not with_state and self.has_state(row):
+                if not with_state:
                     self.narrow[rank].add(place)
                 read_whole[row] += with_state
         if any(part.fetch.whole is not None for part in parts):
@@ -153,6 +155,7 @@ class Trainers:
             gradients = getattr(part.sync, phase)
             for row, place in listed(gradients.rows, self.tables) + all_shared[rank]:
                 self.slots[rank][place] = [row, self.version[row] + 1]
+                self.dirty[rank].add(row)
         for row in updated:
             self.version[row] += 1
         return updated
@@ -166,6 +169,7 @@ class Trainers:
         for sender, part in enumerate(parts):
             values = getattr(part.sync, what)
             for receiver in range(self.trainers):
+                moves = self.move(sender, receiver, values, getattr(parts[receiver].sync, what))
                 sent = [(t, s) for t, items in values.send.of(receiver) for s in items.tolist()]
                 lists = getattr(parts[receiver].sync, what).receive
                 assert sent == [(t, s) for t, items in lists.of(sender) for s in items.tolist()]
@@ -175,17 +179,29 @@ class Trainers:
                     row, version = self.slots[sender][place]
                     assert version == self.version[row], "a stale value is sent"
                     assert row[0] == t
-                    arriving.append((receiver, place, [row, version]))
-        for receiver, place, held in arriving:
+                    arriving.append((receiver, place, [row, version], (t, slot) in moves))
+                assert moves <= set(sent), "a row changes its owner without its vector"
+        for receiver, place, held, moves in arriving:
             assert self.slots[receiver].get(place) != held, "a value is sent to somebody who has it"
             self.slots[receiver][place] = held
             self.narrow[receiver].discard(place)  # of a tenant before this one
-            if self.has_state(held[0]):
+            if not moves:
                 self.narrow[receiver].add(place)
 
-    def has_state(self, row):
-        """Whether a row is more than its vector."""
-        return not self.stateless or not self.stateless[row[0]]
+    def move(self, sender, receiver, values, theirs):
+        """Rows change their owner: the new one has what there is to write; their tables and slots."""
+        given = [(t, s) for t, items in values.give.of(receiver) for s in items.tolist()]
+        taken = [(t, s) for t, items in theirs.take.of(sender) for s in items.tolist()]
+        start = theirs.take.bounds[sender, 0]
+        assert given == taken
+        for (t, slot), row in zip(taken, theirs.taken[start:].tolist(), strict=False):
+            place = (self.tables[t].group, slot)
+            assert self.slots[sender][place][0] == (t, row)
+            assert place not in self.narrow[sender], "who gives a row away has its state"
+            self.dirty[sender].remove((t, row))
+            self.dirty[receiver].add((t, row))
+            self.moved += 1
+        return set(given)
 
     def evict(self, plan, parts):
         assert sum(len(part.evict) for part in parts) == len(plan.evict), "one trainer writes a row"
@@ -196,4 +212,8 @@ class Trainers:
     def write(self, rank, row, place):
         assert self.slots[rank][place] == [row, self.version[row]], "a stale row is written"
         assert place not in self.narrow[rank], "a row is written without its state"
+        assert row in self.dirty[rank], "who writes a row has not updated it"
+        for other, dirty in enumerate(self.dirty):
+            assert other == rank or self.replicas or row not in dirty, "two have a row to write"
+            dirty.discard(row)
         self.store[row] = self.version[row]

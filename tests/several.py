@@ -140,7 +140,7 @@ class Several:
 
     def __init__(self, world: World, together=None, *, loader=None, store=None, accumulate=1, **settings):
         """`together` None: plain threads."""
-        sync = {key: settings.pop(key) for key in ("design", "delayed", "deterministic") if key in settings}
+        sync = {key: settings.pop(key) for key in ("design", "delayed", "deterministic", "moving") if key in settings}
         settings = {"cache": 300, "check": True} | settings
         config = Config(**settings, trainers=world.trainers, assign=world.assign, sync=sync)
         self.world, self.together = world, together

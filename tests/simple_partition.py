@@ -27,6 +27,7 @@ class _Use:
     table: int
     index: int
     """Among the rows of the batch."""
+    id: int
     slot: int
     users: set[int]
     holder: int | None
@@ -42,11 +43,11 @@ class SimplePartition:
     """The twin of `Partition`, for a list of plans that is at hand as a whole."""
 
     def __init__(
-        self, trainers: int, tables: Sequence[OracleTable], design: str, delayed: bool, stateless: Sequence[bool] = ()
+        self, trainers: int, tables: Sequence[OracleTable], design: str, delayed: bool, costs: Sequence[float] = ()
     ) -> None:
         self.trainers, self.tables, self.design, self.delayed = trainers, tables, design, delayed
         self.features = [t for t, table in enumerate(tables) for _ in table.features]
-        self.moving = [design == "owned" and t < len(stateless) and stateless[t] for t in range(len(tables))]
+        self.costs = costs if design == "owned" else ()
         self.replicas = design in ("replicated", "lrpp")
         self.owner: dict[Place, int | None] = {}
         self.freed: dict[Place, int] = {}
@@ -78,7 +79,7 @@ class SimplePartition:
             self.last_use.pop(place, None)
         leaving = {(t, slot) for t, slot, _ in self.listed(plan.evict, plan.evict.slots)}
         uses = []
-        for index, (t, slot, _) in enumerate(self.listed(plan.rows, plan.rows.slots)):
+        for index, (t, slot, row) in enumerate(self.listed(plan.rows, plan.rows.ids)):
             place, users = (self.tables[t].group, slot), self.users(plan, t, index)
             last = self.last_use.get(place)
             kind = "fetched" if last is None else "next" if last == plan.iteration - 1 else "later"
@@ -86,11 +87,23 @@ class SimplePartition:
                 (self.owner[place],) = users
             self.last_use[place] = plan.iteration
             holder = self.owner[place]
-            if self.moving[t] and holder not in users:
-                self.owner[place] = sorted(users)[slot % len(users)]
-            uses.append(_Use(t, index, slot, users, holder, self.owner[place], kind, self.freed[place]))
+            if self.costs and kind != "fetched":
+                self.owner[place] = self.better_owner(plan, t, index, slot, users, holder)
+            uses.append(_Use(t, index, row, slot, users, holder, self.owner[place], kind, self.freed[place]))
         who["takers"] = [self.takers(use) for use in uses if use.kind == "fetched"]
         return uses, who | {"evict": self.writers(plan.evict), "flush": self.writers(plan.flush)}
+
+    def better_owner(self, plan: Plan, table: int, index: int, slot: int, users: set[int], holder: int | None) -> Any:
+        """The user for whom the next uses speak more than for the owner, by more than a move costs; or the owner."""
+        assert plan.sharing is not None
+        cost, uses = self.costs[table], (plan.sharing.next_users[index], plan.sharing.later_users[index])
+
+        def worth(rank: Any) -> int:
+            return (rank in users) + 2 * sum(int(mask) >> rank & 1 for mask in (uses[:1] if cost < 0.5 else uses))
+
+        best = [rank for rank in sorted(users) if worth(rank) - worth(holder) > cost]
+        best = [rank for rank in best if worth(rank) == max(map(worth, best))]
+        return best[slot % len(best)] if best else holder
 
     def users(self, plan: Plan, table: int, index: int) -> set[int]:
         """The trainers one of whose ids is the row."""
@@ -130,6 +143,7 @@ class SimplePartition:
             self.gradients(plan, uses[0], rank, False), self.values(uses[2] if self.delayed else [], rank, ("later",)),
             self.rows(plan.evict, drops["evict"]), self.rows(plan.victims, drops["victims"]),
         )  # fmt: skip
+        flush = [by == rank or bool(self.costs) for by in who["flush"]]
         whole = np.array([use.owner == rank for use in uses[0] if use.kind == "fetched"], bool)
         taken = [rank in takers for takers in who["takers"]]
         fetch, victims = self.rows(plan.fetch, taken), self.rows(plan.victims, [by == rank for by in who["victims"]])
@@ -142,7 +156,7 @@ class SimplePartition:
             ),
             evict=self.rows(plan.evict, [by == rank for by in who["evict"]]),
             victims=Victims(victims.ids, victims.slots, victims.bounds, plan.victims.evict_after),
-            flush=self.rows(plan.flush, [by == rank for by in who["flush"]]),
+            flush=self.rows(plan.flush, flush),
             hits=sum(use.kind != "fetched" for use in mine), sharing=None, sync=sync,
         )  # fmt: skip
 
@@ -187,10 +201,15 @@ class SimplePartition:
             return [u for u in uses if u.kind in kinds and u.holder == holder != user and user in u.users]
 
         ranks = range(self.trainers)
+        give = [[use for use in sent(rank, user) if use.owner == user] for user in ranks]
+        take = [[use for use in sent(holder, rank) if use.owner == rank] for holder in ranks]
         return Values(
             self.lists([[(use.table, use.slot) for use in sent(rank, user)] for user in ranks]),
             self.lists([[(use.table, use.slot) for use in sent(holder, rank)] for holder in ranks]),
             max([use.freed for holder in ranks for use in sent(holder, rank)], default=-1),
+            self.lists([[(use.table, use.slot) for use in uses] for uses in give]),
+            self.lists([[(use.table, use.slot) for use in uses] for uses in take]),
+            np.array([use.id for uses in take for use in uses], np.int64),
         )
 
     def rows(self, rows: RowList, flags: list[bool]) -> RowList:

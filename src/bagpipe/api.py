@@ -177,7 +177,10 @@ def accelerate(
             binding.tables, widths, size, source.first_ids(), lookahead=lookahead, policy=policy, options=options
         )
         return make(LocalPlans(source, oracle), oracle.capacity)
-    settings = PlanSettings(binding.tables, tuple(widths), cache, lookahead, policy, accumulate, options=options)
+    costs = tuple(layout.move_cost for layout in layouts)
+    settings = PlanSettings(
+        binding.tables, tuple(widths), cache, lookahead, policy, accumulate, options=options, move_costs=costs
+    )
     wanted = {"epochs": epochs, "rows": [_wanted(layout) for layout in layouts]}
     return share_batches(launch, source, binding, settings, wanted, used_driver, make)
 

@@ -146,6 +146,21 @@ class RowCache:
         self.dirty[group][slots] = False
         self.tenant_table[group][slots] = VACANT
 
+    def give(self, table: int, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Rows become another trainer's to update and to write; of each whether the store has something older."""
+        group = self.group[table]
+        changed = self.dirty[group][slots]
+        self.dirty[group][slots] = False
+        self.tenant_table[group][slots] = VACANT
+        return changed
+
+    def take(self, table: int, ids: Ids, slots: Slots, changed: npt.NDArray[np.bool_]) -> None:
+        """Rows that are in these slots become this trainer's."""
+        group = self.group[table]
+        self.tenant_table[group][slots] = table
+        self.tenant_id[group][slots] = ids
+        self.dirty[group][slots] = changed
+
     def take_dirty(self) -> Iterator[TableRows]:
         """Updated rows of all tables, which stay in their slots and count as written from now on."""
         for group, dirty in enumerate(self.dirty):

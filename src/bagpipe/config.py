@@ -141,6 +141,9 @@ class SyncConfig(Section):
     trainer uses once."""
     delayed: bool = True
     """Updates that the next iteration does not need may arrive while it trains; off: all arrive before it."""
+    moving: bool = True
+    """A row of design owned may change its owner while it is in the cache, and its optimizer state goes with it, where
+    its next two uses save more than that sends; off: who owns it when it is fetched keeps it."""
     deterministic: bool = True
     """Gradients of trainers are added in the order of their ranks; off: in any order, so that bits can differ."""
 

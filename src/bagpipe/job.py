@@ -100,6 +100,7 @@ class Job:
             design=config.sync.design,
             delayed=config.sync.delayed,
             options=config.policy_options.build(),
+            move_costs=tuple(layout.move_cost for layout in layouts if config.sync.moving),
         )
 
     def loader(self) -> Loader:

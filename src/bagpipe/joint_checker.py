@@ -8,7 +8,7 @@ Trainers in processes of their own have no ledger in common, and are not checked
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -17,6 +17,7 @@ from bagpipe.checker import Checker, Ids, Key, Place, Slots, fingerprint
 from bagpipe.errors import ConsistencyError
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.sync_plan import Lists
 
 if TYPE_CHECKING:
     from bagpipe.trainer.sync import Peers
@@ -72,6 +73,8 @@ class Ledger:
     """What the checkers of all trainers know together."""
 
     trainers: int
+    owned: bool = False
+    """Whether one trainer at a time updates a row."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     trained: dict[Key, Value] = field(default_factory=dict)
     """The newest value of each row that was updated, or read."""
@@ -81,6 +84,8 @@ class Ledger:
     due: dict[Key, int] = field(default_factory=dict)
     """The last iteration with a step that used each row."""
     leaving: dict[tuple[int, Key], Leaving] = field(default_factory=dict)
+    given: dict[Key, bool] = field(default_factory=dict)
+    """Rows on their way from one owner to another, and whether the store has something older."""
     copies: list[dict[Place, Copy]] = field(default_factory=list)
     finished: int = 0
 
@@ -157,6 +162,36 @@ class JointChecker:
                     self._fail(None, theirs.key, f"came from trainer {sender} with other bits than it has there")
                 self._settle(None, place, Copy(theirs.key, newest.version, vector, None))
 
+    def gave(self, moved: Lists) -> None:
+        """Rows go to other owners: this trainer had them, and does not write them any more."""
+        ledger = self._ledger
+        with ledger.lock:
+            for table, slots in _all_of(moved):
+                for place in self._places(table, slots):
+                    copy = self._copies.get(place)
+                    if copy is None or copy.whole is None:
+                        self._fail(None, (table, -1), f"is given away from slot {place[1]}, where it is not owned")
+                    if copy.key in ledger.given:
+                        self._fail(None, copy.key, "is given away twice")
+                    ledger.given[copy.key] = copy.dirty
+                    copy.dirty = False
+
+    def took(self, moved: Lists, ids: Ids) -> None:
+        """Rows have come with their state, as their owner left them, and are this trainer's to write."""
+        ledger, rows = self._ledger, iter(ids.tolist())
+        with ledger.lock:
+            for table, slots in _all_of(moved):
+                for place in self._places(table, slots):
+                    key, copy, newest = (table, next(rows)), self._copies[place], ledger.trained
+                    if copy.key != key or key not in ledger.given:
+                        self._fail(None, key, f"is taken in slot {place[1]} without having been given away")
+                    dirty, whole = ledger.given.pop(key), self._fingerprints(place, key)[1]
+                    if bool(self._cache.dirty[place[0]][place[1]]) != dirty:
+                        self._fail(None, key, f"is {'not ' if dirty else ''}to be written after it changed its owner")
+                    if newest[key].whole not in (0, whole):
+                        self._fail(None, key, "came to its new owner with another state than it had")
+                    copy.whole, copy.dirty = whole, dirty
+
     def training(self, plan: Plan) -> None:
         """A batch is about to be trained: its rows are in their slots, as the last update, wherever, left them."""
         with self._ledger.lock:
@@ -223,6 +258,7 @@ class JointChecker:
                     self._fail(None, key, f"leaves slot {place[1]} without having been there")
                 if copy.dirty and row not in leaving:
                     self._fail(None, key, f"is evicted and its update of iteration {copy.version} dropped")
+                self._check_alone(key, place)
                 if row in leaving:
                     self._leaves(copy, stays=False)
 
@@ -264,6 +300,8 @@ class JointChecker:
             ledger.finished += 1
             if ledger.finished < ledger.trainers:
                 return
+            for key in ledger.given:
+                self._fail(None, key, "was given away and nobody took it")
             for key, version in ledger.due.items():
                 trained, stored = ledger.trained[key], ledger.stored.get(key)
                 if trained.version != version:
@@ -280,6 +318,13 @@ class JointChecker:
                 plan, copy.key, f"is put into slot {place[1]}, where {self._name(there.key)} waits to be written"
             )
         self._copies[place] = copy
+
+    def _check_alone(self, key: Key, place: Place) -> None:
+        """Of a row that has one owner nobody else may have an update to write."""
+        for other, copies in enumerate(self._ledger.copies if self._ledger.owned else ()):
+            theirs = copies.get(place)
+            if other != self._rank and theirs is not None and theirs.key == key and theirs.dirty:
+                self._fail(None, key, f"leaves while trainer {other} has an update of it to write too")
 
     def _leaves(self, copy: Copy, stays: bool) -> None:
         newest = self._ledger.trained[copy.key]
@@ -321,3 +366,9 @@ class JointChecker:
         raise ConsistencyError(
             f"trainer {self._rank}, {when}: {self._name(key)} {what}; this is a defect of bagpipe, please report it"
         )
+
+
+def _all_of(lists: Lists) -> Iterator[tuple[int, Slots]]:
+    """The parts of all trainers' lists: table, slots."""
+    for rank in range(len(lists.bounds)):
+        yield from lists.of(rank)

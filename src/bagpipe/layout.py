@@ -44,6 +44,11 @@ class RowLayout:
         object.__setattr__(self, "width", dim + self.optimizer.state_width(self.dims))
         object.__setattr__(self, "columns", tuple(sum(self.dims[:i]) for i in range(len(self.dims))))
 
+    @property
+    def move_cost(self) -> float:
+        """What a row that changes its owner sends beside its vector, its state and a flag, in vectors."""
+        return (self.width - self.dim + 1) / self.dim
+
     def initialise(self, ids: Ids, out: Floats) -> None:
         """Write the row of each id as it is before its first update into out (ids, width), or its first columns."""
         self._write(self.initial.fill, ids, out)

@@ -22,7 +22,6 @@ from bagpipe.data.tree_wire import types_in
 from bagpipe.layers import Binding
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.trainer.agreement import check_same, tell_all
 from bagpipe.trainer.batches import Batches
@@ -63,6 +62,7 @@ def share_batches(
         assign=config.assign,
         design=config.sync.design,
         delayed=config.sync.delayed,
+        move_costs=settings.move_costs if config.sync.moving else (),
     )
     with ExitStack() as stack:
         groups = launch.open_groups()
@@ -76,7 +76,7 @@ def share_batches(
         said = {"address": address, "wanted": _described(settings) | dict(wanted)}
         told = [json.loads(text) for text in tell_all(groups.critical, driver, json.dumps(said), "what is trained")]
         check_same([each["wanted"] for each in told])
-        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.deterministic)
+        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.deterministic, config.sync.moving)
         plans: PlanSource
         if served is not None:
             plans, capacity = served, served.capacity
@@ -99,9 +99,7 @@ def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: Pla
     try:
         features = [table.features for table in settings.tables]
         source.share(_ending(binding), Assigner(settings.assign, settings.trainers, launch.config.seed, features))
-        partition = Partition(
-            settings.trainers, oracle.tables, oracle.capacity, design=settings.design, delayed=settings.delayed
-        )
+        partition = settings.partition(oracle)
         listen = on_socket(str(Address(launch.hosts[0], 0)), security=launch.listener)
         described = settings.described(oracle.capacity)
         return ServedPlans(listen, source, oracle, partition, described, run=launch.run)
@@ -143,6 +141,7 @@ def _described(settings: PlanSettings) -> dict[str, object]:
         "assign": settings.assign,
         "sync.design": settings.design,
         "sync.delayed": settings.delayed,
+        "sync.moving": bool(settings.move_costs),
     }
 
 

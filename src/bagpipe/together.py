@@ -75,16 +75,19 @@ class Trainers:
             policy=config.policy, options=config.policy_options.build(), trainers=trainers,
         )  # fmt: skip
         sync = config.sync
-        partition = Partition(trainers, oracle.tables, oracle.capacity, design=sync.design, delayed=sync.delayed)
+        partition = Partition(
+            trainers, oracle.tables, oracle.capacity, design=sync.design, delayed=sync.delayed,
+            move_costs=[layout.move_cost for layout in layouts if sync.moving],
+        )  # fmt: skip
         plans = SharedPlans(source, oracle, partition)
         stores = open_stores(layouts, [driver.notify for driver in self._drivers])
-        ledger = Ledger(trainers) if config.check else None
+        ledger = Ledger(trainers, owned=sync.design in ("owned", "partitioned")) if config.check else None
         self.batches = [
             Batches(
                 model, own, row_layouts[0].optimizer, row_layouts, plans.of(rank),
                 RowCache(widths, oracle.capacity, torch.device("cpu")), stores[rank], self._drivers[rank],
                 depth=DEPTH, threads=torch.get_num_threads(), check=config.check,
-                peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.deterministic, ledger),
+                peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.deterministic, sync.moving, ledger),
                 keeping=keeping(stores[rank], rank),
             )
             for rank, (model, own, row_layouts) in enumerate(made)

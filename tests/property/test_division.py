@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bagpipe.oracle.partition import DESIGNS
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
-from division import Trainers, divided, listed
+from division import Trainers, divided
 
 TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
 CAPACITY = [14, 17]
@@ -37,7 +37,7 @@ def test_every_trainer_always_has_the_newest_value(design, delayed, trace, polic
         TABLES, capacity, batches, trainers, design=design, delayed=delayed, policy=policy, lookahead=lookahead
     )
     assert [plan.iteration for plan, _ in found] == list(range(len(batches)))
-    Trainers(TABLES, trainers).run(found, batches)
+    Trainers(TABLES, trainers, replicas=design in ("replicated", "lrpp")).run(found, batches)
     if not delayed:
         for _, parts in found:
             assert all(not len(part.sync.later_gradients.rows) and part.sync.later_values.empty for part in parts)
@@ -45,23 +45,31 @@ def test_every_trainer_always_has_the_newest_value(design, delayed, trace, polic
 
 @given(
     trace=traces(),
-    stateless=st.lists(st.booleans(), min_size=3, max_size=3),
+    costs=st.lists(st.sampled_from([0.1, 1.1, 2.1]), min_size=3, max_size=3),
     policy=st.sampled_from(["lookahead", "lru"]),
     lookahead=st.sampled_from([1, 2, 5, "auto"]),
     delayed=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
-def test_rows_without_state_go_with_their_users(trace, stateless, policy, lookahead, delayed):
+@settings(max_examples=80, deadline=None)
+def test_rows_go_to_their_next_users_and_one_trainer_at_a_time_has_them_to_write(
+    trace, costs, policy, lookahead, delayed
+):
     trainers, batches = trace
     options = {"delayed": delayed, "policy": policy, "lookahead": lookahead}
-    found = divided(TABLES, CAPACITY, batches, trainers, stateless=stateless, **options)
-    Trainers(TABLES, trainers, stateless).run(found, batches)
-    for _, parts in found:
-        for part in parts:
-            used = {row for row, _ in listed(part.rows, TABLES)}
-            for gradients in part.sync.gradients, part.sync.later_gradients:
-                updated = {row for row, _ in listed(gradients.rows, TABLES) if stateless[row[0]]}
-                assert updated <= used, "a row belongs to somebody who does not use it"
+    found = divided(TABLES, CAPACITY, batches, trainers, costs=costs, **options)
+    Trainers(TABLES, trainers).run(found, batches)
+
+
+def test_a_row_whose_next_uses_are_another_trainers_goes_there_with_its_state():
+    uses = [{0}, {0}, {1}, {1}, {1}, {0, 1}]
+    found, batches = exclusive("owned", uses, lookahead=2, costs=[2.1])
+    system = Trainers([OracleTable("only", 8)], 3)
+    system.run(found, batches)
+    moved = [[len(part.sync.values.take) for part in parts] for _, parts in found]
+    assert moved[1] == [0, 1, 0], "trainer 1 uses it next, and after that"
+    assert sum(map(sum, moved)) == 1
+    staying, _ = exclusive("owned", uses, lookahead=2)
+    assert not any(len(part.sync.values.take) for _, parts in staying for part in parts)
 
 
 @given(trace=traces(), lookahead=st.sampled_from([2, 5, "auto"]))
@@ -85,7 +93,7 @@ def exclusive(design, uses, **options):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_row_goes_from_one_user_to_several_and_back(design):
     found, batches = exclusive(design, [{0}, {0, 1, 2}, {2}, {1}, {0, 1}, {1}], lookahead=3)
-    system = Trainers([OracleTable("only", 8)], 3)
+    system = Trainers([OracleTable("only", 8)], 3, replicas=design in ("replicated", "lrpp"))
     system.run(found, batches)
     assert system.version[0, 0] == 6
 

@@ -13,10 +13,9 @@ from bagpipe.trainer.together import LOOP
 from covering import pairwise
 from several import DESIGNS, World, run, run_alone
 from support import OPTIMIZERS, assert_identical, make_batches
+from trainer_events import train_with_events
 
 BATCHES = make_batches(9, size=5, last=2)
-OTHERS = make_batches(2, seed=99)
-"""For evaluation."""
 EXPECTED = {}
 CHOICES = {
     "trainers": (1, 2, 3, 4),
@@ -102,33 +101,6 @@ def test_every_schedule_is_bit_identical(seed, eagerness, last, design, delayed,
         world, seed, eagerness, last, design=design, delayed=delayed, lookahead=lookahead, policy=policy, cache=cache
     )
     assert_identical(expected(world), found.state)
-
-
-def train_with_events(events):
-    """A loop in which something happens at some batches, on all trainers."""
-
-    def loop(one):
-        for number, batch in enumerate(one.batches):
-            event = events.get(number)
-            if event == "evaluate":
-                with torch.no_grad():
-                    for other in one.batches.evaluate(OTHERS):
-                        one.model(other.dense, other.sparse)
-            elif event == "save":
-                one.batches.state_dict()
-            elif event == "barrier":
-                one.batches.barrier()
-            one.backward(batch)
-            if event == "skip":
-                one.batches.zero_grad()
-                continue
-            if event == "norm":
-                assert one.batches.grad_norm() > 0
-            one.step()
-            if event == "barrier after":
-                one.batches.barrier()
-
-    return loop
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -74,8 +74,8 @@ def values_are_sent_before_the_update(patch):
     vectors = Packing.vectors
     old = {}
 
-    def stale(packing, lists):
-        now = vectors(packing, lists)
+    def stale(packing, lists, moved):
+        now = vectors(packing, lists, moved)
         key = packing._cache.test_rank
         before, old[key] = old.get(key), [buffer.clone() for buffer in now]
         same = before is not None and [len(a) for a in before] == [len(b) for b in now]

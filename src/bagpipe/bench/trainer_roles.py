@@ -207,9 +207,8 @@ class TrainerRole:
             plans = RemotePlans(network, oracle, run=key, trainer=self._rank)
             stack.callback(plans.close)
             sync = job.config.sync
-            peers = Peers(
-                Groups(groups.critical, groups.delayed, groups.dense), sync.design, sync.delayed, sync.deterministic
-            )
+            own = Groups(groups.critical, groups.delayed, groups.dense)
+            peers = Peers(own, sync.design, sync.delayed, sync.deterministic, sync.moving)
             self._system = TrainedSystem(job, plans, store, peers)
             stack.callback(self._system.close)
             self._opened = stack.pop_all()

@@ -23,7 +23,7 @@ Int64s = NDArray[np.int64]
 Masks = NDArray[Any]
 """Unsigned, one bit a trainer."""
 Ranks = NDArray[np.int8]
-Flags = NDArray[np.bool_]
+Costs = NDArray[np.float64]
 
 SHARED = -1
 """The owner of a row that all trainers have."""
@@ -32,9 +32,53 @@ LEAVES = 0x100
 """The tenant is evicted by the plan that is followed just now."""
 FETCHED, NEXT, LATER = 0, 1, 2
 """How a row comes to its users: from the store; after an update in the iteration before; after an earlier one."""
+NEVER = np.inf
+"""The cost of a move of rows that keep their owner."""
 NOW, AFTERWARDS = 0, 1
 """When a row is updated: before the next iteration, which uses it; or beside that one."""
+SHORT = 0.5
+"""Where a move costs less than this part of a vector, only a row's next use counts: it may move again after that."""
 _ONE = np.uint64(1)
+
+
+@kernel
+def better_owner(holder: int, users: Any, after: Any, later: Any, cost: float, number: int) -> int:
+    """Who should own a row from this use on: who has it now, or a user of it for whom the next two uses speak more.
+
+    A user who becomes the owner is sent the vector anyway. If the old one does not use the row, a gradient less is sent
+    now; at a later use of the new one a vector and a gradient less, and at one of the old one that much more. All in
+    vectors, as is the cost. Among equals a number decides, which spreads them evenly.
+    """
+    had = np.uint64(holder)
+    if cost < SHORT:
+        later = np.uint64(0)
+    gain = 0 if (users >> had) & _ONE else 1
+    gain -= 2 * int((after >> had) & _ONE) + 2 * int((later >> had) & _ONE)
+    best, equals, left = cost, np.uint64(0), users & ~(_ONE << had)
+    if gain + 4 <= cost:
+        return holder
+    while left:
+        rank = np.uint64(lowest(left))
+        left &= left - _ONE
+        own = gain + 2 * int((after >> rank) & _ONE) + 2 * int((later >> rank) & _ONE)
+        if own > best:
+            best, equals = float(own), _ONE << rank
+        elif own == best and equals:
+            equals |= _ONE << rank
+    return one_of(equals, number) if equals else holder
+
+
+def better_owner_simple(holder: int, users: int, after: int, later: int, cost: float, number: int) -> int:
+    """Twin of `better_owner`."""
+    uses = (after,) if cost < SHORT else (after, later)
+
+    def worth(rank: int) -> int:
+        return (users >> rank & 1) + 2 * sum(int(use) >> rank & 1 for use in uses)
+
+    others = [rank for rank in range(64) if users >> rank & 1 and rank != holder and worth(rank) - worth(holder) > cost]
+    most = max(map(worth, others), default=0)
+    equals = [rank for rank in others if worth(rank) == most]
+    return equals[number % len(equals)] if equals else holder
 
 
 @kernel
@@ -57,6 +101,8 @@ def follow(
     bounds: Int64s,
     slots: Int32s,
     users: Masks,
+    next_users: Masks,
+    later_users: Masks,
     before: Int32s,
     bounds_before: Int64s,
     fetch_bounds: Int64s,
@@ -65,7 +111,7 @@ def follow(
     homes: Ranks,
     bits: Masks,
     users_read: bool,
-    moving: Flags,
+    costs: Costs,
     bases: Int64s,
     state: Int64s,
     holders: Ranks,
@@ -79,9 +125,9 @@ def follow(
 
     Finds who owns each row and how it comes to its users; the trainers that read it from the store (its owner, with its
     users if they read too; bits[SHARED] stands for all); and which rows of the plan before have to be updated NOW.
-    A row that LEAVES and has one user is that user's. One of a table that is moving always belongs to one of its users;
-    its last owner, who holds its newest vector, sends it to them as ever. `homes` are left as those who own the rows
-    that are fetched. These come in the order of rows; returns how many were met.
+    A row that LEAVES and has one user is that user's. One that was in the cache may change its owner, where that is
+    worth its table's cost; the last one, who holds its newest vector, sends it to its users as ever. Rows that are
+    fetched come in the order of rows; returns how many were met.
     """
     met = 0
     for t in range(bounds.shape[0] - 1):
@@ -98,14 +144,9 @@ def follow(
             if word & LEAVES and mine & (mine - _ONE) == np.uint64(0):
                 word = (word & ~OWNER) | (lowest(mine) + 1)
                 state[place] = word
-            holders[i] = (word & OWNER) - 1
-            if moving[t] and (mine >> np.uint64((word & OWNER) - 1)) & _ONE == np.uint64(0):
-                word = (word & ~OWNER) | (one_of(mine, slots[i]) + 1)
-                state[place] = word
-            owner = (word & OWNER) - 1
+            holder = owner = (word & OWNER) - 1
             if fetched:
                 state[place] = word
-                homes[f] = owner
                 takers[f] = bits[owner] | users[i] if users_read else bits[owner]
                 f += 1
                 kinds[i] = FETCHED
@@ -114,7 +155,13 @@ def follow(
                 phases_before[index(bounds_before[t] + before[i])] = NOW
             else:
                 kinds[i] = LATER
-            owners[i] = owner
+            if costs[t] < NEVER and not fetched:
+                owner = better_owner(
+                    holder, mine, np.uint64(next_users[i]), np.uint64(later_users[i]), costs[t], slots[i]
+                )
+                if owner != holder:
+                    state[place] = (word & ~OWNER) | (owner + 1)
+            holders[i], owners[i] = holder, owner
             freed[i] = word >> HALF
         met += f - fetch_bounds[t]
     return met
@@ -124,6 +171,8 @@ def follow_by_numpy(
     bounds: Int64s,
     slots: Int32s,
     users: Masks,
+    next_users: Masks,
+    later_users: Masks,
     before: Int32s,
     bounds_before: Int64s,
     fetch_bounds: Int64s,
@@ -132,7 +181,7 @@ def follow_by_numpy(
     homes: Ranks,
     bits: Masks,
     users_read: bool,
-    moving: Flags,
+    costs: Costs,
     bases: Int64s,
     state: Int64s,
     holders: Ranks,
@@ -152,16 +201,16 @@ def follow_by_numpy(
     own = single & (words & LEAVES != 0)
     words[own] = (words[own] & ~OWNER) | (np.log2(users[own].astype(np.float64)).astype(np.int64) + 1)
     holders[:] = (words & OWNER) - 1
-    for i in np.flatnonzero(np.repeat(moving, np.diff(bounds))):
-        ranks = [rank for rank in range(64) if int(users[i]) >> rank & 1]
-        if holders[i] not in ranks:
-            words[i] = (words[i] & ~OWNER) | (ranks[slots[i] % len(ranks)] + 1)
+    table = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    for i in np.flatnonzero(~fetched & (costs[table] < NEVER)).tolist():
+        mine, after, later = (int(part[i]) for part in (users, next_users, later_users))
+        owner = better_owner_simple(int(holders[i]), mine, after, later, float(costs[table[i]]), int(slots[i]))
+        words[i] = (words[i] & ~OWNER) | (owner + 1)
     state[places] = words
     owners[:], freed[:] = (words & OWNER) - 1, words >> HALF
     kinds[:] = np.where(fetched, FETCHED, np.where(before >= 0, NEXT, LATER))
     begins = np.repeat(bounds_before[:-1], np.diff(bounds))
     phases_before[(begins + before)[kinds == NEXT]] = NOW
-    homes[:] = owners[fetched]
     takers[:] = bits[owners[fetched]] | (users[fetched] * users.dtype.type(users_read))
     return int(fetched.sum())
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bagpipe.kernels import kernel
 from bagpipe.kernels.masks import index, lowest
 from bagpipe.kernels.plan import HALF, KEEP, LOWER
-from bagpipe.kernels.prefetch import prefetch
+from bagpipe.kernels.prefetch import FAR, prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -80,17 +80,35 @@ def keep_users(
     starts: Int64s,
     counts: Int64s,
     iteration: int,
+    first: int,
     begins: Int64s,
     users: Masks,
     previous: Int64s,
     window_users: Masks,
     window_previous: Int64s,
+    window_next: Masks,
+    window_later: Masks,
 ) -> None:
-    """Move the users of a batch's rows, and their words before it, into the window."""
+    """Move the users of a batch's rows, and their words before it, into the window, which begins with batch `first`.
+
+    At the last use of each row there they are noted as the users of the next one, at that before as those after it.
+    """
+    mask = begins.shape[1] - 1
     for t in tables:
-        begin = begins[t, iteration & (begins.shape[1] - 1)]
-        window_users[begin : begin + counts[t]] = users[starts[t] : starts[t] + counts[t]]
-        window_previous[begin : begin + counts[t]] = previous[starts[t] : starts[t] + counts[t]]
+        begin, start, last = begins[t, iteration & mask], starts[t], starts[t] + counts[t] - 1
+        for i in range(counts[t]):
+            far = previous[index(min(start + i + FAR, last))]
+            prefetch(window_next, begins[t, ((far >> HALF) - 1) & mask] + (far & LOWER))
+            prefetch(window_previous, begins[t, ((far >> HALF) - 1) & mask] + (far & LOWER))
+            mine, word = users[index(start + i)], previous[index(start + i)]
+            window_users[index(begin + i)], window_previous[index(begin + i)] = mine, word
+            window_next[index(begin + i)] = window_later[index(begin + i)] = 0
+            if word >> HALF > first:
+                at = index(begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER))
+                window_next[at] = mine
+                word = window_previous[at]
+                if word >> HALF > first:
+                    window_later[index(begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER))] = mine
 
 
 def keep_users_by_numpy(
@@ -98,18 +116,28 @@ def keep_users_by_numpy(
     starts: Int64s,
     counts: Int64s,
     iteration: int,
+    first: int,
     begins: Int64s,
     users: Masks,
     previous: Int64s,
     window_users: Masks,
     window_previous: Int64s,
+    window_next: Masks,
+    window_later: Masks,
 ) -> None:
     """Twin of `keep_users`."""
+    mask = begins.shape[1] - 1
     for t in tables:
         here = slice(starts[t], starts[t] + counts[t])
-        begin = begins[t, iteration & (begins.shape[1] - 1)]
-        window_users[begin : begin + counts[t]] = users[here]
-        window_previous[begin : begin + counts[t]] = previous[here]
+        new = slice(begins[t, iteration & mask], begins[t, iteration & mask] + counts[t])
+        window_users[new], window_previous[new] = users[here], previous[here]
+        window_next[new] = window_later[new] = 0
+        mine, words = users[here], previous[here]
+        for noted in (window_next, window_later):
+            known = words >> HALF > first
+            mine, words = mine[known], words[known]
+            at = begins[t, ((words >> HALF) - 1) & mask] + (words & LOWER)
+            noted[at], words = mine, window_previous[at]
 
 
 @kernel

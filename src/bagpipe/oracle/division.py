@@ -63,22 +63,38 @@ class Uses:
         """The vectors that owners send to other users of rows that come to them in this way."""
 
         def of(rank: int) -> Values:
-            send, receive, after = self._sent
+            rows, (send, receive, after), (give, take) = self.plan.rows, self._sent, self._moved
             first = (kind * self.trainers + rank) * self.trainers
-            lists = send.lists(first, self.trainers), receive.lists(first, self.trainers)
-            return Values(*lists, int(after[kind, rank]))
+            sent, received, given, taken = (each.lists(first, self.trainers) for each in (send, receive, give, take))
+            gives, takes = (Lists(rows.slots[lists.items], lists.bounds) for lists in (given, taken))
+            return Values(sent, received, int(after[kind, rank]), gives, takes, rows.ids[taken.items])
 
         return of
 
     @cached_property
     def _sent(self) -> tuple[_Flat, _Flat, Int32s]:
         """By kind, sender and receiver; by kind, receiver and sender; and which plan freed the last slot."""
-        rows, users, trainers = self.plan.rows, self.sharing.users, self.trainers
+        rows = self.plan.rows
+        return self._flowing(rows, self.sharing.users, self.holders, self.kinds, self.freed)
+
+    @cached_property
+    def _moved(self) -> tuple[_Flat, _Flat]:
+        """Of the rows (by index) that change their owner: by kind, old and new; by kind, new and old."""
+        rows, holders, kinds, users = self.plan.rows, self.holders, self.kinds, self.sharing.users
+        moved = np.flatnonzero((self.owners != holders) & (kinds != FETCHED)).astype(np.int32)
+        bits = users.dtype.type(1) << self.owners[moved].astype(users.dtype)
+        some = RowList(rows.ids[:0], moved, np.searchsorted(moved, rows.bounds))
+        return self._flowing(some, bits, holders[moved], kinds[moved], self.freed[moved])[:2]
+
+    def _flowing(
+        self, rows: RowList, users: Masks, holders: Ranks, kinds: Ranks, freed: Int32s
+    ) -> tuple[_Flat, _Flat, Int32s]:
+        trainers = self.trainers
         pairs, after = np.zeros((3, trainers, trainers), np.int64), np.full((3, trainers), -1, np.int32)
-        kernels.count_values(users, self.holders, self.kinds, self._flows, pairs)
+        kernels.count_values(users, holders, kinds, self._flows, pairs)
         send, receive = (_Flat.of(counts, rows) for counts in (pairs, pairs.transpose(0, 2, 1)))
         kernels.fill_values(
-            rows.bounds, rows.slots, users, self.holders, self.kinds, self.freed, self._flows, trainers,
+            rows.bounds, rows.slots, users, holders, kinds, freed, self._flows, trainers,
             send.bounds, send.items, receive.bounds, receive.items, after,
         )  # fmt: skip
         return send, receive, after
@@ -158,6 +174,8 @@ class Division:
     """Whether all trainers have copies of the rows that nobody owns alone."""
     read_by_users: bool
     """Whether a row's first users read it beside its owner, who alone needs its optimizer state."""
+    flushed_by_all: NDArray[np.bool_]
+    """Of each table whether its rows may have changed their owner since: then whoever has one to write, flushes it."""
     fetched: Vectors
     values: Vectors
     later_values: Vectors
@@ -195,7 +213,9 @@ class Division:
             fetch=self._fetch(rank),
             evict=flagged(plan.evict, uses.evict_by == rank),
             victims=Victims(victims.ids, victims.slots, victims.bounds, plan.victims.evict_after),
-            flush=flagged(plan.flush, uses.flush_by == rank),
+            flush=flagged(
+                plan.flush, (uses.flush_by == rank) | np.repeat(self.flushed_by_all, np.diff(plan.flush.bounds))
+            ),
             hits=int(np.count_nonzero(uses.kinds.take(mine.items) != FETCHED)),
             sharing=None,
             sync=sync,
@@ -240,4 +260,4 @@ def _listed(flags: NDArray[np.bool_], bounds: Int64s) -> Lists:
 def no_vectors(trainers: int, tables: int) -> Vectors:
     """Nobody sends anything."""
     nothing = Lists(np.empty(0, np.int32), np.zeros((trainers, tables + 1), np.int64))
-    return lambda _: Values(nothing, nothing, -1)
+    return lambda _: Values(nothing, nothing, -1, nothing, nothing, np.empty(0, np.int64))

@@ -168,8 +168,8 @@ class Oracle:
             )  # fmt: skip
             if cuts is not None:
                 keep_users(
-                    part.tables, batch.starts, counts, iteration, window.begins, scratch.users, scratch.previous,
-                    window.users, window.previous,
+                    part.tables, batch.starts, counts, iteration, window.first, window.begins, scratch.users,
+                    scratch.previous, window.users, window.previous, window.next, window.later,
                 )  # fmt: skip
 
         self._workers.run(note_stays, self._parts)
@@ -286,7 +286,9 @@ class Oracle:
             )  # fmt: skip
 
         self._workers.run(choose, self._parts)
-        return Sharing(window.users[here].copy(), before, homes, *self._cuts.popleft())
+        stays = window.stays[here] != 0
+        after, later = (part[here] * stays for part in (window.next, window.later))
+        return Sharing(window.users[here].copy(), after, later, before, homes, *self._cuts.popleft())
 
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:
         for group in self.groups:

@@ -5,8 +5,8 @@ x + 1 both use is exchanged between them; one that x + 1 does not use is updated
 iteration before its next use. So every use of a row finds its newest value, and nothing is sent that nobody uses (I3).
 
 Designs:
-  owned        one trainer owns a row while it is in the cache: the one that uses it most, as far as the oracle sees;
-               rows without optimizer state are always owned by one of those that use them;
+  owned        one trainer owns a row: the one that will use it most while it is in the cache, as far as the oracle
+               sees when it is fetched; then it may go, with its state, to a user for whom its next two uses speak more;
   partitioned  the slot decides who owns a row, and the owner alone reads it from the store;
   replicated   all trainers fetch and update all rows;
   lrpp         as replicated, but a row that one trainer uses and that then leaves is that trainer's alone.
@@ -35,7 +35,6 @@ DESIGNS: tuple[Design, ...] = ("owned", "partitioned", "replicated", "lrpp")
 Int64s = NDArray[np.int64]
 Masks = NDArray[Any]
 Ranks = NDArray[np.int8]
-Flags = NDArray[np.bool_]
 Payload = TypeVar("Payload")
 
 AHEAD = 2
@@ -53,12 +52,12 @@ class Partition:
         *,
         design: Design = "owned",
         delayed: bool = True,
-        stateless: Sequence[bool] = (),
+        move_costs: Sequence[float] = (),
     ) -> None:
-        """`capacity` has the size of each slot space; `stateless` tells of each table if rows are vectors alone.
+        """`capacity` has the size of each slot space.
 
-        Such rows need no more than their vector to change owners, and every user is sent that: in the design owned they
-        go with their users, which saves about a fifth of what is sent.
+        `move_costs` tells of each table what a row sends more when it changes its owner, in vectors, for the design
+        owned: that of its state, since its vector is sent anyway. None: rows keep their owners.
         """
         masks = mask_type(trainers)
         if design not in DESIGNS:
@@ -73,10 +72,10 @@ class Partition:
         """The mask of each trainer; the last, where SHARED points, is that of all."""
         self._flows: Int64s = np.array([FETCHED if design == "partitioned" else -1, NEXT, LATER if delayed else NEXT])
         """When vectors of rows of each kind are sent: with those of which kind; -1: never."""
-        assert len(stateless) in (0, len(tables)), "of each table, or of none"
-        self._moving: Flags = np.zeros(len(tables), np.bool_)
-        if design == "owned" and stateless:
-            self._moving[:] = stateless
+        assert len(move_costs) in (0, len(tables)), "of each table, or of none"
+        self._costs = np.full(len(tables), kernels.NEVER)
+        if design == "owned" and move_costs:
+            self._costs[:] = move_costs
         self._no_vectors = no_vectors(trainers, len(tables))
         self._waiting: deque[Uses] = deque()
 
@@ -120,10 +119,10 @@ class Partition:
         homes = self._homes(fetch, sharing)
         last = self._waiting[-1] if self._waiting else None
         met = kernels.follow(
-            rows.bounds, rows.slots, sharing.users, sharing.before,
+            rows.bounds, rows.slots, sharing.users, sharing.next_users, sharing.later_users, sharing.before,
             rows.bounds if last is None else last.plan.rows.bounds,
             fetch.bounds, fetch.slots, fetch.slot_after, homes,
-            self._bits, self.design != "partitioned", self._moving, bases, state,
+            self._bits, self.design != "partitioned", self._costs, bases, state,
             holders, owners, kinds, freed, owners[:0] if last is None else last.phases, takers,
         )  # fmt: skip
         assert met == len(fetch), f"plan {plan.iteration} fetches rows that its batch does not use"
@@ -134,7 +133,7 @@ class Partition:
 
     def _homes(self, fetch: Fetch, sharing: Sharing) -> Ranks:
         if self.design == "owned":
-            return sharing.homes.copy()
+            return sharing.homes
         if self.design == "partitioned":
             return (fetch.slots % self.trainers).astype(np.int8)
         return np.full(len(fetch), SHARED, np.int8)
@@ -152,6 +151,7 @@ class Partition:
             self._features,
             replicas=not owners,
             read_by_users=self.design == "owned",
+            flushed_by_all=self._costs < kernels.NEVER,
             fetched=uses.vectors(FETCHED) if self.design == "partitioned" else nothing,
             values=self._waiting[0].vectors(NEXT) if owners and self._waiting else nothing,
             later_values=self._waiting[1].vectors(LATER) if owners and len(self._waiting) > 1 else nothing,

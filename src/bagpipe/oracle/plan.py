@@ -49,6 +49,10 @@ class Sharing:
 
     users: NDArray[Any]
     """For each row of the batch a bit mask of the trainers that use it."""
+    next_users: NDArray[Any]
+    """For each row those of its next use, as far as the oracle sees; 0: none is known."""
+    later_users: NDArray[Any]
+    """Those of the use after that."""
     before: Int32s
     """For each row its index among those of its table in the batch before; -1: that does not use it."""
     homes: NDArray[np.int8]

@@ -78,11 +78,15 @@ class PlanSettings:
     """Whether what the next iteration does not need is exchanged beside it."""
     options: PolicyOptions = DEFAULTS
     """Of the policy."""
+    move_costs: tuple[float, ...] = ()
+    """What a row of each table sends more when it changes its owner, in vectors; empty: rows keep their owners."""
 
     def __post_init__(self) -> None:
         cache_size(self.cache)
         if len(self.tables) != len(self.widths) or not self.tables:
             raise ConfigError(f"{len(self.tables)} tables with {len(self.widths)} widths: give one for each")
+        if self.move_costs and len(self.move_costs) != len(self.tables):
+            raise ConfigError(f"{len(self.tables)} tables with {len(self.move_costs)} move_costs: give one for each")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate is {self.accumulate}: give at least 1")
         if self.design not in DESIGNS:
@@ -96,7 +100,14 @@ class PlanSettings:
         """How plans are divided; None: they are not."""
         if self.trainers == 1:
             return None
-        return DividedBy(self.trainers, self.assign, self.design, self.delayed)
+        return DividedBy(self.trainers, self.assign, self.design, self.delayed, bool(self.move_costs))
+
+    def partition(self, oracle: Oracle) -> Partition:
+        """Divides plans."""
+        return Partition(
+            self.trainers, oracle.tables, oracle.capacity, design=self.design, delayed=self.delayed,
+            move_costs=self.move_costs,
+        )  # fmt: skip
 
     def assigner(self) -> Assigner:
         """Divides samples."""
@@ -282,10 +293,7 @@ class OracleService:
         if settings.trainers == 1:
             yield from ([planned] for planned in source.planned(oracle))
             return
-        partition = Partition(
-            settings.trainers, oracle.tables, oracle.capacity, design=settings.design, delayed=settings.delayed
-        )
-        for division, parts in source.divided(oracle, partition):
+        for division, parts in source.divided(oracle, settings.partition(oracle)):
             samples = list(zip(*(part.samples for part in parts), strict=True))
             yield [(division.part(rank, *samples), part.group) for rank, part in enumerate(parts)]
 

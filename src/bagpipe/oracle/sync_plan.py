@@ -1,7 +1,7 @@
 """What one trainer exchanges with the others in an iteration: lists that both sides know, so that only values travel.
 
 Gradients go to who updates a row, new vectors to who uses it next. What the next iteration uses is exchanged before it
-(critical), the rest beside it (delayed).
+(critical), the rest beside it (delayed). A row may change its owner with a vector: its state goes with it then.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ class Values:
     """For each trainer the slots of the rows that it sends."""
     slot_after: int
     """They are received once this plan's evictions are copied out; -1: no wait."""
+    give: Lists
+    """For each trainer the slots of those among the rows it is sent that it owns from then on."""
+    take: Lists
+    """For each trainer the slots of those among the rows it sends that this one owns from then on."""
+    taken: Int64s
+    """The ids of the rows to take."""
 
     @property
     def empty(self) -> bool:

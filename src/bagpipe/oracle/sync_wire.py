@@ -8,6 +8,7 @@ entries; where its parts begin follows. A list without entries takes no place bu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,8 @@ def pack_sync(sync: Sync, packing: Packing) -> SyncHead:
         else:
             packing.add(part.counts().astype(np.int32))
             packing.add(part.items)
+    for values in (sync.fetched, sync.values, sync.later_values):
+        packing.add(values.taken)
     return SyncHead(
         sync.rank, [list(samples) for samples in sync.samples], sync.fetched.slot_after, sync.values.slot_after,
         sync.later_values.slot_after, sizes,
@@ -64,6 +67,10 @@ def unpack_sync(
     )
     gradients, later = (reading.gradients(what, rows) for what in ("gradients", "later gradients"))
     drop, drop_victims = (reading.rows(what) for what in ("drop", "drop_victims"))
+    fetched, values, later_values = (
+        reading.taken(what, each)
+        for what, each in (("fetched", fetched), ("values", values), ("later values", later_values))
+    )
     samples = tuple(map(tuple, head.samples))
     sync = Sync(head.rank, samples, fetched, gradients, values, later, later_values, drop, drop_victims)
     _check_design(sync, division, name)
@@ -79,9 +86,23 @@ class _Reading:
 
     def values(self, what: str, slot_after: int) -> Values:
         slots = np.array(self._shape.slots, np.int64)
-        send, receive = (self._lists(f"{what} to {verb}", self._trainers, slots) for verb in ("send", "receive"))
+        send, receive, give, take = (
+            self._lists(f"{what} to {verb}", self._trainers, slots) for verb in ("send", "receive", "give", "take")
+        )
         self._check_own(what, send, receive)
-        return Values(send, receive, slot_after)
+        for moved, among in ((give, send), (take, receive)):
+            if not np.isin(_keys(moved), _keys(among)).all():
+                raise WireError(f"{self._name}, {what}: a row changes its owner without its vector")
+        return Values(send, receive, slot_after, give, take, np.empty(0, np.int64))
+
+    def taken(self, what: str, values: Values) -> Values:
+        """With the ids of the rows to take, which come behind everything else."""
+        tables = np.tile(np.arange(len(self._shape.tables)), self._trainers).repeat(values.take.counts().reshape(-1))
+        ids = self._unpacking.int64s(len(values.take), f"{what}: ids of rows to take")
+        for number, table in enumerate(self._shape.tables):
+            if table.rows is not None:
+                check_range(f"{self._name}, {what}, ids of table {table.name!r}", ids[tables == number], 0, table.rows)
+        return replace(values, taken=ids)
 
     def gradients(self, what: str, used: RowList) -> Gradients:
         of_used = _counts(used)
@@ -140,11 +161,17 @@ class _Reading:
 def _parts(sync: Sync) -> Iterator[RowList | Lists]:
     """All lists, in the order in which they travel."""
     for values in (sync.fetched, sync.values, sync.later_values):
-        yield from (values.send, values.receive)
+        yield from (values.send, values.receive, values.give, values.take)
     for phase in (sync.gradients, sync.later_gradients):
         yield from (phase.rows, phase.send, phase.add, phase.shared)
         yield from (phase.own, Lists(phase.own_at, phase.own.bounds))
     yield from (sync.drop, sync.drop_victims)
+
+
+def _keys(lists: Lists) -> Int64s:
+    """A number for each entry: whose it is, of which table, and the slot."""
+    places = np.arange(lists.counts().size, dtype=np.int64).repeat(lists.counts().reshape(-1))
+    return places << np.int64(32) | lists.items
 
 
 def _counts(rows: RowList) -> Int64s:
@@ -174,13 +201,16 @@ def _check_design(sync: Sync, division: DividedBy, name: str) -> None:
     if division.design in OWNED:
         unknown["shared rows"] = sum(len(phase.shared) + len(phase.own) for phase in phases)
     else:
-        unknown["vectors"] = sum(len(part) for part in list(_parts(sync))[:6])
+        unknown["vectors"] = sum(len(part) for part in list(_parts(sync))[:12])
         lists = [each for phase in phases for each in (phase.send, phase.add)]
         unknown["gradients of one trainer for another"] = sum(
             len(each) - int(each.counts()[sync.rank].sum()) for each in lists
         )
     if division.design != "partitioned":
         unknown["fetched vectors"] = len(sync.fetched.send) + len(sync.fetched.receive)
+    if not division.moving or division.design != "owned":
+        vectors = (sync.fetched, sync.values, sync.later_values)
+        unknown["rows that change their owner"] = sum(len(each.give) + len(each.take) for each in vectors)
     if not division.delayed:
         later = sync.later_gradients
         unknown["later gradients"] = len(later.rows) + len(later.send) + len(later.add) + len(later.shared)

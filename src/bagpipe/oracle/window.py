@@ -33,6 +33,9 @@ class Window:
         """The trainers that use each row, if there are several."""
         self.previous: Int64s = np.empty(0, np.int64)
         """The word of each row before this use of it, if there are several trainers."""
+        self.next: Masks = np.empty(0, masks or np.uint8)
+        self.later: Masks = np.empty(0, masks or np.uint8)
+        """The trainers that use each row at its next use, and at the one after that; none: the window does not tell."""
         self.inverses: deque[tuple[Int32s, ...]] = deque()
         self.first = first
         """Iteration of the oldest batch."""
@@ -52,7 +55,7 @@ class Window:
     def nbytes(self) -> int:
         """Memory in use."""
         inverses = sum(array.nbytes for inverse in self.inverses for array in inverse)
-        rings = (self.begins, self.entries, self.stays, self.users, self.previous)
+        rings = (self.begins, self.entries, self.stays, self.users, self.previous, self.next, self.later)
         return sum(ring.nbytes for ring in rings) + inverses
 
     def push(self, counts: Int64s, inverse: tuple[Int32s, ...]) -> None:
@@ -93,7 +96,8 @@ class Window:
         """Move all batches to the beginning of larger rings; the end of them."""
         used = self.num_rows
         size = 64 + (used + count) * 3 // 2
-        olds: list[Any] = [self.entries, self.stays] + ([] if self._masks is None else [self.users, self.previous])
+        olds: list[Any] = [self.entries, self.stays]
+        olds += [] if self._masks is None else [self.users, self.previous, self.next, self.later]
         news: list[Any] = [np.empty(size, old.dtype) for old in olds]
         end = 0
         for iteration in range(self.first, self.first + len(self)):
@@ -105,5 +109,5 @@ class Window:
             end += length
         self.entries, self.stays = news[:2]
         if self._masks is not None:
-            self.users, self.previous = news[2:]
+            self.users, self.previous, self.next, self.later = news[2:]
         return end

@@ -33,14 +33,15 @@ class Packing:
         frozen = np.array([isinstance(layout.optimizer, Frozen) for layout in layouts])
         self._gradients: Int64s = np.where(frozen, 0, self._vectors)
         """Rows that are not updated have none."""
+        self._states: Int64s = np.array([layout.width - layout.dim for layout in layouts], np.int64)
 
     def room_for_gradients(self, lists: Lists) -> list[Tensor]:
         """An unfilled buffer for each trainer's list."""
         return self._room(lists.counts(), self._gradients)
 
-    def room_for_vectors(self, lists: Lists) -> list[Tensor]:
-        """An unfilled buffer for each trainer's list."""
-        return self._room(lists.counts(), self._vectors)
+    def room_for_vectors(self, lists: Lists, moved: Lists) -> list[Tensor]:
+        """An unfilled buffer for each trainer's list, and behind it for what else belongs to those rows that move."""
+        return self._empty(lists.counts() @ self._vectors + moved.counts() @ (self._states + 1))
 
     def gradients(self, lists: Lists, gradients: Mapping[int, Tensor], samples: float) -> list[Tensor]:
         """For each trainer the gradients that its list names, times the number of samples."""
@@ -94,9 +95,9 @@ class Packing:
                 yield table, buffer[done : done + count * dim].view(count, dim)
                 done += count * dim
 
-    def vectors(self, lists: Lists) -> list[Tensor]:
-        """For each trainer the vectors in the slots that its list names."""
-        buffers = self.room_for_vectors(lists)
+    def vectors(self, lists: Lists, moved: Lists) -> list[Tensor]:
+        """For each trainer the vectors in the slots that its list names, and room for what moves to it."""
+        buffers = self.room_for_vectors(lists, moved)
         for rank, buffer in enumerate(buffers):
             for table, slots, part in self._parts(lists, rank, buffer, self._vectors):
                 rows = self._cache.data[self._cache.group[table]]
@@ -116,8 +117,42 @@ class Packing:
                 else:
                     rows[:, : part.shape[1]].index_copy_(0, self._index(slots), part)
 
+    def give(self, moved: Lists, buffers: Sequence[Tensor]) -> None:
+        """Rows go to other trainers with their state and whether the store has them: they are no longer this one's."""
+        for table, slots, part in self._tails(moved, buffers):
+            state, dim = int(self._states[table]), int(self._vectors[table])
+            rows = self._cache.data[self._cache.group[table]][:, dim : dim + state]
+            if state and self._host:
+                exchange.gather_part(rows.numpy(), slots, part.numpy()[:, :state])
+            elif state:
+                part[:, :state] = rows.index_select(0, self._index(slots))
+            part[:, state] = torch.from_numpy(self._cache.give(table, slots).astype(np.float32))
+
+    def take(self, moved: Lists, ids: Int64s, buffers: Sequence[Tensor]) -> None:
+        """Rows come from other trainers, in the order of `ids`: this one updates and writes them from now on."""
+        done = 0
+        for table, slots, part in self._tails(moved, buffers):
+            state, dim = int(self._states[table]), int(self._vectors[table])
+            rows = self._cache.data[self._cache.group[table]][:, dim : dim + state]
+            if state and self._host:
+                exchange.scatter_part(rows.numpy(), slots, part.numpy()[:, :state])
+            elif state:
+                rows.index_copy_(0, self._index(slots), part[:, :state])
+            dirty = part[:, state].cpu().numpy() != 0
+            self._cache.take(table, ids[done : done + len(slots)], slots, dirty)
+            done += len(slots)
+
+    def _tails(self, moved: Lists, buffers: Sequence[Tensor]) -> Iterator[tuple[int, Int32s, Tensor]]:
+        """What lies behind the vectors: table, slots, their state and a flag."""
+        widths = self._states + 1
+        for rank, size in enumerate((moved.counts() @ widths).tolist()):
+            yield from self._parts(moved, rank, buffers[rank][len(buffers[rank]) - size :], widths)
+
     def _room(self, counts: Int64s, dims: Int64s) -> list[Tensor]:
-        return [torch.empty(size, dtype=torch.float32, device=self._cache.device) for size in (counts @ dims).tolist()]
+        return self._empty(counts @ dims)
+
+    def _empty(self, sizes: Int64s) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.float32, device=self._cache.device) for size in sizes.tolist()]
 
     def _parts(self, lists: Lists, rank: int, buffer: Tensor, dims: Int64s) -> Iterator[tuple[int, Int32s, Tensor]]:
         done = 0

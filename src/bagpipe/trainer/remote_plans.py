@@ -216,7 +216,7 @@ def remote_batches(
     `peers` this is one of several trainers, whose samples the oracle chooses by `assign`. `keeping` is what the loop is
     kept by and goes on from.
     """
-    division = None if peers is None else DividedBy(peers.trainers, assign, peers.design, peers.delayed)
+    division = None if peers is None else DividedBy(peers.trainers, assign, peers.design, peers.delayed, peers.moving)
     plans.check(layouts, division)
     cache = RowCache([layout.width for layout in layouts], plans.described.capacity, device or torch.device("cpu"))
     return Batches(
@@ -230,8 +230,8 @@ def _described(division: DividedBy | None) -> str:
     if division is None:
         return "one trainer"
     return (
-        f"{division.trainers} trainers with assign {division.assign!r}, sync.design {division.design!r} and "
-        f"sync.delayed {division.delayed}"
+        f"{division.trainers} trainers with assign {division.assign!r}, sync.design {division.design!r}, sync.delayed "
+        f"{division.delayed} and sync.moving {division.moving}"
     )
 
 

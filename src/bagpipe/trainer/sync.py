@@ -68,6 +68,7 @@ class Peers:
     design: Design = "owned"
     delayed: bool = True
     deterministic: bool = True
+    moving: bool = True
     ledger: Ledger | None = None
     """What the checkers of trainers in one process share; None: rows are not checked."""
 
@@ -290,15 +291,21 @@ class RowSync:
         """Vectors of rows from their owners to those who use them next."""
         if not self._owners:
             return
-        room = self._packing.room_for_vectors(values.receive)
-        yield from self._exchange(group, self._packing.vectors(values.send), room, what)
+        packing = self._packing
+        room, vectors = packing.room_for_vectors(values.receive, values.take), packing.vectors(values.send, values.give)
+        packing.give(values.give, vectors)
+        if self._observer is not None:
+            self._observer.gave(values.give)
+        yield from self._exchange(group, vectors, room, what)
         freed = values.slot_after
         yield Wait(f"evictions of iteration {freed} to leave", lambda: self._copied_out() >= freed)  # wait 2
-        self._packing.put_vectors(values.receive, room)
+        packing.put_vectors(values.receive, room)
+        packing.take(values.take, values.taken, room)
         if self._observer is not None:
             for sender in range(self.trainers):
                 for table, slots in values.receive.of(sender):
                     self._observer.received(table, slots, sender)
+            self._observer.took(values.take, values.taken)
 
     def _exchange(self, group: Collective, send: Sequence[Tensor], receive: Sequence[Tensor], what: str) -> Stage:
         pending = group.exchange(send, receive, what)

@@ -83,6 +83,8 @@ class DividedBy(Value, frozen=True):
     assign: Name
     design: Literal["owned", "partitioned", "replicated", "lrpp"]
     delayed: bool
+    moving: bool
+    """Whether rows may change their owners, in the design owned."""
 
 
 class PlansDescribed(Record, frozen=True):
@@ -137,7 +139,7 @@ class SyncHead(Value, frozen=True):
     """Whose evictions must have left before vectors are received; then the same of the other vectors."""
     values_after: Iteration
     later_after: Iteration
-    sizes: Annotated[list[Size], msgspec.Meta(min_length=20, max_length=20)]
+    sizes: Annotated[list[Size], msgspec.Meta(min_length=26, max_length=26)]
     """Entries of each list, of all trainers and tables."""
 
 

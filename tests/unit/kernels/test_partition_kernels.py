@@ -60,6 +60,13 @@ def some_rows(random, trainers, empty=False):
     )  # fmt: skip
 
 
+def some_masks(random, trainers, count):
+    """Masks of trainers, often none."""
+    flags = random.random((count, trainers)) < random.choice([0.0, 0.3, 0.8], (count, 1))
+    bits = np.uint64(1) << np.arange(trainers, dtype=np.uint64)
+    return np.bitwise_or.reduce(np.where(flags, bits, np.uint64(0)), axis=1).astype(mask_type(trainers))
+
+
 def some_state(random, trainers):
     """Words of all slots; no row is marked."""
     return (random.integers(-1, 2**31 - 1, 120) << HALF) | random.integers(0, trainers + 1, 120)
@@ -102,10 +109,12 @@ def test_a_plan_takes_its_rows(trainers, seed, users_read, moving):
     bits = mask_type(trainers)(1) << np.arange(trainers, dtype=mask_type(trainers))
     outputs = np.zeros((3, total), np.int8)
     assert_twins(
-        partition.follow, partition.follow_by_numpy, rows.bounds, rows.slots, rows.users, before,
+        partition.follow, partition.follow_by_numpy, rows.bounds, rows.slots, rows.users,
+        some_masks(random, trainers, total), some_masks(random, trainers, total), before,
         np.arange(5) * 10, fetch_bounds, rows.slots[fetched], rows.freed[fetched],
         random.integers(0 if moving else -1, trainers, count).astype(np.int8),
-        np.append(bits, np.bitwise_or.reduce(bits)), users_read, np.array([moving, False, moving, moving]),
+        np.append(bits, np.bitwise_or.reduce(bits)), users_read,
+        np.array([0.1, partition.NEVER, 1.02, 2.5]) if moving else np.full(4, partition.NEVER),
         BASES, state, *outputs, np.zeros(total, np.int32), np.full(50, partition.AFTERWARDS, np.int8),
         np.zeros(count, rows.users.dtype),
     )  # fmt: skip
@@ -114,9 +123,10 @@ def test_a_plan_takes_its_rows(trainers, seed, users_read, moving):
 def test_fetched_rows_that_the_batch_lacks_are_not_met():
     one, none = np.array([0, 1]), np.zeros(1, np.int8)
     met = partition.follow(
-        one, np.array([3], np.int32), np.ones(1, np.uint8), np.array([-1], np.int32), one, one, np.array([4], np.int32),
-        np.zeros(1, np.int32), none, np.array([1, 2, 3], np.uint8), True, np.zeros(1, np.bool_),
-        np.zeros(1, np.int64), np.zeros(9, np.int64), none.copy(), none.copy(), none.copy(), np.zeros(1, np.int32),
+        one, np.array([3], np.int32), *np.ones((3, 1), np.uint8), np.array([-1], np.int32), one, one,
+        np.array([4], np.int32), np.zeros(1, np.int32), none, np.array([1, 2, 3], np.uint8), True,
+        np.full(1, partition.NEVER), np.zeros(1, np.int64), np.zeros(9, np.int64),
+        none.copy(), none.copy(), none.copy(), np.zeros(1, np.int32),
         none.copy(), np.zeros(1, np.uint8),
     )  # fmt: skip
     assert met == 0

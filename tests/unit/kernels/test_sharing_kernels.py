@@ -55,10 +55,14 @@ def test_users_move_into_the_window(seed, trainers):
     random = np.random.default_rng(seed)
     counts, starts, tables = random.integers(0, 9, 3), np.array([0, 10, 20]), np.array([0, 2])
     begins = np.add.outer(np.arange(4) * 10, np.arange(8) * 40)
-    users, previous = random_users(random, trainers, 30), random.integers(0, 2**62, 30)
-    rings = np.zeros(320, users.dtype), np.zeros(320, np.int64)
+    users, before = random_users(random, trainers, 30), random.integers(0, 22, 320) << HALF
+    previous = np.concatenate([(random.integers(14, 22, 10) << HALF) | random.permutation(10) for _ in range(3)])
+    for column in range(8):  # a row's word leads to a use before, of which it has one a batch
+        for t in range(3):
+            before[begins[t, column] : begins[t, column] + 10] |= random.permutation(10)
+    rings = random_users(random, trainers, 320), before, *random_users(random, trainers, 640).reshape(2, 320)
     assert_twins(
-        sharing.keep_users, sharing.keep_users_by_numpy, tables, starts, counts, 21, begins, users, previous, *rings
+        sharing.keep_users, sharing.keep_users_by_numpy, tables, starts, counts, 21, 16, begins, users, previous, *rings
     )
 
 

@@ -67,10 +67,10 @@ def test_parts_are_those_of_a_division_with_dictionaries(design, delayed, seed):
     batches = random_batches(random, trainers, int(random.integers(1, 12)))
     capacity = [40, 60] if policy == "ideal" else [16, 17]
     found = planned(batches, trainers, lookahead=lookahead, policy=policy, capacity=capacity, threads=1 + seed % 2)
-    stateless = (random.random(3) < 0.5).tolist() if seed % 2 else ()
-    partition = Partition(trainers, TABLES, capacity, design=design, delayed=delayed, stateless=stateless)
+    costs = random.choice([0.2, 1.2, 2.2], 3).tolist() if seed % 2 else ()
+    partition = Partition(trainers, TABLES, capacity, design=design, delayed=delayed, move_costs=costs)
     ours = [[d.part(rank, samples) for rank in range(trainers)] for d, samples in partition.plans(found)]
-    twin = SimplePartition(trainers, TABLES, design, delayed, stateless)
+    twin = SimplePartition(trainers, TABLES, design, delayed, costs)
     theirs = twin.parts([plan for plan, _ in found], [samples for _, samples in found])
     assert [differing(*pair) for pairs in zip(ours, theirs, strict=True) for pair in zip(*pairs, strict=True)] == [
         [] for _ in batches for _ in range(trainers)
@@ -96,6 +96,37 @@ def test_a_row_is_owned_by_the_trainer_that_uses_it_most_as_far_as_the_oracle_se
                 tally = [sum(uses(y, rank, t, row) * (1 if y == x else 2) for y in seen) for rank in range(3)]
                 equals = [rank for rank in range(3) if tally[rank] == max(tally)]
                 assert next(homes) == equals[slot % len(equals)]
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "policy"), [(1, "lookahead"), (4, "lookahead"), ("auto", "lookahead"), (1, "lru")]
+)
+def test_who_uses_a_row_next_is_known_as_far_as_the_oracle_sees(lookahead, policy):
+    random = np.random.default_rng(5)
+    batches = random_batches(random, 3, 30)
+    features = [t for t, table in enumerate(TABLES) for _ in table.features]
+
+    def users(number, table, row):
+        """The trainers that use a row in a batch, as a mask."""
+        used = [
+            any(sample[f] == row for sample in samples for f in range(len(SIZES)) if features[f] == table)
+            for samples in batches[number]
+        ]
+        return sum(flag << rank for rank, flag in enumerate(used))
+
+    known = [0, 0]
+    for plan, _ in planned(batches, 3, lookahead=lookahead, policy=policy, capacity=[40, 60]):
+        leaving = {(t, row) for t in range(3) for row in plan.evict.of_table(t)[0].tolist()}
+        keys = [(t, row) for t in range(3) for row in plan.rows.of_table(t)[0].tolist()]
+        for i, key in enumerate(keys):
+            uses = [mask for x in range(plan.iteration + 1, len(batches)) if (mask := users(x, *key))]
+            found = int(plan.sharing.next_users[i]), int(plan.sharing.later_users[i])
+            for place, mask in enumerate(found):
+                assert mask in (0, *uses[place : place + 1])
+                known[place] += mask != 0
+            assert found == (0, 0) or key not in leaving or policy == "lru"
+            assert found[0] or not found[1]
+    assert all(known) == (lookahead != 1), known
 
 
 def test_divided_plans_do_not_depend_on_the_oracles_threads_or_on_who_asks_first():

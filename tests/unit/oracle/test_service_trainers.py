@@ -157,7 +157,7 @@ def test_each_trainer_is_given_its_own_answer():
 
 def test_the_division_is_described_and_one_trainer_has_none(tmp_path):
     settings = make_job(tmp_path / "run", "trainers=2", "assign=round_robin", "sync.delayed=false").plan_settings()
-    assert settings.described([5]).division == DividedBy(2, "round_robin", "owned", False)
+    assert settings.described([5]).division == DividedBy(2, "round_robin", "owned", False, True)
     assert make_job(tmp_path / "one").plan_settings().described([5]).division is None
 
 

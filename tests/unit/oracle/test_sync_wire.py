@@ -36,12 +36,13 @@ def divided(batches, design="owned", delayed=True, trainers=3, accumulate=1, cac
     source = Divided(batches, lambda batch: [(p, len(p)) for p in assigner(batch).parts(batch)], accumulate=accumulate)
     source.tables = TABLES
     oracle = make_oracle(TABLES, WIDTHS, cache, source.first_ids(), lookahead=5, policy=policy, trainers=trainers)
-    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed)
+    costs = [0.2, 1.2, 0.2]
+    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed, move_costs=costs)
     iterations = []
     for division, parts in source.divided(oracle, partition):
         samples = list(zip(*(part.samples for part in parts), strict=True))
         iterations.append([(division.part(rank, *samples), part.group.batches) for rank, part in enumerate(parts)])
-    divided_by = DividedBy(trainers, "contiguous", design, delayed)
+    divided_by = DividedBy(trainers, "contiguous", design, delayed, True)
     group, capacity = tuple(group_by_width(WIDTHS)[0]), tuple(oracle.capacity)
     return iterations, [
         PlanShape(TABLES, group, capacity, accumulate, "", divided_by, rank) for rank in range(trainers)
@@ -86,10 +87,11 @@ def test_lists_without_entries_take_no_place_in_the_buffers():
     more = [a.nbytes - b.nbytes for a, b in zip(with_sync.buffers, whole.buffers, strict=True)]
     sync = plan.sync
     rows = [sync.gradients.rows, sync.later_gradients.rows, sync.drop, sync.drop_victims]
-    lists = [part for v in (sync.fetched, sync.values, sync.later_values) for part in (v.send, v.receive)]
+    vectors = (sync.fetched, sync.values, sync.later_values)
+    lists = [part for v in vectors for part in (v.send, v.receive, v.give, v.take)]
     lists += [part for g in (sync.gradients, sync.later_gradients) for part in (g.send, g.add)]
     assert more[0] == 0
-    assert more[2] == 8 * sum(map(len, rows))
+    assert more[2] == 8 * (sum(map(len, rows)) + sum(len(v.take) for v in vectors))
     counts = sum(len(TABLES) for each in rows if len(each)) + sum(2 * len(TABLES) for each in lists if len(each))
     flags = -(-len(plan.fetch) // 32)
     assert more[1] == 4 * (counts + sum(map(len, rows)) + sum(map(len, lists)) + flags)
@@ -212,11 +214,12 @@ def test_what_a_trainer_sends_to_itself_must_be_what_it_receives_from_itself():
 @pytest.mark.parametrize(
     ("design", "delayed", "claimed", "reason"),
     [
-        ("replicated", True, ("owned", True), "has shared rows"),
-        ("owned", True, ("replicated", True), "has vectors"),
-        ("partitioned", True, ("owned", True), "has fetched vectors"),
-        ("owned", True, ("owned", False), "has later gradients"),
-        ("replicated", True, ("replicated", False), "has later gradients"),
+        ("replicated", True, ("owned", True, True), "has shared rows"),
+        ("owned", True, ("replicated", True, True), "has vectors"),
+        ("partitioned", True, ("owned", True, True), "has fetched vectors"),
+        ("owned", True, ("owned", False, True), "has later gradients"),
+        ("replicated", True, ("replicated", False, True), "has later gradients"),
+        ("owned", True, ("owned", True, False), "has rows that change their owner"),
     ],
 )
 def test_what_trainers_of_a_design_never_exchange_is_refused(design, delayed, claimed, reason):
@@ -260,7 +263,9 @@ def test_whole_plans_and_parts_are_not_taken_for_each_other():
 def test_a_description_for_too_many_trainers_is_refused():
     table = PlannedTable("user", 40, ["user"], 3)
     for trainers in (1, 65, 10**12):
-        body = PlansDescribed([table], [4], "auto", "lookahead", 1, "", DividedBy(trainers, "aware", "owned", True))
+        body = PlansDescribed(
+            [table], [4], "auto", "lookahead", 1, "", DividedBy(trainers, "aware", "owned", True, True)
+        )
         with pytest.raises(WireError, match="PlansDescribed"):
             decode(encode(Message(RUN, 0, 0, body)))
 

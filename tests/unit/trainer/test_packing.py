@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bagpipe import optim
-from bagpipe.cache import RowCache
+from bagpipe.cache import VACANT, RowCache
 from bagpipe.initial import Constant
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.row_list import RowList
@@ -59,15 +59,40 @@ def test_vectors_travel_without_the_state_behind_them():
     for data in theirs.data:
         data.fill_(-1.0)
     send = lists([[4, 1], [], [7]], [[], [3], []], [[], [], []])
-    buffers = packing.vectors(send)
+    nothing = lists(*[[[], [], []]] * 3)
+    buffers = packing.vectors(send, nothing)
     assert [len(buffer) for buffer in buffers] == [2 * 3 + 5, 2, 0]
-    assert [len(room) for room in packing.room_for_vectors(send)] == [2 * 3 + 5, 2, 0]
+    assert [len(room) for room in packing.room_for_vectors(send, nothing)] == [2 * 3 + 5, 2, 0]
     other.put_vectors(send, buffers)
     for table, slots in ((0, [4, 1]), (1, [3]), (2, [7])):
         mine, data = cache.data[cache.group[table]], theirs.data[theirs.group[table]]
         assert torch.equal(data[slots, : DIMS[table]], mine[slots, : DIMS[table]])
         assert (data[slots, DIMS[table] :] == -1).all()
         assert (data[[slot for slot in range(12) if slot not in slots]] == -1).all()
+
+
+def test_rows_that_move_bring_their_state_and_whether_they_are_to_be_written():
+    packing, cache = make()
+    other, theirs = make()
+    for data in theirs.data:
+        data.fill_(-1.0)
+    cache.insert(0, np.array([40, 41]), np.array([4, 1], np.int32), np.ones((2, 6), np.float32))
+    cache.insert(2, np.array([70]), np.array([7], np.int32), np.full((1, 10), 2, np.float32))
+    cache.mark_updated(0, np.array([1], np.int32))
+    send, moved = lists([[4, 1], [3], [7]], [[2], [], []]), lists([[1], [], [7]], [[], [], []])
+    buffers = packing.vectors(send, moved)
+    packing.give(moved, buffers)
+    assert [len(buffer) for buffer in buffers] == [2 * 3 + 2 + 5 + (3 + 1) + (5 + 1), 3]
+    assert not any(dirty.any() for dirty in cache.dirty), "who has given it away does not write it"
+    assert [cache.tenant_table[cache.group[t]][slot] for t, slot in ((0, 4), (0, 1), (2, 7))] == [0, VACANT, VACANT]
+    other.put_vectors(send, buffers)
+    other.take(moved, np.array([41, 70]), buffers)
+    assert torch.equal(theirs.data[theirs.group[0]][1], torch.ones(6))
+    assert torch.equal(theirs.data[theirs.group[2]][7], torch.full((10,), 2.0))
+    assert (theirs.data[theirs.group[0]][4] == torch.tensor([1.0] * 3 + [-1.0] * 3)).all(), "sent, but not moved"
+    [rows] = theirs.take_dirty()
+    assert (rows.table, rows.ids.tolist()) == (0, [41])
+    assert theirs.tenant_id[theirs.group[2]][7] == 70
 
 
 def test_gradients_are_scaled_by_the_number_of_samples_and_frozen_rows_have_none():
@@ -126,7 +151,7 @@ def test_nothing_is_a_buffer_too():
     packing, _ = make()
     empty = lists([[], [], []], [[], [], []])
     assert [len(buffer) for buffer in packing.gradients(empty, {}, 0)] == [0, 0]
-    assert [len(buffer) for buffer in packing.vectors(empty)] == [0, 0]
+    assert [len(buffer) for buffer in packing.vectors(empty, empty)] == [0, 0]
     packing.put_vectors(empty, [torch.empty(0)] * 2)
     rows = row_list([], [], [])
     assert len(packing.sums(rows, empty, [torch.empty(0)] * 2, 4)) == 0
