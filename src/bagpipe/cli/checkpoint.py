@@ -46,9 +46,10 @@ def list_checkpoints(place: Place, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, oldest first."""
     checkpoints, _ = _find(place)
     rows = [
-        {"done": found.done, **_described(found.checkpoint)}
-        if found.checkpoint is not None
-        else {"done": found.done, "problem": found.problem}
+        {
+            **({"done": found.done} if found.checkpoint is None else _described(found.checkpoint)),
+            "problem": found.problem,
+        }
         for found in checkpoints.scan()
     ]
     if as_json:
@@ -98,7 +99,7 @@ def show(place: Place, done: Done = None, as_json: AsJson = False) -> None:
         return
     facts = {
         **_described(checkpoint),
-        "created": manifest.created_at,
+        "builds on": _numbers(checkpoint.chain[:-1]),
         "bagpipe": manifest.bagpipe,
         "trainers": manifest.trainers,
         "servers": manifest.servers,
@@ -159,7 +160,7 @@ def prune(place: Place, keep: Keep = 3, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"directory": str(checkpoints.directory), "removed": removed, "kept": kept})
         return
-    print_pairs(str(checkpoints.directory), {"removed": _numbers(removed), "kept": _numbers(kept)})
+    print_pairs("", {"directory": checkpoints.directory, "removed": _numbers(removed), "kept": _numbers(kept)})
 
 
 def _find(place: Path) -> tuple[Checkpoints, int | None]:
@@ -205,9 +206,8 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         "done": checkpoint.done,
         "rows": "all" if base is None else f"since {base.done}",
         "bytes": checkpoint.manifest.num_bytes,
-        "with_all_it_builds_on_bytes": checkpoint.num_bytes,
+        "chain_bytes": checkpoint.num_bytes,
         "created": checkpoint.manifest.created_at,
-        "problem": None,
     }
 
 

@@ -50,7 +50,7 @@ def test_list_names_all_and_what_they_build_on(bagpipe, run_dir):
         found = loaded(bagpipe("list", place, "--json"))["checkpoints"]
         assert [row["done"] for row in found] == [10, 20, 30, 40]
         assert [row["rows"] for row in found] == ["all", "since 10", "all", "since 30"]
-        assert found[1]["with_all_it_builds_on_bytes"] == found[0]["bytes"] + found[1]["bytes"]
+        assert found[1]["chain_bytes"] == found[0]["bytes"] + found[1]["bytes"]
     shown = bagpipe("list", run_dir)
     assert shown.code == 0
     assert "since 30" in shown.out
