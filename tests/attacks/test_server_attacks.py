@@ -11,6 +11,7 @@ import struct
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from bagpipe.store.links import Patience
 from bagpipe.wire.frames import decode, encode
 from bagpipe.wire.keys import Keys, load_keys, new_keys, write_keys
 from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Scan, SharedMemory, Write
+from bagpipe.wire.recovery_messages import AskBlob, AskWork, Keep, Load, Mark, Recover, ReturnTo, Save
 from server_process import WIDTH, Tap, read, servers, store_over, values
 
 MB = 1 << 20
@@ -59,8 +61,8 @@ def attacked(server, store):
     assert np.array_equal(read(store, spare), values(1, 10))
 
 
-def frames_of(body, *buffers, request=1, run=RUN):
-    message = Message(run, 0, request, body, [memoryview(buffer) for buffer in buffers])
+def frames_of(body, *buffers, request=1, run=RUN, generation=0):
+    message = Message(run, generation, request, body, [memoryview(buffer) for buffer in buffers])
     return [bytes(frame) for frame in encode(message)]
 
 
@@ -120,6 +122,17 @@ IMPOSSIBLE = {
     "rows of another width": (Open(0, 1, [WIDTH + 1]), ()),
     "rows of a terabyte": (Open(0, 1, [2**38]), ()),
     "more trainers": (Open(0, 2**31, [WIDTH]), ()),
+    "a mark of a trainer that is not there": (Mark(9, 10**6, 1), ()),
+    "a mark far ahead of its order": (Mark(0, 10**6, 1), ()),
+    "a return to a mark that is not there": (ReturnTo(0, 10**6, 7), ()),
+    "files in a directory of others": (Save(0, 10**6, 1, "/etc", ["ad"], None, None), ()),
+    "rows of others' files": (Load(0, 10**6, 1, "/etc", ["ad"]), ()),
+    "state of a terabyte to be kept": (Keep(1, "trainer-0", 2**40, 0, 0), (bytes(8),)),
+    "a piece beyond the end": (Keep(1, "trainer-0", 8, 0, 2**62), (bytes(8),)),
+    "a piece without a buffer": (Keep(1, "trainer-0", 8, 0, 0), ()),
+    "state with another checksum": (Keep(1, "trainer-0", 8, 1, 0), (bytes(8),)),
+    "what was never kept": (AskBlob(7, "trainer-0", 0, 2**62), ()),
+    "work that was never begun": (AskWork(10**6), ()),
 }
 
 
@@ -130,6 +143,29 @@ def test_a_request_that_can_not_be_is_refused(attacked, name):
     with peer:
         said = told(peer, *frames_of(body, *buffers, request=2))
         assert b"WireError" in said or b"StoreError" in said or b"ConfigError" in said, said
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "../../etc/passwd", "/etc/passwd", "a/b", "..", ".hidden", "a\0b", "x" * 65, "trainer-0\n"],
+)
+def test_state_can_not_be_kept_under_a_name_that_is_a_path(attacked, name):
+    header, body, piece = frames_of(Keep(1, "trainer-0", 8, 0, 0), bytes(8), request=2)
+    wrong = msgspec.msgpack.encode([*msgspec.msgpack.decode(body)[:2], name, 8, 0, 0])
+    peer, _ = opened(attacked)
+    with peer:
+        announced = header[:12] + struct.pack("<I", len(wrong)) + header[16:]
+        assert b"the body is no Keep" in told(peer, announced, wrong, piece)
+
+
+def test_a_recovery_of_the_past_or_from_elsewhere_is_refused_and_changes_nothing(attacked):
+    """Who has no part in the run can't end its generation; who has, can't make a server read any file."""
+    with raw_peer.greet(attacked) as peer:
+        assert b"serves run 00010203" in told(peer, *frames_of(Recover(None, None), run=bytes(16), generation=9))
+        assert b"to use only what is in or below none" in told(peer, *frames_of(Recover(1, "/etc"), generation=9))
+        assert b"is at work" in told(peer, *frames_of(Recover(None, None))) + told(
+            peer, *frames_of(Recover(None, None), request=2)
+        )
 
 
 def test_memory_that_is_not_the_clients_is_not_shared(attacked):
