@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from bagpipe.api import accelerate
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpointing import Checkpointing, Kept, check_same_run, make_facts, start_of, with_marks
 from bagpipe.config import Config
 from bagpipe.layers import bind
 from bagpipe.layout import RowLayout
@@ -138,8 +140,8 @@ def plain_loop(one: One):
 class Several:
     """Trainers that were made and have not run yet."""
 
-    def __init__(self, world: World, together=None, *, loader=None, store=None, accumulate=1, **settings):
-        """`together` None: plain threads."""
+    def __init__(self, world: World, together=None, *, loader=None, store=None, accumulate=1, kept=None, **settings):
+        """`together` None: plain threads; `kept` has what `keep_world` takes."""
         sync = {key: settings.pop(key) for key in ("design", "delayed", "deterministic", "moving") if key in settings}
         settings = {"cache": 300, "check": True} | settings
         config = Config(**settings, trainers=world.trainers, assign=world.assign, sync=sync)
@@ -152,11 +154,21 @@ class Several:
 
         def open_stores(layouts, notify):
             self.store = self.store or MemoryStore(layouts)
+            if self.kept is not None:
+                self.store = with_marks(self.store)
+                self.kept.load(self.store)
             return shared_views(self.store, world.trainers, notify, deadline_s)
+
+        def keeping(store, rank):
+            if self.kept is not None:
+                return self.kept.keeping(store, rank, shares_process=True, threads=together is None)
+            return None
+
+        self.kept = None if kept is None else keep_world(self.made[0], world.trainers, accumulate, **kept)
 
         self.trainers = Trainers(
             config, [made[:3] for made in self.made], world.batches if loader is None else loader, open_stores,
-            accumulate=accumulate, drivers=drivers, run=None if together is None else together.run,
+            accumulate=accumulate, drivers=drivers, run=None if together is None else together.run, keeping=keeping,
         )  # fmt: skip
         for batches, (_, _, layouts, rows) in zip(self.trainers.batches, self.made, strict=True):
             if rows is not layouts[0].optimizer:
@@ -172,6 +184,7 @@ class Several:
 
         def train(rank, batches):
             one = self.ones[rank]
+            batches.attach(dense=one.dense)
             if before is not None:
                 before(one)
             with batches:
@@ -193,6 +206,16 @@ class Several:
             [one.batches.stats() for one in self.ones], updates.pop(),
             self.together and self.together.steps,
         )  # fmt: skip
+
+
+def keep_world(made, trainers, accumulate, directory, every=None, resume=None):
+    """Checkpoints of a world in a directory, all of which stay."""
+    checkpointing = None if every is None else Checkpointing(directory, every=every, keep=100, full_every=3)
+    facts = make_facts(made[2], made[1], trainers=trainers, accumulate=accumulate, checkpointing=checkpointing)
+    checkpoint = None if resume is None else Checkpoints(directory).open(resume)
+    if checkpoint is not None:
+        check_same_run(checkpoint, facts)
+    return Kept(facts, checkpointing, checkpoint, start_of(checkpoint))
 
 
 def run(world, seed=0, eagerness=2.0, last=(), loop=plain_loop, before=None, **settings) -> Found:
