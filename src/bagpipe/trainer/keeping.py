@@ -15,6 +15,7 @@ from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts
+from bagpipe.checkpoint.shards import Compression
 from bagpipe.checkpoint.tree import pack_tree, unpack_tree
 from bagpipe.errors import CheckpointError
 from bagpipe.failpoints import reach
@@ -82,6 +83,8 @@ class Start:
     def of(self, rank: int) -> Tree:
         """What that trainer kept; a trainer that was not there goes on as the first one, but for generators."""
         blob = self.blobs.get(blob_name(rank))
+        if blob is None and rank == 0:
+            raise CheckpointError(f"nothing of the first trainer was kept of {self.done} iterations: use another point")
         if blob is None:
             return self.of(0) | {"generators": None, "own": None}
         return _read(blob, blob_name(rank), self.done)
@@ -102,7 +105,7 @@ class Writer:
         store: Marked,
         facts: Facts,
         *,
-        compress: str | None = None,
+        compress: Compression | None = None,
         forget: bool = True,
     ) -> None:
         """With `forget` marks are there for checkpoints only, and dropped when these are written."""
