@@ -16,6 +16,7 @@ import msgspec
 from bagpipe import failpoints
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.checkpoint.shards import Compression, Report, write_rows
 from bagpipe.errors import CheckpointError, StoreError
 from bagpipe.server.rows import RowAccess
@@ -226,6 +227,9 @@ class Shard:
             elif done in self.marks(checkpoints):
                 assert self._recorded is not None
                 self._recorded.return_to(done)
+                if checkpoints is not None:  # which may have what nobody has kept here in time
+                    found = Checkpoints(checkpoints, disk=self._recording.disk).list()
+                    self._keep_all([checkpoint for checkpoint in found if checkpoint.done == done])
             elif checkpoints is not None:
                 self._load_all(done, checkpoints, report)
             else:
@@ -256,9 +260,13 @@ class Shard:
         assert self._recorded is not None
         self._recorded.load(done, checkpoints, [table.name for table in tables], report=report)
         failpoints.reach("server.loaded")
-        if self._number_of[0] == 0:
+        self._keep_all([checkpoint])
+
+    def _keep_all(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """What the checkpoints of this mark hold besides rows, where others ask for it: at the first server."""
+        for checkpoint in checkpoints if self._number_of[0] == 0 else ():
             for name in checkpoint.blobs():
-                self._recorded.keep(done, name, checkpoint.blob(name))
+                self._opened().keep(checkpoint.done, name, checkpoint.blob(name))
 
     def _clear(self) -> None:
         if self._recorded is not None:

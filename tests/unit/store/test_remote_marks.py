@@ -15,7 +15,7 @@ from bagpipe.store.links import Patience
 from bagpipe.store.recovering import marks_of_servers, recover_servers
 from bagpipe.wire.messages import Message
 from bagpipe.wire.recovery_messages import AskWork, Keep, Mark, Working
-from marked import NAMES, RUN, TABLES, Marking, read, some_rows
+from marked import FACTS, NAMES, RUN, TABLES, Marking, read, some_rows
 from simulated_disk import SimulatedDisk
 
 TROUBLE = {"delay": (0.0, 0.3), "loss": 0.1, "duplicate": 0.2, "reorder": 0.3}
@@ -169,6 +169,29 @@ def test_a_server_comes_back_from_the_checkpoint_and_its_journal(worlds) -> None
     world.recover(5)
     assert world.rows() == expected
     assert [server.marks()[-1] for server in world.servers] == [5, 5]
+
+
+@pytest.mark.parametrize("lost", [None, 0])
+def test_a_checkpoint_gives_what_was_not_kept_with_its_mark_in_time(worlds, lost) -> None:
+    world = worlds(2)
+    store = world.store()
+    store.write_many(some_rows(np.random.default_rng(0)))
+    store.keep(1, "trainer-1", b"one")
+    store.mark(1)
+    with Checkpoints(world.directory).begin(1) as pending:
+        pending.add(store.save(1, pending.directory, NAMES))
+        for name in ("trainer-0", "trainer-1"):
+            pending.write_blob(name, name.encode())
+        pending.commit(FACTS)
+    expected = world.rows()
+    assert world.servers[0].usable_marks(2) == []
+    if lost is not None:
+        world.kill(lost)
+        world.start(lost)
+    world.recover(1, world.directory)
+    assert world.rows() == expected
+    assert world.servers[0].kept(1) == {"trainer-0": b"trainer-0", "trainer-1": b"trainer-1"}
+    assert world.servers[1].kept(1) == {}
 
 
 def test_where_nothing_is_left_of_a_server_all_return_to_the_checkpoint_or_the_beginning(worlds) -> None:
