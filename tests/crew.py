@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.disk import SystemDisk
-from bagpipe.checkpointing import start_of
 from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.failpoints import Killed, acting_as, armed
 from bagpipe.oracle.service import OracleService
@@ -154,7 +153,8 @@ class Crew:
 
     def return_to(self, point):
         done = None if point.kind == "beginning" else point.done
-        self._each_server(lambda server: server.recover(self.generation, done, self.checkpoints))
+        files = self.checkpoints if point.kind == "checkpoint" else None
+        self._each_server(lambda server: server.recover(self.generation, done, files))
 
     def _each_server(self, ask):
         for role in self.server_roles:
@@ -242,16 +242,12 @@ class _Trainer:
             trainers=len(crew.trainers), shared_memory=False, watch=self._gone, patience=Patience(retry_s=1.0),
         )  # fmt: skip
         store.servers = [crew.servers.get(role) for role in crew.server_roles]
+        done = self.point.done
         groups = _MortalGroups(self.groups, self.life) if len(crew.trainers) > 1 else None
         return train_remote(
             self.job, plans, store, self._report, groups, self.driver,
-            start=self._start(store), checkpoints=crew.checkpoints, recover=True,
+            start=Start(done, store.kept(done)) if done else None, checkpoints=crew.checkpoints, recover=True,
         )  # fmt: skip
-
-    def _start(self, store):
-        if self.point.kind == "checkpoint":
-            return start_of(Checkpoints(self.crew.checkpoints).open(self.point.done))
-        return Start(self.point.done, store.kept(self.point.done)) if self.point.kind == "mark" else None
 
     def _report(self, iterations, note):
         self.crew.done = iterations
