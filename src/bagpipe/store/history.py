@@ -94,8 +94,14 @@ class History:
                     mark.forgotten = True
             self._drop_unneeded()
 
+    def check_return(self, done: int) -> None:
+        """Refuse a return that can't be made."""
+        with self.lock:
+            self._check_at_rest("a return")
+            self._find(done)
+
     def return_to(self, done: int) -> None:
-        """Make all rows what they were at a mark; later marks are gone."""
+        """Make all rows what they were at a mark; later marks are gone. If it fails, call it again."""
         with self.lock:
             self._check_at_rest("a return")
             mark = self._find(done)
@@ -115,6 +121,11 @@ class History:
             self._epoch, self._changed = mark.epoch, False
             self._epoch_of = {other: epoch for other, epoch in self._epoch_of.items() if other <= done}
             self.returns += 1
+
+    def check_at_rest(self) -> None:
+        """Refuse to replace rows while some are written."""
+        with self.lock:
+            self._check_at_rest("a new beginning")
 
     def reset(self) -> None:
         """Forget every mark, and all rows, which the store is about to lose."""

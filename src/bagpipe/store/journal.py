@@ -348,7 +348,8 @@ class Journal:
         for path in reversed(doomed):
             with failing("removing", path):
                 self._disk.unlink(path)
-                self._disk.sync_directory(self.directory)
+                if pattern is _WRITES or path == doomed[0]:
+                    self._disk.sync_directory(self.directory)
 
     def _close_file(self) -> None:
         file, self._file = self._file, None

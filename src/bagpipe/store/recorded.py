@@ -51,9 +51,12 @@ class Recorded(Store):
         self._forgotten = 0
         """Marks below were forgotten, though the journal may still lead to them."""
         self._logging = journal is not None
+        self._is_whole = True
+        """Rows are what the history says; not so from the moment they are thrown away until others are there."""
         self._refusal: str | None = None
         if journal is not None:
             if journal.starts:
+                self._is_whole = False
                 self._refusal = f"{journal.directory} holds earlier writes: return to a mark, or load a checkpoint"
             journal.begin([source.width for source in store.tables])
         store.watch = self
@@ -99,10 +102,13 @@ class Recorded(Store):
             raise StoreError(
                 f"there is no mark {done}: there are {self.marks()}; return to one of these, or load a checkpoint"
             )
-        if self._refusal is None and done in self._history.marks():
+        if self._is_whole and done in self._history.marks():
+            self._history.check_return(done)
             if self._journal is not None:
                 self._journal.rollback(done)
+            self._refusal = f"rows were half returned to mark {done}: return to it again"
             self._history.return_to(done)
+            self._refusal = None
         else:
             self._rebuild(done)
         self._drop_kept(lambda mark: mark > done)
@@ -154,11 +160,12 @@ class Recorded(Store):
     def load(self, done: int, directory: Path, names: Sequence[str], *, report: Report | None = None) -> None:
         """Replace all rows by those of a checkpoint; `report` is told how many are done."""
         checkpoint = Checkpoints(directory, disk=self._disk).open(done)
-        self._refusal = "rows were half replaced by a checkpoint: load it again"
+        self._begin_anew("rows were half replaced by a checkpoint: load it again")
         self._load(checkpoint, names, report)
         if self._journal is not None:
             self._journal.restart(done)
-        self.checkpoints, self._forgotten, self._refusal = directory, done, None
+        self.checkpoints, self._forgotten = directory, done
+        self._is_whole, self._refusal = True, None
         self._drop_kept(lambda _: True)
 
     # Beyond it
@@ -170,11 +177,11 @@ class Recorded(Store):
 
     def clear(self) -> None:
         """Go back to the very beginning: no row was ever written, and there are no marks."""
-        self._refusal = "rows were half removed: clear the store again"
-        self._history.reset()
+        self._begin_anew("rows were half removed: clear the store again")
         if self._journal is not None:
             self._journal.restart(None)
-        self._forgotten, self._refusal = 0, None
+        self._forgotten = 0
+        self._is_whole, self._refusal = True, None
         self._drop_kept(lambda _: True)
 
     def snapshot(self, done: int) -> Snapshot:
@@ -296,10 +303,8 @@ class Recorded(Store):
         """Put rows together again from a checkpoint and the journal."""
         assert self._journal is not None
         start = max(start for start in self._starts() if start <= done)
-        self._refusal = f"rows were half returned to mark {done}: return to a mark again, or load a checkpoint"
-        if start == START:
-            self._history.reset()
-        else:
+        self._begin_anew(f"rows were half returned to mark {done}: return to a mark again, or load a checkpoint")
+        if start != START:
             assert self.checkpoints is not None
             checkpoint = Checkpoints(self.checkpoints, disk=self._disk).open(start)
             self._load(checkpoint, [table.name for table in checkpoint.manifest.tables])
@@ -315,10 +320,15 @@ class Recorded(Store):
             self._logging = True
         reach("journal.replayed")
         self._journal.rollback(done)
-        self._refusal = None
+        self._is_whole, self._refusal = True, None
+
+    def _begin_anew(self, refusal: str) -> None:
+        """Throw all rows away; until others are in their place nobody reads or writes."""
+        self._history.check_at_rest()
+        self._is_whole, self._refusal = False, refusal
+        self._history.reset()
 
     def _load(self, checkpoint: Checkpoint, names: Sequence[str], report: Report | None = None) -> None:
-        self._history.reset()
         self._logging = False
         try:
             load_rows(checkpoint, self._store, names, shard=self.shard, report=report)

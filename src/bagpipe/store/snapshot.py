@@ -79,6 +79,7 @@ class Snapshot:
         for start in range(0, num_rows, rows_per_search):
             stop = min(start + rows_per_search, num_rows)
             with self._history.lock:
+                self._check_there(self._pinned())
                 newer = np.flatnonzero(self._history.epochs[table][start:stop] >= epoch) + start
             if not len(newer):
                 continue

@@ -387,6 +387,20 @@ def test_a_snapshot_outlives_that_its_mark_is_forgotten(store: Recorded) -> None
         snapshot.num_rows(0)
 
 
+@pytest.mark.parametrize("since", [None, 0])
+def test_a_snapshot_of_a_mark_that_was_left_behind_says_so(store: Recorded, since: int | None) -> None:
+    store.mark(0)
+    write(store, 0, {1: 1})
+    store.mark(1)
+    with store.snapshot(1) as snapshot, store.snapshot(1) as other:
+        store.return_to(0)
+        with pytest.raises(StoreError, match="mark 1 can't be read any more: rows were returned to mark 0"):
+            list(snapshot.iterate(0, since))
+        store.clear()
+        with pytest.raises(StoreError, match="mark 1 can't be read any more"):
+            list(other.iterate(0, since))
+
+
 def test_what_was_written_since_a_mark_that_is_not_remembered_is_all(store: Recorded) -> None:
     write(store, 0, {1: 1})
     store.mark(5)
@@ -434,6 +448,34 @@ def test_a_write_whose_old_values_find_no_memory_is_refused_and_changes_nothing(
     store.mark(1)
     store.return_to(0)
     assert rows_of(store) == [(1, 1)]
+
+
+@pytest.mark.parametrize("step", ["put_back", "truncate"])
+@pytest.mark.parametrize("is_logged", [True, False])
+def test_a_return_that_fails_halfway_is_refused_until_it_is_done_again(
+    step: str, is_logged: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = Recorded(memory(), Journal(tmp_path) if is_logged else None)
+    write(store, 0, {1: 1, 2: 2})
+    store.mark(0)
+    write(store, 0, {1: 10, 3: 30})
+    store.mark(1)
+    write(store, 0, {1: 100, 2: 20})
+
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.store, step, fail)
+        with pytest.raises(MemoryError):
+            store.return_to(0)
+    with pytest.raises(StoreError, match="half returned to mark 0: return to it again"):
+        store.num_rows(0)
+    with pytest.raises(StoreError, match="half returned"):
+        write(store, 0, {1: 1})
+    store.return_to(0)
+    assert rows_of(store) == [(1, 1), (2, 2)]
+    store.close()
 
 
 def test_a_mapped_store_that_was_returned_is_kept_and_opened_as_it_is_then(tmp_path: Path) -> None:
