@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from bagpipe.api import accelerate
+from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.checkpointing import (
     Checkpointing,
@@ -141,6 +142,8 @@ def keep_job(
     )  # fmt: skip
     if checkpoint is not None:
         check_same_run(checkpoint, facts)
+    if start is not None and not start.blobs and directory is not None:
+        start = start_of(Checkpoints(directory).open(start.done))
     start = start or start_of(checkpoint)
     if start is not None:
         start.check(model, [layer.module for layer in binding.layers])
@@ -236,10 +239,10 @@ def train_remote(
     of what all of them have shown.
 
     With `start` training goes on where the run was: `Start(done, store.kept(done))` for a mark that all servers have
-    returned to, or `start_of(checkpoint)` where they have loaded its rows; the plans must begin there too. With
-    `recover` the trainers make marks every `recovery.every` iterations. Checkpoints go to the directory `checkpoints`,
-    if `checkpoint.every` is set; all servers must see it under that path. All trainers must be given the same. Without
-    `threads` nothing is sent or written beside training, for tests under a scheduler.
+    returned to, or `Start(done, {})` where they have loaded the rows of that checkpoint; plans begin there too. With
+    `recover` the trainers make marks every `recovery.every` iterations. Checkpoints go to the directory
+    `checkpoints`, if `checkpoint.every` is set; all servers must see it under that path. All trainers must be given the
+    same. Without `threads` nothing is sent or written beside training, for tests under a scheduler.
     """
     config = job.config
     sync = config.sync

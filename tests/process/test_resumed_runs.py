@@ -1,0 +1,116 @@
+"""`bagpipe train` killed in the middle and resumed ends with the bits of a run that nobody disturbed (I2)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bagpipe.config import parse_config
+from bagpipe.errors import ConfigError
+from bagpipe.job import open_job, prepare
+from bagpipe.resuming import find_run, open_run
+from bagpipe.training import train
+
+SETTINGS = {
+    "model": {"name": "wide_deep", "dim": 4},
+    "data": {"preset": "tiny", "samples": 4000, "shuffle": True},
+    "batch_size": 16,
+    "epochs": 2,
+    "threads": 1,
+}
+COMMAND = [sys.executable, "-c", "from bagpipe.cli import main; main()", "train", "--json"]
+
+
+def quiet(_done, _note):
+    """Nobody listens."""
+
+
+def overrides(settings, prefix=""):
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from overrides(value, f"{prefix}{key}.")
+        else:
+            yield from ("--set", f"{prefix}{key}={json.dumps(value)}")
+
+
+def wait_for(path, process):
+    until = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1].decode()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("more", [{}, {"trainers": 2, "store": "mapped"}], ids=["one trainer", "two trainers"])
+def test_a_run_killed_in_the_middle_and_resumed_has_the_same_parameters(tmp_path, more):
+    settings = SETTINGS | more
+    expected = train(prepare(parse_config(settings), tmp_path / "undisturbed"), quiet)
+    begun = [*COMMAND, "--checkpoint-every", "20", *overrides(settings | {"checkpoint": {"keep": 99}})]
+    process = subprocess.Popen(begun, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    runs = tmp_path / "runs"
+    wait_for(runs, process)
+    run = next(runs.iterdir())
+    wait_for(run / "checkpoints" / "00000060", process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert not (run / "summary.json").exists(), "it was too fast for this test"
+    resumed = subprocess.run(
+        [*COMMAND, "--resume", "--set", "lookahead=3", "--set", "cache=2000"],
+        cwd=tmp_path, capture_output=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr.decode()
+    summary = json.loads(resumed.stdout)
+    assert summary["parameters_sha256"] == expected["parameters_sha256"]
+    assert (summary["run_dir"], summary["iterations"], summary["samples"]) == (f"runs/{run.name}", 450, 7200)
+    assert 60 <= summary["resumed_from"] < 450
+    assert json.loads((run / "summary.json").read_text())["config"]["lookahead"] == 3
+    with pytest.raises(ConfigError, match="has ended"):
+        find_run(run)
+
+
+def test_a_run_that_fails_stays_if_it_has_a_checkpoint(tmp_path):
+    settings = SETTINGS | {"checkpoint": {"every": 10}, "iterations": 40, "epochs": None}
+    expected = train(prepare(parse_config(settings), tmp_path / "whole"), quiet)
+
+    def failing_at(iteration):
+        def report(done, _note):
+            if done == iteration:
+                raise ValueError("the end")
+
+        return report
+
+    for iteration, stays in ((5, False), (25, True)):
+        job = prepare(parse_config(settings), tmp_path / str(iteration))
+        with pytest.raises(ValueError, match="the end"):
+            train(job, failing_at(iteration))
+        assert job.run_dir.exists() == stays
+    resumed = open_run(job.run_dir, ["policy=lru", "store=mapped"])
+    assert resumed.checkpoint.name == "00000020"
+
+    found = train(open_job(resumed.config, resumed.directory), quiet, resumed.checkpoint)
+    same = ("iterations", "samples", "loss", "log_loss", "auc", "auc_untrained", "parameters_sha256")
+    assert {key: found[key] for key in same} == {key: expected[key] for key in same}
+    assert found["resumed_from"] == 20
+    assert found["seconds"] > 0
+
+
+def test_servers_may_change_their_number_when_a_run_goes_on(tmp_path):
+    settings = SETTINGS | {"checkpoint": {"every": 4, "keep": 9}, "iterations": 8, "epochs": None, "servers": 2}
+    job = prepare(parse_config(settings), tmp_path / "run")
+    expected = train(job, quiet)["parameters_sha256"]
+    (job.run_dir / "summary.json").unlink()
+
+    for servers in (3, 0):
+        resumed = open_run(job.run_dir, [f"servers={servers}"])
+        path = job.run_dir / "checkpoints" / "00000004"
+        found = train(open_job(resumed.config, resumed.directory), quiet, path)
+        assert found["parameters_sha256"] == expected
+        assert found["resumed_from"] == 4
+        (job.run_dir / "summary.json").unlink()
