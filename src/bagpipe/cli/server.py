@@ -22,6 +22,10 @@ SecurityKind = Annotated[
     str, typer.Option("--security", help="none: plain bytes to other machines too, for whoever can reach the port.")
 ]
 MemoryMax = Annotated[str | None, typer.Option(help="Refuse rows beyond this, such as 8GB.")]
+Checkpoints = Annotated[
+    list[Path] | None,
+    typer.Option("--checkpoints", help="Where trainers may have checkpoints, and below; may be repeated."),
+]
 Threads = Annotated[int | None, typer.Option(help="That work on requests; 2 to 8, as there are cores, if not given.")]
 
 
@@ -35,6 +39,7 @@ def server(
     security: SecurityKind = "curve",
     memory_max: MemoryMax = None,
     threads: Threads = None,
+    checkpoints: Checkpoints = None,
     as_json: AsJson = False,
 ) -> None:
     """Hold rows for trainers until SIGTERM or Ctrl-C. With --json one line says when it is ready, and where."""
@@ -55,6 +60,7 @@ def server(
         directory=None if directory is None else str(directory),
         memory_max=None if memory_max is None else memory_bytes("--memory-max", memory_max),
         threads=threads,
+        checkpoints=tuple(str(path.resolve()) for path in checkpoints or ()),
     )
     chosen = _security(keys, security)
 
