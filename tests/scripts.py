@@ -11,6 +11,7 @@ from unittest.mock import patch
 from bagpipe.cluster.context import Launch
 from bagpipe.config import load_config
 from bagpipe.store import MemoryStore
+from bagpipe.store.recorded import Recorded
 from bagpipe.store.views import shared_views
 from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.stages import Threads
@@ -30,12 +31,14 @@ class InThreads(Launch):
 class Trainers:
     """N trainers; each calls `accelerate` with `options(rank)`."""
 
-    def __init__(self, trainers=2, *settings):
+    def __init__(self, trainers=2, *settings, store=None, recorded=False, **launch):
+        """`store` is one that another run has left; `launch` has more of what trainers are told."""
         self.trainers = trainers
+        self.recorded, self.launch = recorded, launch
         self.config = load_config(None, [f"trainers={trainers}", *settings])
         self.drivers = [Threads(DEADLINE_S) for _ in range(trainers)]
-        self.store = None
-        self._groups, self._views = {}, {}
+        self.store = store
+        self._groups, self._views = {}, []
         self._lock = threading.Lock()
         self._here = threading.local()
 
@@ -79,13 +82,15 @@ class Trainers:
     def _view(self, rank, layouts):
         with self._lock:
             if self.store is None:
-                self.store = MemoryStore(layouts)
+                self.store = Recorded(MemoryStore(layouts)) if self.recorded else MemoryStore(layouts)
+            if not self._views:
                 notify = [lambda rank=rank: self.drivers[rank].notify() for rank in range(self.trainers)]
                 self._views = shared_views(self.store, self.trainers, notify, DEADLINE_S)
             return self._views[rank]
 
     def _of_rank(self, rank, script):
-        launch = InThreads(self.config, (), bytes(16), None, rank, self.trainers, ["127.0.0.1"] * self.trainers)
+        hosts = ["127.0.0.1"] * self.trainers
+        launch = InThreads(self.config, (), bytes(16), None, rank, self.trainers, hosts, **self.launch)
         object.__setattr__(launch, "world", self)
 
         def run():

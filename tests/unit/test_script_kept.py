@@ -1,0 +1,99 @@
+"""A script on several trainers writes checkpoints, resumes, and goes on from a mark that a lost run left (I2)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bagpipe
+from bagpipe.api import accelerate
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.errors import CheckpointError, PipelineError
+from bagpipe.state import of_store
+from scripts import Trainers
+from support import TABLES, assert_identical, initial, make_batches, make_model
+
+BATCHES = make_batches(6, last=3)
+
+
+class Script:
+    """What a user's script does on each trainer."""
+
+    def __init__(self, *settings, attach=True, store=None, **launch):
+        self.trainers = Trainers(2, *settings, store=store, recorded=True, **launch)
+        self.models = [make_model("wide_deep") for _ in range(2)]
+        self.attach, self.trained = attach, [0, 0]
+
+    def run(self, stop=None, **options):
+        """Train on both; the state."""
+        self.trainers.run(lambda rank: self.train(rank, stop, options))
+        return of_store(self.models[0], [table.name for table in TABLES], self.trainers.store)
+
+    def train(self, rank, stop, options):
+        """The script."""
+        model, rows = self.models[rank], bagpipe.optim.Adam(0.05)
+        where = {"cache": 300, "tables": TABLES, "initial": initial} | self.trainers.options(rank)
+        with accelerate(model, BATCHES, rows, **where, **options) as batches:
+            dense = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if self.attach:
+                batches.attach(dense=dense)
+            for batch in batches:
+                loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
+                dense.zero_grad()
+                loss.backward()
+                dense.step()
+                rows.step()
+                self.trained[rank] += 1
+                if self.trained[rank] == stop:
+                    raise KeyError("lost")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {assign: Script(f"assign={assign}").run() for assign in ("contiguous", "aware")}
+
+
+@pytest.mark.parametrize("assign", ["contiguous", "aware"])
+def test_a_script_on_two_trainers_resumes_at_any_iteration(tmp_path, expected, assign):
+    checkpoint = bagpipe.Checkpointing(tmp_path, every=1, keep=99, full_every=3)
+    settings = f"assign={assign}"
+    assert_identical(expected[assign], Script(settings).run(checkpoint=checkpoint))
+    assert [each.done for each in Checkpoints(tmp_path).list()] == [1, 2, 3, 4, 5, 6]
+    for done in (1, 4, 6):
+        script = Script(settings)
+        assert_identical(expected[assign], script.run(resume=tmp_path / f"{done:08d}"))
+        assert script.trained == [6 - done] * 2
+
+
+def test_a_script_that_was_lost_goes_on_from_the_last_mark(expected):
+    lost = Script("recovery.every=2", recovers=True)
+    with pytest.raises(KeyError):
+        lost.run(stop=5)
+    store = lost.trainers.store
+    assert store.marks()[-1] == 4
+    assert sorted(store.kept(4)) == ["trainer-0", "trainer-1"]
+    store.return_to(4)
+    again = Script("recovery.every=2", store=store, recovers=True, done=4)
+    assert_identical(expected["contiguous"], again.run())
+    assert again.trained == [2, 2]
+
+
+def test_it_may_also_go_on_from_the_checkpoint_of_that_point(tmp_path, expected):
+    lost = Script("recovery.every=1", recovers=True)
+    with pytest.raises((KeyError, PipelineError)):
+        lost.run(stop=5, checkpoint=bagpipe.Checkpointing(tmp_path, every=2))
+    store = lost.trainers.store
+    done = Checkpoints(tmp_path).latest().done
+    store.load(done, tmp_path, [table.name for table in TABLES])
+    again = Script(store=store, recovers=True, done=done, checkpoints=tmp_path)
+    assert_identical(expected["contiguous"], again.run(checkpoint=bagpipe.Checkpointing(tmp_path, every=2)))
+    assert [each.done for each in Checkpoints(tmp_path).list()] == [2, 4, 6]
+
+
+def test_a_script_that_attached_nothing_makes_no_marks(expected):
+    script = Script("recovery.every=1", attach=False, recovers=True)
+    assert_identical(expected["contiguous"], script.run())
+    assert script.trainers.store.marks() == []
+    with pytest.raises((CheckpointError, PipelineError), match="attach"):
+        Script(attach=False).run(checkpoint=bagpipe.Checkpointing("unused", every=1))
