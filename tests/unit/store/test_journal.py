@@ -29,7 +29,7 @@ State = list[dict[int, bytes]]
 
 
 def opened(disk: SimulatedDisk, history_bytes_max: int | None = None) -> Recorded:
-    return Recorded(MemoryStore(list(map(Width, WIDTHS))), Journal(DIRECTORY, disk), history_bytes_max)
+    return Recorded(MemoryStore(list(map(Width, WIDTHS)), chunk_bytes=256), Journal(DIRECTORY, disk), history_bytes_max)
 
 
 def state(store: Recorded) -> State:
@@ -309,7 +309,6 @@ def small_journal() -> tuple[SimulatedDisk, dict[int, State]]:
     states = {}
     with opened(disk) as store:
         for done in range(3):
-            store.write_many(batch(done)[0])
             store.write_many(batch(done)[1])
             store.keep(done, "trainer-0", b"kept with %d" % done)
             store.mark(done)
