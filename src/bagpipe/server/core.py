@@ -74,7 +74,7 @@ class EmbeddingServer:
         self._members = Membership(generation, self._limits)
         self._opening, self._recovering = Lock(), Lock()
         self._shard = Shard(storage or in_memory(), recording or Recording(), (server, servers), self._limits.bytes_max)
-        self._marking = Marking(self._shard, self._limits, self._members.gate)
+        self._marking = Marking(self._shard, self._limits, self._members)
         self._recovery: tuple[tuple[int, int | None, Path | None], Work] | None = None
         self._counting = Lock()
         self._requests = self._refused = 0
@@ -128,7 +128,8 @@ class EmbeddingServer:
         """Give back memory and files; who still waits is refused. A second call does nothing."""
         with self._opening:
             self._closed = True
-        self._members.send_all_away()
+        self._members.clients.clear()
+        self._members.count_anew()
         self._marking.stop()
         self._shard.close()
 

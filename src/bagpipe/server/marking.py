@@ -11,8 +11,8 @@ from typing import TypeAlias
 from bagpipe import failpoints
 from bagpipe.errors import StoreError, WireError
 from bagpipe.server.blobs import Pieces
-from bagpipe.server.gate import Gate
 from bagpipe.server.limits import ServerLimits
+from bagpipe.server.membership import Membership
 from bagpipe.server.shard import Shard
 from bagpipe.server.work import Work
 from bagpipe.wire.messages import Body
@@ -48,8 +48,8 @@ Answered: TypeAlias = tuple[Body, Sequence[memoryview]]
 class Marking:
     """Marks of one server's rows, what is kept with them, and what is being saved or loaded."""
 
-    def __init__(self, shard: Shard, limits: ServerLimits, gate: Gate) -> None:
-        self._shard, self._limits, self._gate = shard, limits, gate
+    def __init__(self, shard: Shard, limits: ServerLimits, members: Membership) -> None:
+        self._shard, self._limits, self._members = shard, limits, members
         self._pieces = Pieces(limits.blob_bytes_max, limits.kept_bytes_max)
         self._works: OrderedDict[tuple[int, int], Work] = OrderedDict()
         self._lock = Lock()
@@ -135,13 +135,15 @@ class Marking:
         return Work(f"saving mark {body.done}", lambda work: save.write(work.report), save.close)
 
     def _alone(self, replace: Callable[[], None]) -> bytes:
-        """Replace rows while nobody uses them."""
+        """Replace rows while nobody uses them; then iterations are trained anew that trainers had passed."""
+        gate = self._members.gate
         try:
-            self._gate.close(_REPLACING)
+            gate.close(_REPLACING)
             replace()
+            self._members.count_anew()
+            self._pieces.clear()
         finally:
-            self._gate.open(_REPLACING)
-        self._pieces.clear()
+            gate.open(_REPLACING)
         return b""
 
     def _keep(self, body: Keep, buffers: Sequence[memoryview]) -> Keeping:

@@ -56,13 +56,13 @@ class Membership:
             raise WireError(f"generation {generation} can't begin: this is generation {self.generation}")
         self.gate.close(RECOVERY)
         self.generation = generation
-        self.send_all_away()
+        self.clients.clear()
+        self.count_anew()
         self.orders.clear()
         self.trainers = 0
 
-    def send_all_away(self) -> None:
-        """Know nobody any more; who waits is to ask again."""
-        self.clients.clear()
+    def count_anew(self) -> None:
+        """No trainer has passed any iteration; who waits for that is to ask again."""
         for read in self.watermark.begin_anew():
             read.send_away(Waiting([], []))
 

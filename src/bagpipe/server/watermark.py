@@ -72,9 +72,9 @@ class Watermark:
             return self._take(lambda _: True)
 
     def begin_anew(self) -> list[Parked]:
-        """Nobody has passed anything; what was parked is given back."""
+        """No trainer has passed anything; what was parked is given back."""
         with self._lock:
-            self._passed = {0: NO_ITERATION}
+            self._passed = dict.fromkeys(self._passed, NO_ITERATION)
             return self._take(lambda _: True)
 
     def _take(self, chosen: Callable[[Parked], bool]) -> list[Parked]:

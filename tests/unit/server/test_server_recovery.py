@@ -132,6 +132,22 @@ def test_a_mark_a_return_and_a_forgetting_are_done_once_however_often_they_come(
     assert peer.order(Settle, 5) == Written(9)
 
 
+def test_after_a_return_reads_wait_for_what_is_trained_anew(server) -> None:
+    first, second = (Peer(server, bytes([trainer]), trainer=trainer, trainers=2) for trainer in range(2))
+    first.order(Mark, 1)
+    for peer in (first, second):
+        peer.write([peer.trainer], 1.0, passed=5)
+    assert server.reached == 5
+    second.send(Read([], after=6))
+    first.order(ReturnTo, 1)
+    assert second.heard.pop().body == Waiting([], [])
+    first.send(Read([], after=3))
+    assert first.heard == [], "what was passed before is undone"
+    for peer in (first, second):
+        peer.write([peer.trainer], 2.0, passed=3)
+    assert Rows(0) in [message.body for message in first.heard]
+
+
 def test_what_is_refused_has_used_up_its_number(server) -> None:
     peer = Peer(server)
     peer.order(Mark, 5)
