@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from bagpipe.errors import ConfigError
 from bagpipe.failpoints import NAMES, Fault, FaultInjected, Faults, Killed, acting_as, armed, parse, reach
 
 POINT = "server.write.applied"
+ROOT = Path(__file__).parents[2]
 
 
 def reach_often(times, name=POINT):
@@ -26,6 +29,22 @@ def reach_often(times, name=POINT):
 def test_there_are_thirty_points_and_each_says_what_has_happened():
     assert len(NAMES) >= 30
     assert all(name == name.lower() and "." in name and line and not line.endswith(".") for name, line in NAMES.items())
+
+
+def test_every_point_stands_in_the_code_and_no_other_does():
+    placed = {
+        name
+        for path in (ROOT / "src").rglob("*.py")
+        for name in re.findall(r"\breach\(\s*\"([^\"]+)\"", path.read_text(encoding="utf-8"))
+    }
+    assert placed == set(NAMES)
+
+
+def test_every_point_is_documented_with_what_has_happened():
+    text = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    documented = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", text, re.MULTILINE))
+    assert documented == NAMES
+    assert f"at {len(NAMES)} points" in text
 
 
 def test_nothing_happens_while_nothing_is_armed():
