@@ -43,6 +43,7 @@ MODULES = (
     "servers",
     "train",
     "overlap",
+    "policies",
     "trainers",
     "checkpoint",
     "terabyte",

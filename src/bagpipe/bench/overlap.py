@@ -32,7 +32,7 @@ from bagpipe.bench.children import child, end_with_parent, heard, say, tell
 from bagpipe.bench.idle import wait_until_idle
 from bagpipe.bench.namespaces import SERVERS, TRAINER, NamespaceError, Namespaces, counted_bytes, joined_namespaces
 from bagpipe.bench.train import CACHE_SHARE, Ours, Size, Work
-from bagpipe.data import Generated, find_preset
+from bagpipe.data import Dataset, Generated, find_preset
 from bagpipe.errors import PipelineError
 from bagpipe.layout import RowLayout
 from bagpipe.optim import SGD
@@ -40,7 +40,7 @@ from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.process import Ready, ServerOptions, serve, stopped_by_signals
 from bagpipe.store import Store
 from bagpipe.store.remote import RemoteStore
-from bagpipe.types import Table
+from bagpipe.types import Batch, Table
 from bagpipe.wire.frames import Frame
 from bagpipe.wire.keys import VARIABLE, Security, find_keys, new_keys
 from bagpipe.wire.simulated import SimulatedChannel, SimulatedNetwork
@@ -329,7 +329,14 @@ def _work(model: str, size: Size) -> CompactWork:
     whole = preset if size.rows_share == 1 else preset.scaled(size.rows_share)
     data = Generated(whole, size.batch_size * size.batches, 0)
     prepared = list(data.batches(size.batch_size))
-    touched, compact = {}, []
+    touched, compact = renumber(data, prepared)
+    return CompactWork(model, size, data, lambda: cycle(prepared), touched, tables=compact)
+
+
+def renumber(data: Dataset, prepared: Sequence[Batch]) -> tuple[dict[str, Any], list[Table]]:
+    """Change the ids of batches so that tables have only rows that occur; those, and the tables."""
+    touched: dict[str, Any] = {}
+    compact = []
     for table in data.tables:
         values = [batch.sparse[name].values.numpy() for batch in prepared for name in table.features]
         occurs = np.zeros(table.rows or 0, np.bool_)
@@ -341,7 +348,7 @@ def _work(model: str, size: Size) -> CompactWork:
         num_rows = int(np.count_nonzero(occurs))
         touched[table.name] = np.arange(num_rows)
         compact.append(replace(table, rows=num_rows))
-    return CompactWork(model, size, data, lambda: cycle(prepared), touched, tables=compact)
+    return touched, compact
 
 
 def _serve() -> None:

@@ -37,6 +37,7 @@ from bagpipe.initial import Uniform
 from bagpipe.models import build_model
 from bagpipe.opening import OpenStore
 from bagpipe.optim import SGD
+from bagpipe.policy_options import PolicyOptions
 from bagpipe.store.base import ROWS_PER_CHUNK
 from bagpipe.types import Batch, Table
 
@@ -120,13 +121,14 @@ class Ours:
         store: str | OpenStore = "memory",
         filled: bool = True,
         checkpoint: Checkpointing | None = None,
+        options: PolicyOptions | None = None,
     ) -> None:
         self.losses: list[float] = []
         self._model = work.build("meta")
         self._rows = SGD(LR)
         self.batches = accelerate(
             self._model, work.loader(), self._rows, cache=cache_rows, policy=policy, tables=work.tables,
-            initial=work.initial, store=store, checkpoint=checkpoint,
+            initial=work.initial, store=store, checkpoint=checkpoint, policy_options=options,
         )  # fmt: skip
         if filled:
             self._fill(work)

@@ -1,0 +1,320 @@
+"""All policies over a link of 100 Mbit/s in memory: on ScratchPipe's four traces and on Criteo-Kaggle-like data, at
+several cache sizes, with what the papers claim beside it.
+
+Tables and batches are a small share of the papers', and so are the laws of popularity, so that a cache of so many per
+cent means what it means there. Policies take turns in one process; a turn lasts until its traffic has ended. The
+servers hold every row that occurs, and each cache has seen the warm-up batches, before the link is limited. Batches do
+not repeat, and behind the last that is trained come others that a window can see. `hit_rate` and `fetched_rows` are
+those of the plans of the iterations that are timed; `python -m bagpipe.bench.policies` counts them without training.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from bagpipe.allocator import keep_freed_memory
+from bagpipe.bench import Benchmark, Results
+from bagpipe.bench.idle import wait_until_idle
+from bagpipe.bench.overlap import BITS_PER_SECOND, CompactWork, SimulatedLink, renumber
+from bagpipe.bench.train import Ours, Size
+from bagpipe.cache import VACANT
+from bagpipe.data import Generated, find_preset
+from bagpipe.data.popularity import PowerLaw, TopShare
+from bagpipe.data.presets import Preset
+from bagpipe.errors import CapacityError
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.tables import OracleTable
+from bagpipe.policy_options import DEFAULTS, PolicyOptions
+
+STRAW_MAN = "scratchpipe, not pipelined"
+SYSTEMS: dict[str, tuple[str, PolicyOptions]] = {
+    **{
+        name: (name, DEFAULTS)
+        for name in ("lookahead", "belady", "scratchpipe", "windowed", "frequency", "static", "lfu", "lru")
+    },
+    STRAW_MAN: ("scratchpipe", PolicyOptions(pipelined=False)),
+    "nocache": ("nocache", DEFAULTS),
+    "ideal": ("ideal", DEFAULTS),
+}
+UNCACHED = ("nocache", "ideal")
+"""Do not depend on the size of the cache, and are measured once a trace."""
+LOCALITIES = ("random", "low", "medium", "high")
+SKEWS = (0.9, 0.01)
+"""Shares of the accesses that the top 1 % of rows take (Bagpipe, section 5.3)."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is."""
+
+    model: str
+    share: float
+    """Of the papers' rows; of ScratchPipe's batches too."""
+    criteo_batch: int
+    dim: int
+    warm_up: int
+    """Batches that pass through the caches before the link is limited; policies that sample learn from these."""
+    behind: int
+    """Batches behind the last one that is trained."""
+    rounds: int
+    turn: int
+    scratchpipe_caches: tuple[float, ...]
+    criteo_caches: tuple[float, ...]
+    skew_cache: float
+    traces: tuple[str, ...] = LOCALITIES
+
+
+FULL = Scale("dlrm", 1 / 20, 512, 48, 48, 24, 3, 3, (0.02, 0.10), (0.003, 0.015, 0.10), 0.03)
+QUICK = Scale("wide_deep", 1 / 2000, 32, 8, 4, 4, 1, 2, (0.10,), (0.05,), 0.10, traces=("high",))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Data to measure on, and the cache sizes."""
+
+    name: str
+    preset: Preset
+    batch_size: int
+    caches: tuple[float, ...]
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+
+
+def run(quick: bool) -> Results:
+    """About six minutes; 4 GB."""
+    keep_freed_memory()
+    scale = QUICK if quick else FULL
+    results = [row for trace in traces(scale) for row in measure(trace, scale)]
+    return results + claims(results)
+
+
+def traces(scale: Scale) -> Iterator[Trace]:
+    """ScratchPipe's, Criteo's, and Criteo's with more and less skew."""
+    for locality in scale.traces:
+        preset = find_preset(f"scratchpipe-{locality}")
+        batch = max(4, round(2048 * scale.share))
+        yield Trace(preset.name, shrunk(preset, scale.share), batch, scale.scratchpipe_caches)
+    criteo = find_preset("criteo-kaggle-like").scaled(scale.share)
+    yield Trace("criteo-kaggle-like", criteo, scale.criteo_batch, scale.criteo_caches)
+    for skew in SKEWS:
+        turned = criteo.reshaped(TopShare(skew))
+        names = ("lookahead", "static", "ideal")
+        yield Trace(f"criteo, skew {skew:g}", turned, scale.criteo_batch, (scale.skew_cache,), names)
+
+
+def shrunk(preset: Preset, share: float) -> Preset:
+    """The preset with this share of its rows, and the top so many per cent of them as popular as before."""
+
+    def law(feature: Any) -> Any:
+        power = feature.popularity
+        assert isinstance(power, PowerLaw)
+        return replace(feature, popularity=replace(power, shift=power.shift * share))
+
+    features = {name: law(feature) for name, feature in preset.features.items()}
+    return replace(preset.scaled(share), features=features)
+
+
+def prepare(trace: Trace, scale: Scale) -> tuple[CompactWork, int]:
+    """What all systems are given, and how many rows there would be if all occurred."""
+    batches = scale.warm_up + 1 + scale.rounds * scale.turn + scale.behind
+    rounds, turn = {scale.model: scale.rounds}, {scale.model: scale.turn}
+    size = Size(scale.share, scale.dim, trace.batch_size, batches, rounds, turn)
+    data = Generated(trace.preset, trace.batch_size * batches, 0)
+    prepared = list(data.batches(trace.batch_size))
+    num_rows = sum(table.rows or 0 for table in data.tables)
+    touched, compact = renumber(data, prepared)
+    return CompactWork(scale.model, size, data, lambda: iter(prepared), touched, tables=compact), num_rows
+
+
+def count(work: CompactWork, scale: Scale, name: str, cache_rows: int) -> dict[str, Any]:
+    """What the plans of the timed iterations fetch, without training."""
+    policy, options = SYSTEMS[name]
+    tables = [OracleTable(table.name, table.rows, table.features) for table in work.tables]
+    most = sum(table.rows or 0 for table in tables)
+    capacity = most if policy == "ideal" else min(cache_rows, most)
+    names = [feature for table in tables for feature in table.features]
+    ids = ([batch.sparse[name].values.numpy().reshape(-1) for name in names] for batch in work.loader())
+    oracle = Oracle(tables, [capacity], "auto", policy, replace(options, sample=scale.warm_up))
+    first = scale.warm_up + 1
+    try:
+        plans = (plan for plan, _ in oracle.plans((own, None) for own in ids))
+        timed = list(islice(plans, first, first + scale.rounds * scale.turn))
+    except CapacityError as error:
+        return {"reason": str(error)}
+    finally:
+        oracle.close()
+    fetched, unique = (
+        sum(len(part) for part in parts) for parts in zip(*((p.fetch, p.rows) for p in timed), strict=True)
+    )
+    return {"hit_rate": sum(plan.hits for plan in timed) / unique, "fetched_rows": fetched / len(timed)}
+
+
+def measure(trace: Trace, scale: Scale) -> Results:
+    """All systems on one trace, cache size by cache size."""
+    work, num_rows = prepare(trace, scale)
+    ideal: list[float] = []
+    results: Results = []
+    for share in trace.caches:
+        names = [name for name in trace.systems if name not in UNCACHED or not results]
+        cache_rows = max(1, round(share * num_rows))
+        counted = {name: count(work, scale, name, cache_rows) for name in names}
+        entered = _take_turns(work, scale, names, cache_rows)
+        if "ideal" in entered and not isinstance(entered["ideal"], str):
+            ideal = entered["ideal"].seconds
+        for name, contestant in entered.items():
+            cache = None if name in UNCACHED else share
+            row = {"trace": trace.name, "cache_share": cache, "policy": name, "batch_size": trace.batch_size}
+            results.append(row | counted[name] | _figures(contestant, entered, ideal))
+    return results
+
+
+class Contestant:
+    """A policy that takes turns on the link, and what it took for them."""
+
+    def __init__(self, name: str, work: CompactWork, scale: Scale, cache_rows: int, link: SimulatedLink) -> None:
+        policy, options = SYSTEMS[name]
+        served = policy != "ideal"
+        self.turn = scale.turn
+        self.seconds: list[float] = []
+        self.ours = Ours(
+            work,
+            policy,
+            cache_rows=cache_rows,
+            store=partial(link.open_store, name) if served else "memory",
+            filled=served,  # a row that was never written would not travel
+            options=replace(options, sample=scale.warm_up),
+        )
+        self.ours.skip(scale.warm_up)
+        self.ours.train(1)
+        cache = self.ours.batches.cache
+        for dirty, tenants in zip(cache.dirty, cache.tenant_table, strict=True):
+            dirty[tenants != VACANT] = True  # as if the warm-up had trained them: they are written back when they leave
+
+    def begin(self) -> None:
+        """What moves from now on counts."""
+        self.before = self.ours.batches.stats()
+
+    def take_turn(self, link: SimulatedLink) -> None:
+        """Train some iterations, and count what they take."""
+        start = time.perf_counter()
+        self.ours.train(self.turn)
+        self.seconds.append((wait_until_idle(link.counted) - start) / self.turn)
+
+    def finish(self) -> None:
+        """Look at what the turns have moved, before closing moves more."""
+        self.after = self.ours.batches.stats()
+
+    def more(self, key: str) -> float:
+        """Of the turns."""
+        return float(self.after[key] - self.before[key])
+
+
+def _take_turns(work: CompactWork, scale: Scale, names: Sequence[str], cache_rows: int) -> dict[str, Contestant | str]:
+    """The systems after their turns, or why one could not take any; all are closed."""
+    entered: dict[str, Contestant | str] = {}
+    link = SimulatedLink()
+    with ExitStack() as stack:
+        stack.callback(link.close)
+        for name in names:
+            try:
+                contestant = Contestant(name, work, scale, cache_rows, link)
+            except CapacityError as error:
+                entered[name] = str(error)
+                continue
+            stack.callback(contestant.ours.close)
+            entered[name] = contestant
+        link.limit(BITS_PER_SECOND)
+        stack.callback(link.limit, None)  # to close means to write back what is cached
+        wait_until_idle(link.counted)
+        order = [contestant for contestant in entered.values() if isinstance(contestant, Contestant)]
+        for contestant in order:
+            contestant.begin()
+        for _ in range(scale.rounds):
+            for contestant in order:
+                contestant.take_turn(link)
+            order = order[1:] + order[:1]
+        for contestant in order:
+            contestant.finish()
+    return entered
+
+
+def _figures(contestant: Contestant | str, entered: dict[str, Contestant | str], ideal: list[float]) -> dict[str, Any]:
+    if isinstance(contestant, str):
+        return {"reason": contestant}
+    iterations, stalled = contestant.more("iterations"), contestant.more("stall_seconds")
+    static = entered.get("static")
+    others = [other for other in entered.values() if isinstance(other, Contestant)]
+    losses = [zip(contestant.ours.losses, other.ours.losses, strict=True) for other in others]
+    return {
+        "iteration_ms": 1e3 * statistics.median(contestant.seconds),
+        "written_rows": contestant.more("written_rows") / iterations,
+        "stall_fraction": stalled / (contestant.turn * sum(contestant.seconds)),
+        "cache_rows": contestant.after["cache_rows"],
+        "peak_rows": contestant.after["peak_rows"],
+        "time_ratio_to_ideal": _ratio(contestant.seconds, ideal) if ideal else None,
+        "speedup_over_static": _ratio(static.seconds, contestant.seconds) if isinstance(static, Contestant) else None,
+        "loss_difference_max": max(math.fabs(a - b) for pairs in losses for a, b in pairs),
+    }
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(ours) / statistics.median(theirs)
+
+
+def claims(results: Results) -> Results:
+    """What the papers say, and what was found here."""
+    times = {(row["trace"], row["policy"], row["cache_share"]): row.get("iteration_ms") for row in results}
+    speedups = [
+        row["speedup_over_static"]
+        for row in results
+        if row["policy"] == "scratchpipe" and row["trace"].startswith("scratchpipe") and row.get("speedup_over_static")
+    ]
+
+    def ratio(policy: str, ours: tuple[str, float], theirs: tuple[str, float]) -> float | None:
+        mine, other = (times.get((trace, policy, share)) for trace, share in (ours, theirs))
+        return mine / other if mine and other else None
+
+    criteo, cache = "criteo-kaggle-like", FULL.skew_cache
+    skewed, flat = ((f"criteo, skew {skew:g}", cache) for skew in SKEWS)
+    listed = [
+        ("scratchpipe: speed over static, mean of traces and caches", 2.8, statistics.fmean(speedups or [math.nan])),
+        ("scratchpipe: speed over static, at most", 4.2, max(speedups, default=None)),
+        (
+            "frequency: time at 1.5 % of the rows to that at 10 %",
+            1.0,
+            ratio("frequency", (criteo, 0.015), (criteo, 0.1)),
+        ),
+        ("lookahead: time at skew 1 % to that at 90 %", 1.13, ratio("lookahead", flat, skewed)),
+        ("static: the same; the paper has FAE", 7.2, ratio("static", flat, skewed)),
+    ]
+    return [{"claim": claim, "paper": paper, "measured": measured} for claim, paper, measured in listed]
+
+
+BENCHMARK = Benchmark("policies", "all policies over a link of 100 Mbit/s, at several cache sizes and localities", run)
+
+
+def _counts(scale: Scale) -> Iterator[str]:
+    """Share of each batch's rows that must be fetched, as lines of a table, one for each trace and cache size."""
+    cached = [name for name in SYSTEMS if name not in (*UNCACHED, STRAW_MAN)]
+    yield f"| trace | cache | {' | '.join(cached)} |"
+    yield "|---" * (2 + len(cached)) + "|"
+    for trace in traces(scale):
+        work, num_rows = prepare(trace, scale)
+        for share in trace.caches:
+            found = [count(work, scale, name, max(1, round(share * num_rows))) for name in cached]
+            shown = [f"{1 - each['hit_rate']:.0%}" if "hit_rate" in each else "-" for each in found]
+            yield f"| {trace.name} | {share:.1%} | {' | '.join(shown)} |"
+
+
+if __name__ == "__main__":
+    for line in _counts(FULL):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
