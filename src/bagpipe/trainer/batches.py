@@ -29,7 +29,7 @@ from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
 from bagpipe.store import Store
-from bagpipe.trainer.evaluation import private_batches
+from bagpipe.trainer.evaluation import private_batches, shown
 from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
 from bagpipe.trainer.keeping import Keeping
@@ -44,6 +44,10 @@ from bagpipe.trainer.update import RowUpdate, holder_of, views_of
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+LOST = (
+    "iteration {} has row gradients but had no rows.step(), so they are dropped: to add up those of several batches "
+    "pass accumulate= to bagpipe.accelerate, to drop them call batches.zero_grad()"
+)
 
 
 class Batches:
@@ -272,18 +276,9 @@ class Batches:
 
     def evaluate(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Batches of another loader, to be given to the model without training: a barrier that changes nothing."""
-        lookups = self._lookups
-        own: list[TableView] | None = None
         tables = [layout.table for layout in self.layouts]
-        try:
-            for batch, views in private_batches(loader, tables, self._read_current, lookups.device):
-                lookups.view = own = views
-                lookups.recording = False
-                yield batch
-        finally:
-            if own is not None and lookups.view is own:
-                lookups.view = self._views if self._plan is not None else None
-                lookups.recording = self._plan is not None
+        batches = private_batches(loader, tables, self._read_current, self._lookups.device)
+        return shown(batches, self._lookups, lambda: None if self._plan is None else self._views)
 
     def stats(self) -> dict[str, Any]:
         """What has moved so far, and how long training waited for it."""
@@ -299,11 +294,7 @@ class Batches:
         The batch in hand counts as trained once `rows.step()` was called.
         """
         self.barrier()
-        return {
-            "tables": save_rows(self.layouts, self.store),
-            "optimizer": self._rows.state_dict(),
-            "data": self._source.position(self._trained),
-        }
+        return {"tables": save_rows(self.layouts, self.store)} | self.progress()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, with the batch after those trained; before the first batch only.
@@ -314,7 +305,7 @@ class Batches:
         self._refuse_while_training()
         if "data" in state:
             self._resume(self._source, state["data"])
-        self._rows.load_state_dict(state["optimizer"])
+        self.go_on(state)
         for number, layout in enumerate(self.layouts) if self.rank == 0 else ():
             part = state["tables"][layout.table.name]
             self.write_rows(number, part["ids"].numpy(), part["rows"].numpy())
@@ -440,8 +431,4 @@ class Batches:
         if self._plan is None or self._stepped or self._skipped or self._warned or not self._update.any_gradient():
             return
         self._warned = True
-        warnings.warn(
-            f"iteration {self._plan.iteration} has row gradients but had no rows.step(), so they are dropped: to add "
-            "up those of several batches pass accumulate= to bagpipe.accelerate, to drop them call batches.zero_grad()",
-            stacklevel=4,
-        )
+        warnings.warn(LOST.format(self._plan.iteration), stacklevel=4)

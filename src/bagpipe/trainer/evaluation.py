@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from bagpipe.adapt import Adapter
-from bagpipe.embedding import TableView, check_range
+from bagpipe.embedding import Lookups, TableView, check_range
 from bagpipe.handles import Handles, evaluation_base
 from bagpipe.types import Table
 
@@ -61,3 +61,19 @@ def _read(loader: Iterable[Any]) -> Iterator[Any]:
             own = torch.get_rng_state()
             torch.set_rng_state(of_training)
         yield batch
+
+
+def shown(
+    batches: Iterable[tuple[Any, list[TableView]]], lookups: Lookups, current: Callable[[], list[TableView] | None]
+) -> Iterator[Any]:
+    """The batches, each while the layers look its own rows up; then those of the batch in training, if there is one."""
+    own: list[TableView] | None = None
+    try:
+        for batch, views in batches:
+            lookups.view = own = views
+            lookups.recording = False
+            yield batch
+    finally:
+        if own is not None and lookups.view is own:
+            lookups.view = current()
+            lookups.recording = lookups.view is not None
