@@ -20,8 +20,8 @@ def test_every_policy_is_measured_and_trains_the_same(results):
     assert all(row["loss_difference_max"] == 0 for row in rows)
     assert all(row["iteration_ms"] > 0 for row in rows)
     fetched = {row["policy"]: row["fetched_rows"] for row in rows}
-    assert fetched["ideal"] == 0
-    assert all(fetched["nocache"] > fetched[name] for name in policies.SYSTEMS if name != "nocache")
+    assert all(fetched["ideal"] <= fetched[name] < fetched["nocache"] for name in policies.SYSTEMS if name != "nocache")
+    assert all(row["hit_rate"] == pytest.approx(1 - row["fetched_rows"] / fetched["nocache"]) for row in rows)
 
 
 def test_what_does_not_depend_on_the_cache_is_measured_once_a_trace(results):
