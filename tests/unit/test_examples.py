@@ -1,4 +1,4 @@
-"""The two examples differ in a few lines and end with the same parameters."""
+"""The first two examples differ in a few lines and end with the same parameters; the third can be ended."""
 
 from __future__ import annotations
 
@@ -45,6 +45,21 @@ def test_both_scripts_end_with_equal_parameters(tmp_path):
     assert plain["user.weight"].abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", ["plain_pytorch.py", "accelerated.py"])
+@pytest.mark.parametrize("name", ["plain_pytorch.py", "accelerated.py", "resumed.py"])
 def test_an_example_is_short(name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 60
+
+
+def test_a_script_that_is_ended_and_started_again_ends_with_the_same_bits(tmp_path):
+    def resumed(name, *last):
+        command = [sys.executable, str(EXAMPLES / "resumed.py"), str(tmp_path / name), str(tmp_path / f"{name}.out")]
+        return subprocess.run([*command, *last], capture_output=True, text=True, timeout=120)
+
+    whole = resumed("whole")
+    assert whole.stdout.splitlines()[0] == "begins"
+    assert resumed("parts", "27").returncode == 3
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["00000010", "00000020"]
+    assert resumed("parts", "44").stdout == "goes on after 20 iterations\n"
+    again = resumed("parts")
+    assert again.stdout.splitlines() == ["goes on after 40 iterations", whole.stdout.splitlines()[1]]
+    assert (tmp_path / "parts.out").read_bytes() == (tmp_path / "whole.out").read_bytes()
