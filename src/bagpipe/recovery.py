@@ -122,7 +122,7 @@ class Supervisor(Generic[ResultT]):
     def run(self, start: Point = BEGINNING) -> ResultT:
         """Run to the end from `start`; ClusterError when a role was lost more often than allowed."""
         self._point = start
-        lost: dict[str, str] = {}
+        lost: dict[str, None] = {}
         while True:
             try:
                 if lost:
@@ -130,7 +130,7 @@ class Supervisor(Generic[ResultT]):
                     lost = {}
                 result = self._crew.attempt(self.generation, self._point, self._went_on)
             except RolesLost as loss:
-                lost |= loss.losses
+                lost |= dict.fromkeys(loss.losses)
                 self._note(loss.losses)
             else:
                 self._went_on()
@@ -143,19 +143,19 @@ class Supervisor(Generic[ResultT]):
                 raise ClusterError(f"{role} was lost: {cause}{_again(self._restarts_max)}")
             self._restarts[role] += 1
             self._open.append((role, cause, done, now))
+            self._log(f"{role} was lost: {cause}")
 
-    def _recover(self, lost: Mapping[str, str], start: Point) -> Point:
+    def _recover(self, lost: Collection[str], start: Point) -> Point:
         """Bring everybody to one point; a loss meanwhile begins it anew."""
         self.generation += 1
         reach("recovery.begun")
         self._crew.abandon(self.generation)
         reach("recovery.ended")
-        self._crew.restart(lost.keys())
+        self._crew.restart(lost)
         reach("recovery.restarted")
         point = self._newest(start)
         reach("recovery.chosen")
-        for role, cause in lost.items():
-            self._log(f"{role} was lost: {cause}; going back to {point}")
+        self._log(f"going back to {point}")
         self._crew.return_to(point)
         reach("recovery.returned")
         return point

@@ -75,7 +75,7 @@ def test_after_a_loss_all_abandon_the_lost_one_restarts_rows_return_and_the_run_
         ("abandon", 1), ("restart", ("trainer 1",)), ("marks",), ("return", point), ("attempt", 1, point), ("work on",)
     ]  # fmt: skip
     assert supervisor.incidents == [Incident("trainer 1", "killed", 10, 5, 5.0)]
-    assert said == ["trainer 1 was lost: killed; going back to iteration 5", "went on from iteration 5 after 5.0 s"]
+    assert said == ["trainer 1 was lost: killed", "going back to iteration 5", "went on from iteration 5 after 5.0 s"]
 
 
 def test_two_lost_at_once_come_back_together_and_are_two_incidents():
@@ -83,7 +83,7 @@ def test_two_lost_at_once_come_back_together_and_are_two_incidents():
     supervisor, _, said = supervise(crew)
     assert ("restart", ("server 1", "trainer 0")) in crew.calls
     assert [incident.role for incident in supervisor.incidents] == ["server 1", "trainer 0"]
-    assert len(said) == 3
+    assert len(said) == 4
     assert supervisor.generation == 1
 
 

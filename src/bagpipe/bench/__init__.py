@@ -49,6 +49,7 @@ MODULES = (
     "terabyte",
     "start",
     "cluster",
+    "recovery",
     "prepare",
 )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bagpipe.cli.output import AsJson, Settings, errors, print_json, print_pairs
 from bagpipe.cli.train import RunDirectory
+
+if TYPE_CHECKING:
+    from bagpipe.resuming import Resumed
 
 Servers = Annotated[int | None, typer.Option(help="Embedding servers, which hold the rows; 1 if not configured.")]
 Trainers = Annotated[int | None, typer.Option(help="Trainers, which share each batch; 1 if not configured.")]
@@ -27,6 +30,9 @@ TrainerCores = Annotated[
     int | None, typer.Option(min=1, help="What each trainer reserves and uses; all of this machine's, shared.")
 ]
 TrainerGpus = Annotated[float, typer.Option(min=0.0, help="What each trainer reserves.")]
+ResumedRun = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
+]
 Script = Annotated[
     list[str] | None,
     typer.Argument(
@@ -45,6 +51,7 @@ def launch(
     address: RayAddress = None,
     interface: Interface = None,
     run_dir: RunDirectory = None,
+    resume: ResumedRun = None,
     server_memory: ServerMemory = None,
     server_cores: ServerCores = 1.0,
     trainer_cores: TrainerCores = None,
@@ -58,7 +65,9 @@ def launch(
 
     require_ray()
     given = [*(settings or ()), *([] if trainers is None else [f"trainers={trainers}"])]
-    chosen = load_config(config, given)  # before PyTorch is loaded: a wrong one is refused at once
+    resumed = None if resume is None else _resumed(resume, config, run_dir, given)
+    # Before PyTorch is loaded: a wrong one is refused at once.
+    chosen = load_config(config, given) if resumed is None else resumed.config
     memory = None if server_memory is None else memory_bytes("--server-memory", server_memory)
     from bagpipe.cluster.launch import launch
     from bagpipe.cluster.request import Request
@@ -70,6 +79,7 @@ def launch(
         address=address,
         interface=interface,
         run_dir=run_dir,
+        resumed=resumed,
         script=Path(script[0]) if script else None,
         arguments=tuple(script[1:]) if script else (),
         server_memory=memory,
@@ -85,3 +95,17 @@ def launch(
         shared_by = f"{request.trainers} trainers, " if request.trainers > 1 else ""
         print_pairs(f"{chosen.model.name}, {shared_by}{request.servers} servers", launched.summary)
     raise typer.Exit(launched.exit_code)
+
+
+def _resumed(run: Path, config: Path | None, run_dir: Path | None, given: list[str]) -> Resumed:
+    """A run that goes on, with its own configuration."""
+    from bagpipe.errors import ConfigError
+    from bagpipe.resuming import find_run, open_run
+
+    for name, value in (("--config", config), ("--run-dir", run_dir)):
+        if value is not None:
+            raise ConfigError(f"{name} {value}: a run that is resumed has its own: leave it out")
+    resumed = open_run(find_run(run), given)
+    for note in resumed.notes:
+        errors.print(f"note: {note}", markup=False)
+    return resumed

@@ -77,6 +77,7 @@ class Launch:
             self.meeting or "",
             interface=self.hosts[self.trainer],
             generation=next(self.meetings),
+            given_up=lambda: "" if self.attempt is None else self.attempt.reason,
         )
         if self.attempt is not None:
             self.attempt.on_end(opened.abort)

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from bagpipe._version import __version__
 from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.cluster.member import Member
 from bagpipe.cluster.placement import Placement
@@ -24,8 +25,9 @@ from bagpipe.cluster.post import POSTS
 from bagpipe.cluster.request import Request
 from bagpipe.cluster.resources import Need
 from bagpipe.cluster.settings import ScriptTask, Team, TrainerTask, Wiring
+from bagpipe.cluster.spare import Spare
 from bagpipe.cluster.trainer_role import Trained
-from bagpipe.cluster.watch import Watch
+from bagpipe.cluster.watch import WAIT_S, Watch
 from bagpipe.cluster.wiring import wire
 from bagpipe.config import memory_bytes, store_memory_bytes
 from bagpipe.errors import BagpipeError, ClusterError
@@ -71,6 +73,7 @@ class RayCrew(ABC, Generic[ResultT]):
         self._one_machine = True
         self._generation = 0
         self._placement: Placement | None = None
+        self._spare = Spare(ray, wanted=request.keeps_spare)
 
     @property
     def done(self) -> int:
@@ -131,7 +134,7 @@ class RayCrew(ABC, Generic[ResultT]):
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints of the run are."""
-        return self.run_dir / "checkpoints"
+        return self.run_dir / CHECKPOINTS
 
     def stop(self) -> None:
         """The run is over: have all end in order."""
@@ -144,6 +147,7 @@ class RayCrew(ABC, Generic[ResultT]):
         for role in list(self.watch.members):
             self.watch.members[role].end(self.ray)
             self.watch.forget(role)
+        self._spare.close()
         if self._placement is not None:
             self._placement.close()
         shutil.rmtree(self.run_dir / "journal", ignore_errors=True)
@@ -153,15 +157,21 @@ class RayCrew(ABC, Generic[ResultT]):
     ) -> None:
         """Return when all have answered, whatever they say; then who was lost or late is told of."""
         losses: dict[str, str] = {}
-        until = time.monotonic() + deadline_s
-        for role, call in calls.items():
-            try:
-                self.watch.gather({role: call}, what, max(0.0, until - time.monotonic()))
-            except RolesLost as loss:
-                losses |= loss.losses
-            except BagpipeError:
-                pass  # it was cut short, or could not begin
-            heard(role)
+        left, until = dict(calls), time.monotonic() + deadline_s
+        while left and time.monotonic() < until:
+            done, _ = self.ray.wait([*left.values()], timeout=WAIT_S)
+            for role in [role for role, call in left.items() if call in done]:
+                try:
+                    self.watch.take(role, left.pop(role))
+                except RolesLost as loss:
+                    losses |= loss.losses
+                except BagpipeError:
+                    pass  # it was cut short, or could not begin
+                heard(role)
+        try:
+            self.watch.end([*left], f"it did not {what} within {deadline_s:g} s")
+        except RolesLost as loss:
+            losses |= loss.losses
         if losses:
             raise RolesLost(losses)
 
@@ -211,9 +221,12 @@ class RayCrew(ABC, Generic[ResultT]):
         return need.role in self.watch.members and bool(self.watch.members[need.role].address)
 
     def _make(self, need: Need, placement: Placement) -> None:
-        kind = POSTS[need.role.partition(" ")[0]]
-        options = placement.options(need) | {"max_restarts": 0, "max_task_retries": 0}
-        self.watch.members[need.role] = Member(self.ray.remote(kind).options(**options).remote(need.role))
+        actor = self._spare.take(need.role)
+        if actor is None:
+            kind = POSTS[need.role.partition(" ")[0]]
+            options = placement.options(need) | {"max_restarts": 0, "max_task_retries": 0}
+            actor = self.ray.remote(kind).options(**options).remote(need.role)
+        self.watch.members[need.role] = Member(actor)
         self.watch.show(need.role, "is placed")
 
     def _introduce(self) -> None:

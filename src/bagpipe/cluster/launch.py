@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.cluster.crew import RayCrew, ResultT, ScriptCrew, TrainingCrew
 from bagpipe.cluster.log import LogPlace
 from bagpipe.cluster.request import Request
@@ -22,9 +22,10 @@ from bagpipe.cluster.session import OwnRay, disconnect, exit_codes_kept, join
 from bagpipe.cluster.trainer_role import Trained
 from bagpipe.cluster.watch import Watch
 from bagpipe.config import Config
-from bagpipe.job import claim, prepare
-from bagpipe.recovery import BEGINNING, Incident, Point, Supervisor
+from bagpipe.job import Job, claim, open_job, prepare
+from bagpipe.recovery import Incident, Supervisor
 from bagpipe.results import Summary, joined_summary, write_summary
+from bagpipe.resuming import CONFIG_NAME, has_checkpoint, holding, note_config
 
 Tell = Callable[[str], object]
 """Is given a line for people."""
@@ -57,9 +58,14 @@ def launch(
     request = replace(request, config=config)
     with exit_codes_kept(), ExitStack() as stack:
         own = stack.enter_context(closing(OwnRay(cores=_own_cores(request)))) if request.address is None else None
-        job = prepare(config, request.run_dir) if request.script is None else None
+        job = _job(request) if request.script is None else None
         run_dir = job.run_dir if job is not None else claim(request.run_dir, config)
+        stack.enter_context(holding(run_dir))
         try:
+            for left in ("journal", "rows"):  # of a launch that was killed: all comes from the checkpoint
+                shutil.rmtree(run_dir / left, ignore_errors=True)
+            if job is not None and config.checkpoint.every is not None:
+                note_config(run_dir, config)
             logs = LogPlace.make(run_dir / "logs")
             # Ray prints what it has to say about its processes; standard output is for the result.
             stack.enter_context(redirect_stdout(stack.enter_context(logs.ray())))
@@ -73,6 +79,8 @@ def launch(
                 launched = _train(TrainingCrew(request, ray, watch, run_dir, job), told)
         except BaseException as error:
             _keep_logs(run_dir, not isinstance(error, Exception))
+            if has_checkpoint(run_dir):
+                tell(f"go on from the last checkpoint with: bagpipe launch --resume {run_dir}")
             raise
         logs.finish()
         return launched
@@ -90,26 +98,33 @@ class _Told:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
+def _job(request: Request) -> Job:
+    """A new run, or the one that is gone on with."""
+    if request.resumed is None:
+        return prepare(request.config, request.run_dir)
+    return open_job(request.config, request.resumed.directory)
+
+
 def _train(crew: TrainingCrew, told: _Told) -> Launched:
-    trained, incidents = _supervise(crew, told, BEGINNING)
+    trained, incidents = _supervise(crew, told)
     summary = trained[0].summary if len(trained) == 1 else joined_summary([each.summary for each in trained])
     summary["recoveries"] = [asdict(incident) for incident in incidents]
     return Launched(write_summary(crew.job, summary), trained[0], crew.reached_at)
 
 
 def _run_script(crew: ScriptCrew, told: _Told) -> Launched:
-    codes, incidents = _supervise(crew, told, BEGINNING)
+    codes, incidents = _supervise(crew, told)
     code = next((code for code in codes if code), 0)
     summary = {"script": str(crew.request.script), "exit_code": code, "run_dir": str(crew.run_dir)}
     summary |= {"recoveries": [asdict(incident) for incident in incidents]}
     return Launched(summary, None, crew.reached_at, code)
 
 
-def _supervise(crew: RayCrew[ResultT], told: _Told, start: Point) -> tuple[ResultT, list[Incident]]:
+def _supervise(crew: RayCrew[ResultT], told: _Told) -> tuple[ResultT, list[Incident]]:
     """Run to the end, however often roles are lost, and leave nothing behind."""
     supervisor = Supervisor(crew, crew.request.config.recovery.restarts_max, told)
     try:
-        result = supervisor.run(start)
+        result = supervisor.run(crew.request.start)
         crew.stop()
         return result, supervisor.incidents
     finally:
@@ -131,9 +146,9 @@ def _own_cores(request: Request) -> float:
 
 def _keep_logs(run_dir: Path, nothing: bool) -> None:
     """Of a run that failed only what its roles said stays, and all that it can go on from."""
-    kept = _can_go_on(run_dir)
+    kept = has_checkpoint(run_dir)
     for part in run_dir.iterdir() if run_dir.exists() else ():
-        if part.name != "logs" and not (kept and part.name in ("checkpoints", "config.toml", "config.json")):
+        if part.name != "logs" and not (kept and part.name in (CHECKPOINTS, CONFIG_NAME)):
             shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
     logs = run_dir / "logs"
     if logs.exists():
@@ -142,9 +157,3 @@ def _keep_logs(run_dir: Path, nothing: bool) -> None:
         shutil.rmtree(run_dir, ignore_errors=True)
         with suppress(OSError):
             Path("runs").rmdir()  # if no other run is in it
-
-
-def _can_go_on(run_dir: Path) -> bool:
-    """Whether there is a checkpoint."""
-    directory = run_dir / "checkpoints"
-    return directory.is_dir() and Checkpoints(directory).latest() is not None

@@ -28,8 +28,8 @@ class LogPlace:
 
     @classmethod
     def make(cls, directory: Path) -> LogPlace:
-        """Make the directory."""
-        directory.mkdir(parents=True)
+        """Make the directory; a run that is gone on with has one."""
+        directory.mkdir(parents=True, exist_ok=True)
         mark = secrets.token_hex(8)
         (directory / ".mark").write_text(mark)
         return cls(directory.resolve(), mark)

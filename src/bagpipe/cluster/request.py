@@ -9,6 +9,8 @@ import torch
 
 from bagpipe.config import Config
 from bagpipe.errors import ConfigError
+from bagpipe.recovery import BEGINNING, Point
+from bagpipe.resuming import Resumed
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Request:
     interface: str | None = None
     """Where roles listen: its name, address or network. None: loopback on one machine, else as Ray's nodes."""
     run_dir: Path | None = None
+    resumed: Resumed | None = None
+    """The run that is gone on with, whose configuration this is."""
     script: Path | None = None
     """Run by the trainer in place of the configuration's model and data."""
     arguments: tuple[str, ...] = ()
@@ -40,6 +44,11 @@ class Request:
                 raise ConfigError(f"{name} is {value}: give at least 1")
         if self.script is not None and not self.script.is_file():
             raise ConfigError(f"there is no script {self.script}: check the path")
+        if self.script is not None and self.resumed is not None:
+            raise ConfigError(
+                f"--resume {self.resumed.directory} and the script {self.script}: a script goes on from its own "
+                "checkpoints, with bagpipe.accelerate(..., checkpoint=..., resume='auto')"
+            )
 
     @property
     def trainers(self) -> int:
@@ -47,8 +56,19 @@ class Request:
         return self.config.trainers
 
     @property
+    def start(self) -> Point:
+        """Where the run begins."""
+        checkpoint = None if self.resumed is None else self.resumed.checkpoint
+        return BEGINNING if checkpoint is None else Point(int(checkpoint.name), "checkpoint")
+
+    @property
     def threads(self) -> int:
         """Of each trainer. Bits can depend on it: with one trainer it is the same as in one process."""
         here = torch.get_num_threads()
         share = here if self.address is not None else max(1, here // self.trainers)
         return self.config.threads or self.trainer_cores or share
+
+    @property
+    def keeps_spare(self) -> bool:
+        """Whether a process is kept ready for who is lost: on a Ray of our own, where it may be any role."""
+        return self.address is None and not self.trainer_gpus and self.config.recovery.restarts_max > 0

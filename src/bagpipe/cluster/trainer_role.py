@@ -130,9 +130,15 @@ class TrainerRole(Role):
             stack.callback(network.close)
             launch = self._launch(task, job.config, attempt)
             run = task.wiring.session(task.generation)
-            plans = RemotePlans(network, task.oracle, run=run, trainer=launch.trainer, done=task.done)
+            plans = RemotePlans(
+                network,
+                task.oracle,
+                run=run,
+                trainer=launch.trainer,
+                done=task.done,
+                on_connect=lambda plans: attempt.on_end(plans.abandon),
+            )
             stack.callback(plans.close)
-            attempt.on_end(plans.abandon)
             store = launch.open_store(job.model()[2])
             stack.callback(store.close)
             groups = stack.enter_context(_joined(launch)) if launch.trainers > 1 else None

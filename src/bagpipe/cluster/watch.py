@@ -91,18 +91,17 @@ class Watch:
             member.close()
 
     def end(self, roles: list[str], cause: str) -> None:
-        """End the processes of these roles; that is a loss too."""
+        """End the processes of these roles, if there are any; that is a loss too."""
         for role in roles:
             if role in self.members:
                 self.members[role].end(self.ray)
                 self.forget(role)
-        raise RolesLost(dict.fromkeys(roles, cause))
+        if roles:
+            raise RolesLost(dict.fromkeys(roles, cause))
 
     def check(self) -> None:
         """RolesLost if processes on this machine are gone: faster than Ray tells it."""
-        dead = [role for role, member in self.members.items() if member.is_dead]
-        if dead:
-            self.end(dead, KILLED)
+        self.end([role for role, member in self.members.items() if member.is_dead], KILLED)
 
     def follow(
         self,
@@ -113,13 +112,14 @@ class Watch:
         done: int = 0,
         went_on: Callable[[], None] = lambda: None,
         heed: bool = True,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """The answers of roles that work together for long; meanwhile all are watched, and say how they are.
 
         Those who work leave word with the role `board`. When one fails, so do those who work with it. The error is that
         of a role that was lost, or else of the one that did not only miss another. What the first one prints is echoed.
         `went_on` is called once it has finished more than `done` iterations. Those who `heed` it leave off soon when
-        they hear that their generation is over; a user's script may not.
+        they hear that their generation is over; a user's script may not. `meanwhile` is called now and then.
         """
         following = _Following(self, calls, board, generation, heed)
         self.done, waits = done, True
@@ -130,6 +130,8 @@ class Watch:
                 if waits and self.done > done:
                     waits = False
                     went_on()
+                elif not waits:
+                    meanwhile()
             with suppress(RolesLost):  # who dies now is not needed any more
                 self.last_reports()
         finally:
@@ -213,8 +215,7 @@ class _Following:
         watch = self._watch
         silent = [role for role in watch.members if now - self._heard.get(role, now) > watch.stuck_s]
         stuck = [role for role in silent if role not in self._calls or now - self._heard[self._board] < 3 * POLL_S]
-        if stuck:
-            watch.end(stuck, f"it said nothing for {watch.stuck_s:g} s and was ended")
+        watch.end(stuck, f"it said nothing for {watch.stuck_s:g} s and was ended")
 
     def _take_or_blame(self, role: str) -> Any:
         """The answer of a role; where it failed, the error of the one that is to blame."""
@@ -251,7 +252,8 @@ class _Following:
                     watch.take(role, others.pop(role))
                 except BagpipeError as other:
                     told.append(other)
-        if missed and (late := [*self._reports, *(others if self._heed else ())]):
+        if missed:
+            late = [*self._reports, *(others if self._heed else ())]
             watch.end(late, f"it did not answer for {watch.stuck_s:g} s and was ended")
         cause = next((each for each in told if not isinstance(each, PipelineError)), None)
         if isinstance(error, PipelineError) and cause is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed
 
 from bagpipe.cluster.interface import LOOPBACK, find_address
-from bagpipe.errors import ConfigError, DeadlineError
+from bagpipe.errors import ConfigError, DeadlineError, PipelineError
 from bagpipe.trainer.collective import name_trainers
 
 c10d: Any = torch.distributed  # whose types leave out the names below
@@ -25,6 +25,7 @@ _ASIDE_S = 2.0
 """What asking for a peer's reason may take, when its connection is gone already."""
 _SETTLE_S = 0.1
 """A process that was killed closes its sockets one after the other."""
+_LOOK_S = 0.01
 _LINGER_S = 0.5
 """How long the meeting point stays open after a failure, so that others can ask for the reason."""
 
@@ -62,8 +63,18 @@ class MeetingPoint:
 class Meeting:
     """What trainers tell each other before they are connected, and when they fail."""
 
-    def __init__(self, address: str, rank: int, size: int, prefix: str, deadline_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        rank: int,
+        size: int,
+        prefix: str,
+        deadline_s: float,
+        given_up: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`given_up` says why the others need not be waited for any more, if so."""
         self.rank, self.size, self.failed = rank, size, False
+        self._given_up = given_up
         self._deadline_s, self._address = deadline_s, address
         host, port = split_address(address)
         try:
@@ -85,7 +96,7 @@ class Meeting:
         try:
             self.store.set(keys[self.rank], value)
             for awaited in (keys[:1], keys):  # trainer 0 first: who came with another number waits for nobody else
-                self.store.wait(awaited, timedelta(seconds=self._deadline_s))
+                self._wait(awaited)
                 self._compare(awaited, value)
         except RuntimeError as error:
             missing = self._missing(keys)
@@ -118,6 +129,16 @@ class Meeting:
         if self.failed and self.rank == 0 and self.store is not None:
             time.sleep(_LINGER_S)
         self.store = None
+
+    def _wait(self, keys: Sequence[str]) -> None:
+        """Return when all are there; in short steps, so that it can be given up."""
+        until = time.monotonic() + self._deadline_s
+        while not self.store.check(list(keys)):
+            if reason := self._given_up():
+                raise PipelineError(f"trainer {self.rank} does not wait for the others any more: {reason}")
+            if time.monotonic() > until:
+                raise RuntimeError("they did not come")
+            time.sleep(_LOOK_S)
 
     def _compare(self, keys: Sequence[str], value: str) -> None:
         for rank, key in enumerate(keys):

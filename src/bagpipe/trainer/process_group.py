@@ -8,7 +8,7 @@ only the trainers reach.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from bagpipe.cluster.interface import LOOPBACK, find_address
@@ -61,12 +61,14 @@ def open_groups(
     backend: str = "gloo",
     generation: int = 0,
     deadline_s: float = DEADLINE_S,
+    given_up: Callable[[], str] = lambda: "",
 ) -> TrainerGroups:
     """Join the other trainers; returns when all `size` of them are there.
 
     `meeting` is the address (host:port) of trainer 0's meeting point; trainer 0 gives the point itself, or an address
     at which it shall listen. `interface` is the one that this trainer's connections use, by name or address. After a
-    failure trainers may meet again at the same point, under another `generation`.
+    failure trainers may meet again at the same point, under another `generation`. `given_up` says why nobody is waited
+    for any more, if so.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size} trainers: give a number from 0 to {size - 1}")
@@ -80,7 +82,7 @@ def open_groups(
     groups: dict[str, GlooGroup | NcclGroup] = {}
     try:
         address = meeting if isinstance(meeting, str) else meeting.address
-        met = Meeting(address, rank, size, f"trainers-{generation}", deadline_s)
+        met = Meeting(address, rank, size, f"trainers-{generation}", deadline_s, given_up)
         met.gather("joined", f"trainers = {size}, backend = {backend}")
         for purpose in PURPOSES:
             groups[purpose] = _connect(backend, met, purpose, host, deadline_s)

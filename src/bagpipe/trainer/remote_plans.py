@@ -6,7 +6,7 @@ are repeated until they are answered, but not for ever (I7).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,15 +56,20 @@ class RemotePlans:
         ahead: int = AHEAD,
         patience: Patience | None = None,
         done: int = 0,
+        on_connect: Callable[[RemotePlans], None] = lambda _: None,
     ) -> None:
         """Connects, and returns once the oracle has described its plans: it has read a batch then.
 
-        They begin after `done` iterations of the run, as the oracle was told too.
+        They begin after `done` iterations of the run, as the oracle was told too. `on_connect` is called before there
+        is anything to wait for: from then on another thread may `abandon` them.
         """
         self._name, self._trainer, self._done = f"the oracle at {address}", trainer, done
         self._num_batches = 0
-        self._abandoned = ""
         self._adapter: Adapter | None = None
+        self._abandoned = ""
+        self._asking: InOrder | None = None
+        """What is waited for now."""
+        on_connect(self)
         self.described = self._describe(network, address, run, patience)
         """What the plans are like: tables, row widths, slots."""
         self._shape = PlanShape.of(self.described, trainer)
@@ -77,6 +82,7 @@ class RemotePlans:
             ahead=ahead,
             patience=patience,
         )
+        self._wait_for(self._answers)
 
     def check(self, layouts: Sequence[RowLayout], division: DividedBy | None = None) -> None:
         """ConfigError if the oracle plans for another model than that of these rows, or for other trainers."""
@@ -138,7 +144,8 @@ class RemotePlans:
     def abandon(self, reason: str) -> None:
         """The same from another thread, as an error of this text where the next plan is due."""
         self._abandoned = reason
-        self._answers.interrupt()
+        if self._asking is not None:
+            self._asking.interrupt()
 
     def close(self) -> None:
         """Let go of the connection; a second call does nothing."""
@@ -167,6 +174,11 @@ class RemotePlans:
             self._adapter.require(names)
         return plan, _group(batches, names)
 
+    def _wait_for(self, asking: InOrder) -> None:
+        self._asking = asking
+        if self._abandoned:
+            asking.interrupt()
+
     def _request(self, iteration: int) -> Body:
         return NextPlan(self._trainer, iteration, self._answers.next - 1)
 
@@ -181,11 +193,13 @@ class RemotePlans:
             stop=1,
             patience=patience,
         )
+        self._wait_for(asking)
         try:
             message = asking.take()
         finally:
             asking.close()
-        assert message is not None, "nobody else can interrupt it"
+        if message is None:
+            raise PipelineError(self._abandoned)
         if isinstance(message.body, Failed):
             raise named_error(message.body, self._name)
         if not isinstance(message.body, PlansDescribed):

@@ -103,3 +103,19 @@ def test_plans_that_are_abandoned_end_with_an_error_and_not_as_if_there_were_no_
         with pytest.raises(PipelineError, match="generation 1 is over"):
             list(reading)
         plans.close()
+
+
+def test_who_waits_for_an_oracle_that_never_describes_its_plans_can_be_told_to_leave_off(tmp_path):
+    with Served(make_job(tmp_path / "run")) as served:
+        served.oracle.close()
+        later = []
+
+        def abandon_soon(plans):
+            later.append(threading.Timer(0.2, plans.abandon, ["generation 1 is over"]))
+            later[0].start()
+
+        with pytest.raises(PipelineError, match="generation 1 is over"):
+            served.plans(on_connect=abandon_soon)
+        with pytest.raises(PipelineError, match="it was over before"):
+            served.plans(on_connect=lambda plans: plans.abandon("it was over before"))
+        later[0].join()
