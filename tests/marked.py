@@ -44,8 +44,11 @@ def at_once(work):
 class Marking:
     """So many servers and the directories of their run; a server that is killed leaves its journal, no more."""
 
-    def __init__(self, path, servers=2, seed=0, disks=None, journal=True, **network):
-        self.path, self.journal, self.disks = path, journal, disks or {}
+    def __init__(self, path, servers=2, seed=0, disks=None, disk=None, journal=True, **network):
+        """Each server has a disk of its own in `disks`, or else shares `disk` with those who write checkpoints."""
+        self.path, self.journal = path, journal
+        self.disks = disks or ({} if disk is None else dict.fromkeys(range(servers), disk))
+        self.checkpoints = Checkpoints(self.directory, full_every=3, keep=2, disk=disk)
         self.network = SimulatedNetwork(seed, **network)
         self.servers, self.listeners, self.stores = [], [], []
         self.generation = 0
@@ -100,9 +103,9 @@ class Marking:
         for server in self.servers:
             server.recover(self.generation, done, checkpoint)
 
-    def save(self, store, done, **options):
+    def save(self, store, done):
         """A complete checkpoint of a mark."""
-        with Checkpoints(self.directory, **options).begin(done) as pending:
+        with self.checkpoints.begin(done) as pending:
             pending.add(store.save(done, pending.directory, NAMES, since=pending.base))
             for name, blob in store.kept(done).items():
                 pending.write_blob(name, blob)
