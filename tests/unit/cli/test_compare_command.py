@@ -46,6 +46,16 @@ def test_what_does_not_promise_exactness_is_said():
     assert "windowed does not promise the reference's bits" in result.stdout
 
 
+def test_verify_says_that_a_policy_does_not_promise_exactness():
+    settings = [*SETTINGS, "cache=500", "policy=windowed", "policy_options.mode=stale"]
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    found = json.loads(CliRunner().invoke(app, ["verify", "--json", *arguments]).stdout)
+    assert found["exact"] is False
+    shown = CliRunner().invoke(app, ["verify", *arguments])
+    assert "policy 'windowed' does not promise the reference's bits" in " ".join(shown.stdout.split())
+    assert (shown.exit_code == 0) == ("identical │ yes" in " ".join(shown.stdout.split()))
+
+
 def test_it_fails_if_no_policy_could_run():
     assert compare("--policies", "ideal", "--json", cache=420).exit_code == 1
 

@@ -101,3 +101,38 @@ def test_a_pipeline_that_never_began_can_be_closed():
     pipeline.flush()
     pipeline.close()
     assert next(made, None) is None
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "static"])
+def test_large_fetches_come_in_blocks_of_bounded_size(policy, monkeypatch):
+    sizes = []
+    read_many = MemoryStore.read_many
+
+    def noting(store, parts, after=-1):
+        sizes.append(sum(len(ids) for _, ids, _ in parts))
+        read_many(store, parts, after)
+
+    monkeypatch.setattr(MemoryStore, "read_many", noting)
+    for staged in (1, 2, 3):
+        monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", staged)
+        sizes.clear()
+        for seed in range(5):
+            found, expected = run(seed, policy)
+            assert (found == expected).all()
+        assert max(sizes) == staged
+        assert min(sizes) >= 1, "no empty blocks"
+
+
+def test_rows_are_read_while_the_victims_of_their_plan_are_still_in_use(monkeypatch):
+    early = 0
+    read = Pipeline._read
+
+    def noting(pipeline, plan, parts, after):
+        nonlocal early
+        early += pipeline.points.updated < plan.victims.evict_after
+        return read(pipeline, plan, parts, after)
+
+    monkeypatch.setattr(Pipeline, "_read", noting)
+    for seed in range(10):
+        run(seed, "lfu")
+    assert early > 0
