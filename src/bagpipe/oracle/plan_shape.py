@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,17 @@ from numpy.typing import NDArray
 
 from bagpipe.cache import group_by_width
 from bagpipe.errors import WireError
+from bagpipe.kernels.bits import first_outside
 from bagpipe.oracle.row_list import RowList
 from bagpipe.types import Table
 from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.plan_messages import DividedBy, PlansDescribed
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+ANY = -1
+"""The number of rows of a table that has no fixed one."""
 
 
 @dataclass(frozen=True)
@@ -51,34 +59,57 @@ class PlanShape:
         """The features of all plans, in order, each with its table."""
         return [(name, number) for number, table in enumerate(self.tables) for name in table.features]
 
-    @property
-    def slots(self) -> list[int]:
+    @cached_property
+    def slots(self) -> Int64s:
         """How many slots the rows of each table may be in."""
-        return [self.capacity[group] for group in self.group]
+        return np.array([self.capacity[group] for group in self.group], np.int64)
+
+    @cached_property
+    def _num_rows(self) -> Int64s:
+        return np.array([ANY if table.rows is None else table.rows for table in self.tables], np.int64)
+
+    def check_slots(self, name: str, slots: Int32s, bounds: Int64s) -> None:
+        """WireError if there are no such slots; they go table by table, and those of several lists end to end."""
+        ends = np.tile(self.slots, (len(bounds) - 1) // len(self.tables))
+        if (first := first_outside(slots, bounds, ends)) >= 0:
+            raise self._wrong(f"{name}, slots", slots, bounds, ends, first)
+
+    def check_ids(self, name: str, ids: Int64s, bounds: Int64s) -> None:
+        """The same of ids; tables of any number of rows have all."""
+        ends = np.tile(self._num_rows, (len(bounds) - 1) // len(self.tables))
+        counts = np.where(ends == ANY, 0, np.diff(bounds))
+        if counts.sum() < len(ids):
+            ids = ids[np.repeat(ends != ANY, np.diff(bounds))]
+            bounds = np.concatenate([[0], np.cumsum(counts)])
+        if (first := first_outside(ids, bounds, ends)) >= 0:
+            raise self._wrong(f"{name}, ids", ids, bounds, ends, first)
+
+    def _wrong(self, what: str, numbers: NDArray[Any], bounds: Int64s, ends: Int64s, first: int) -> WireError:
+        segment = int(np.searchsorted(bounds, first, "right")) - 1
+        table = self.tables[segment % len(self.tables)]
+        return WireError(
+            f"{what} of table {table.name!r}: {numbers[first]} is there, 0 to {ends[segment] - 1} are allowed"
+        )
 
 
 def pack_rows(rows: RowList, packing: Packing) -> None:
     """Their number by table, then ids and slots."""
-    packing.add(np.diff(rows.bounds).astype(np.int32))
-    packing.add(rows.ids)
-    packing.add(rows.slots)
+    packing.add_packed(np.diff(rows.bounds).astype(np.int32))
+    packing.add_packed(rows.ids, rows.bounds)
+    packing.add_packed(rows.slots, rows.bounds)
 
 
 def unpack_rows(unpacking: Unpacking, shape: PlanShape, name: str, count: int) -> RowList:
     """So many rows, of ids and slots that exist."""
-    counts = unpacking.int32s(len(shape.tables), "rows by table")
+    counts = unpacking.packed_int32s(np.array([0, len(shape.tables)]), f"{name}, rows by table")
     if counts.min() < 0 or int(counts.sum(dtype=np.int64)) != count:
         raise WireError(f"{name}: {count} rows, by table {counts[:8].tolist()}: their sum must be that")
-    ids, slots = unpacking.int64s(count, "ids"), unpacking.int32s(count, "slots")
     bounds = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=bounds[1:])
-    rows = RowList(ids, slots, bounds)
-    for number, (table, end) in enumerate(zip(shape.tables, shape.slots, strict=True)):
-        of_table, places = rows.of_table(number)
-        check_range(f"{name}, slots of table {table.name!r}", places, 0, end)
-        if table.rows is not None:
-            check_range(f"{name}, ids of table {table.name!r}", of_table, 0, table.rows)
-    return rows
+    ids, slots = unpacking.packed_int64s(bounds, "ids"), unpacking.packed_int32s(bounds, "slots")
+    shape.check_slots(name, slots, bounds)
+    shape.check_ids(name, ids, bounds)
+    return RowList(ids, slots, bounds)
 
 
 def check_range(what: str, values: NDArray[Any], least: int, end: int) -> None:

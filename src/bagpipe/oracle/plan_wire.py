@@ -1,16 +1,16 @@
 """A plan with its batches as a record and raw buffers, and back, checked before anything is done with it.
 
 Whatever the bytes, a plan that comes out of here names slots, rows and tables that exist, and waits only for iterations
-before its own (I8). Integers: for each list of rows their number by table, the slots and, of fetches, the two waits;
-then the places of the ids by feature, then the batches, then what several trainers exchange (`sync_wire`) and, in the
-design `owned`, which rows are fetched whole, 32 of them in a number, from its lowest bit up. The ids of rows have 64
-bits, everything else 32.
+before its own (I8). Integers, packed where not said otherwise: for each list of rows their number by table, ids and
+slots; of fetches the two waits, plus one; then the places of the ids by feature, then the batches (not packed), then
+what several trainers exchange (`sync_wire`) and, in the design `owned`, which rows are fetched whole, a bit each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from bagpipe.data.batch_wire import pack_batch, unpack_batch
 from bagpipe.errors import WireError
+from bagpipe.kernels.bits import first_outside
 from bagpipe.oracle.plan import Fetch, Plan, Victims
 from bagpipe.oracle.plan_shape import PlanShape, check_range, pack_rows, unpack_rows
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_wire import pack_sync, unpack_sync
 from bagpipe.types import Batch
-from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.wire.arrays import Packing, Unpacking, pack_flags, unpack_flags
 from bagpipe.wire.plan_messages import BatchHead, Planned, PlannedPart
 
 Int32s = NDArray[np.int32]
@@ -49,10 +50,10 @@ def pack_plan_of(
     packing = Packing()
     for rows in (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush):
         pack_rows(rows, packing)
-    packing.add(plan.fetch.after)
-    packing.add(plan.fetch.slot_after)
-    for inverse in plan.inverse:
-        packing.add(inverse)
+    for last in (plan.fetch.after, plan.fetch.slot_after):
+        packing.add_packed(last + np.int32(1))
+    places = np.concatenate([np.empty(0, np.int32), *plan.inverse])
+    packing.add_packed(places, np.cumsum([0, *map(len, plan.inverse)]))
     heads = [pack(batch, packing, features) for batch in batches]
     record = Planned(
         plan.iteration, fingerprint, plan.lookahead, plan.hits, plan.victims.evict_after, len(plan.rows),
@@ -62,7 +63,7 @@ def pack_plan_of(
         return record, packing.buffers()
     part = PlannedPart(record, pack_sync(plan.sync, packing))
     if plan.fetch.whole is not None:
-        packing.add(_pack_flags(plan.fetch.whole))
+        packing.add(pack_flags(plan.fetch.whole))
     return part, packing.buffers()
 
 
@@ -92,7 +93,7 @@ def unpack_plan_of(
         sync = unpack_sync(head, unpacking, shape, name, iteration, plan.rows, record.batches)
         plan = replace(plan, sync=sync)
     if shape.division is not None and shape.division.design == "owned":
-        whole = _unpack_flags(unpacking, len(plan.fetch), f"{name}, rows to fetch whole")
+        whole = unpack_flags(unpacking, len(plan.fetch), f"{name}, rows to fetch whole")
         plan = replace(plan, fetch=replace(plan.fetch, whole=whole))
     unpacking.finish()
     return plan, batches
@@ -127,7 +128,9 @@ def _unpack(
         )
     ]
     rows, fetched, evict, leaving, flush = lists
-    after, slot_after = (unpacking.int32s(len(fetched), what) for what in ("after", "slot_after"))
+    after, slot_after = (
+        unpacking.packed_int32s(np.array([0, len(fetched)]), what) - np.int32(1) for what in ("after", "slot_after")
+    )
     for what, last in (("after", after), ("slot_after", slot_after)):
         check_range(f"{name}, {what}", last, -1, iteration)
     fetch = Fetch(fetched.ids, fetched.slots, fetched.bounds, after, slot_after)
@@ -139,34 +142,25 @@ def _unpack(
     return plan, batches
 
 
-def _pack_flags(flags: NDArray[np.bool_]) -> Int32s:
-    padded = np.zeros(-(-len(flags) // 32) * 4, np.uint8)
-    bits = np.packbits(flags, bitorder="little")
-    padded[: len(bits)] = bits
-    return padded.view(np.int32)
-
-
-def _unpack_flags(unpacking: Unpacking, count: int, name: str) -> NDArray[np.bool_]:
-    words = unpacking.int32s(-(-count // 32), name)
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-    if bits[count:].any():
-        raise WireError(f"{name}: there are flags of more than {count} rows")
-    return bits[:count].view(np.bool_)
-
-
 def _inverse(
     unpacking: Unpacking, shape: PlanShape, name: str, rows: RowList, heads: Sequence[BatchHead]
 ) -> tuple[Int32s, ...]:
     """For each feature the places of its ids, of all batches."""
-    counts = np.diff(rows.bounds).tolist()
+    counts = np.diff(rows.bounds)
     num_ids = [{feature.name: feature.num_ids for feature in head.features} for head in heads]
-    inverse = []
-    for feature, table in shape.features:
+    lengths = []
+    for feature, _ in shape.features:
         try:
-            length = sum(of_batch[feature] for of_batch in num_ids)
+            lengths.append(sum(of_batch[feature] for of_batch in num_ids))
         except KeyError:
             raise WireError(f"{name} has a batch without feature {feature!r}") from None
-        places = unpacking.int32s(length, f"places of feature {feature!r}")
-        check_range(f"{name}, places of feature {feature!r}", places, 0, counts[table])
-        inverse.append(places)
-    return tuple(inverse)
+    bounds = np.cumsum([0, *lengths])
+    places = unpacking.packed_int32s(bounds, "places of ids")
+    ends = counts[[table for _, table in shape.features]]
+    if (first := first_outside(places, bounds, ends)) >= 0:
+        number = int(np.searchsorted(bounds, first, "right")) - 1
+        raise WireError(
+            f"{name}, places of feature {shape.features[number][0]!r}: {places[first]} is there, 0 to "
+            f"{ends[number] - 1} are allowed"
+        )
+    return tuple([places[begin:end] for begin, end in pairwise(bounds.tolist())])

@@ -2,22 +2,23 @@
 
 Whatever the bytes, indices lie in the lists that they point into, slots in the cache, and what this trainer sends to
 itself is what it receives from itself (I8). Of each list: how many entries each trainer has of each table, then the
-entries; where its parts begin follows. A list without entries takes no place but its length in the record.
+entries, both packed; where its parts begin follows. A list without entries takes no place but its length in the record.
+Rows that change their owner are among those that are sent: a bit for each of these tells which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.errors import WireError
+from bagpipe.kernels.bits import first_outside, flag_chosen
 from bagpipe.oracle.plan_shape import PlanShape, check_range, pack_rows, unpack_rows
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Gradients, Lists, Sync, Values
-from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.wire.arrays import Packing, Unpacking, pack_flags, unpack_flags
 from bagpipe.wire.plan_messages import BatchHead, DividedBy, SyncHead
 
 Int64s = NDArray[np.int64]
@@ -28,22 +29,38 @@ OWNED = ("owned", "partitioned")
 
 def pack_sync(sync: Sync, packing: Packing) -> SyncHead:
     """Put the arrays behind the others."""
-    sizes = []
+    sizes: list[int] = []
+    for values in (sync.fetched, sync.values, sync.later_values):
+        sizes += [_pack_lists(lists, packing, rising=False) for lists in (values.send, values.receive)]
+        moves = (values.give, values.send), (values.take, values.receive)
+        sizes += [_pack_moved(moved, among, packing) for moved, among in moves]
+        packing.add_packed(values.taken, flat_bounds(values.take))
     for part in _parts(sync):
         sizes.append(len(part))
-        if not len(part):
-            continue
-        if isinstance(part, RowList):
+        if isinstance(part, Lists):
+            _pack_lists(part, packing, rising=True)
+        elif len(part):
             pack_rows(part, packing)
-        else:
-            packing.add(part.counts().astype(np.int32))
-            packing.add(part.items)
-    for values in (sync.fetched, sync.values, sync.later_values):
-        packing.add(values.taken)
     return SyncHead(
         sync.rank, [list(samples) for samples in sync.samples], sync.fetched.slot_after, sync.values.slot_after,
         sync.later_values.slot_after, sizes,
     )  # fmt: skip
+
+
+def _pack_lists(lists: Lists, packing: Packing, rising: bool) -> int:
+    if len(lists):
+        packing.add_packed(lists.counts().astype(np.int32).reshape(-1))
+        packing.add_packed(lists.items, flat_bounds(lists), rising=rising)
+    return len(lists)
+
+
+def _pack_moved(moved: Lists, among: Lists, packing: Packing) -> int:
+    if len(moved):
+        flags = np.empty(len(among), np.bool_)
+        met = flag_chosen(among.items, flat_bounds(among), moved.items, flat_bounds(moved), flags)
+        assert met, "a row changes its owner without its vector"
+        packing.add(pack_flags(flags))
+    return len(moved)
 
 
 def unpack_sync(
@@ -67,10 +84,6 @@ def unpack_sync(
     )
     gradients, later = (reading.gradients(what, rows) for what in ("gradients", "later gradients"))
     drop, drop_victims = (reading.rows(what) for what in ("drop", "drop_victims"))
-    fetched, values, later_values = (
-        reading.taken(what, each)
-        for what, each in (("fetched", fetched), ("values", values), ("later values", later_values))
-    )
     samples = tuple(map(tuple, head.samples))
     sync = Sync(head.rank, samples, fetched, gradients, values, later, later_values, drop, drop_victims)
     _check_design(sync, division, name)
@@ -85,34 +98,35 @@ class _Reading:
         self._unpacking, self._shape, self._trainers, self._name = unpacking, shape, trainers, name
 
     def values(self, what: str, slot_after: int) -> Values:
-        slots = np.array(self._shape.slots, np.int64)
-        send, receive, give, take = (
-            self._lists(f"{what} to {verb}", self._trainers, slots) for verb in ("send", "receive", "give", "take")
-        )
+        slots = self._shape.slots
+        send, receive = (self._lists(f"{what} to {verb}", self._trainers, slots) for verb in ("send", "receive"))
         self._check_own(what, send, receive)
-        for moved, among in ((give, send), (take, receive)):
-            if not np.isin(_keys(moved), _keys(among)).all():
-                raise WireError(f"{self._name}, {what}: a row changes its owner without its vector")
-        return Values(send, receive, slot_after, give, take, np.empty(0, np.int64))
+        give, take = self._moved(f"{what} to give", send), self._moved(f"{what} to take", receive)
+        bounds = flat_bounds(take)
+        taken = self._unpacking.packed_int64s(bounds, f"{what}, ids of rows to take")
+        self._shape.check_ids(f"{self._name}, {what} to take", taken, bounds)
+        return Values(send, receive, slot_after, give, take, taken)
 
-    def taken(self, what: str, values: Values) -> Values:
-        """With the ids of the rows to take, which come behind everything else."""
-        tables = np.tile(np.arange(len(self._shape.tables)), self._trainers).repeat(values.take.counts().reshape(-1))
-        ids = self._unpacking.int64s(len(values.take), f"{what}: ids of rows to take")
-        for number, table in enumerate(self._shape.tables):
-            if table.rows is not None:
-                check_range(f"{self._name}, {what}, ids of table {table.name!r}", ids[tables == number], 0, table.rows)
-        return replace(values, taken=ids)
+    def _moved(self, what: str, among: Lists) -> Lists:
+        """Those of the entries whose bit is set."""
+        size = self._size()
+        if not size:
+            return Lists(among.items[:0], np.zeros_like(among.bounds))
+        flags = unpack_flags(self._unpacking, len(among), f"{self._name}, {what}")
+        before = np.concatenate([[0], np.cumsum(flags)])
+        if before[-1] != size:
+            raise WireError(f"{self._name}, {what}: {before[-1]} rows are flagged, and {size} announced")
+        return Lists(among.items[flags], before[among.bounds])
 
     def gradients(self, what: str, used: RowList) -> Gradients:
         of_used = _counts(used)
         rows = self.rows(f"rows of {what}")
-        send = self._lists(f"{what} to send", self._trainers, of_used)
-        add = self._lists(f"{what} to add", self._trainers, _counts(rows))
+        send = self._lists(f"{what} to send", self._trainers, of_used, rising=True)
+        add = self._lists(f"{what} to add", self._trainers, _counts(rows), rising=True)
         self._check_own(what, send, add)
         shared = self.rows(f"shared rows of {what}")
-        own = self._lists(f"shared {what}", 1, of_used)
-        own_at = self._lists(f"places of shared {what}", 1, _counts(shared))
+        own = self._lists(f"shared {what}", 1, of_used, rising=True)
+        own_at = self._lists(f"places of shared {what}", 1, _counts(shared), rising=True)
         if not np.array_equal(own.bounds, own_at.bounds):
             raise WireError(f"{self._name}, shared {what}: there are more of them, or fewer, than of their places")
         return Gradients(rows, send, add, shared, own, own_at.items)
@@ -123,19 +137,20 @@ class _Reading:
             return unpack_rows(self._unpacking, self._shape, f"{self._name}, {what}", size)
         return RowList(np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(len(self._shape.tables) + 1, np.int64))
 
-    def _lists(self, what: str, lists: int, ends: Int64s) -> Lists:
+    def _lists(self, what: str, lists: int, ends: Int64s, rising: bool = False) -> Lists:
         """So many lists, whose entries of each table are less than its `ends`."""
         tables, size = len(self._shape.tables), self._size()
         bounds = np.zeros((lists, tables + 1), np.int64)
         if not size:
             return Lists(np.empty(0, np.int32), bounds)
-        counts = self._unpacking.int32s(lists * tables, f"{what}, by trainer and table")
+        counts = self._unpacking.packed_int32s(np.array([0, lists * tables]), f"{what}, by trainer and table")
         if counts.min() < 0 or int(counts.sum(dtype=np.int64)) != size:
             raise WireError(f"{self._name}, {what}: the entries of all trainers and tables must be {size}")
         ends_of = np.cumsum(counts, dtype=np.int64).reshape(lists, tables)
         bounds[:, 1:] = ends_of
         bounds[1:, 0] = ends_of[:-1, -1]
-        found = Lists(self._unpacking.int32s(size, what), bounds)
+        found = Lists(np.empty(0, np.int32), bounds)
+        found = Lists(self._unpacking.packed_int32s(flat_bounds(found), what, rising=rising), bounds)
         self._check(what, found, ends)
         return found
 
@@ -144,14 +159,10 @@ class _Reading:
         return self._sizes[self._next - 1]
 
     def _check(self, what: str, lists: Lists, ends: Int64s) -> None:
-        counts = lists.counts()
-        limits = np.repeat(np.tile(ends, len(counts)), counts.reshape(-1))
-        wrong = np.flatnonzero((lists.items < 0) | (lists.items >= limits))
-        if len(wrong):
-            first = int(wrong[0])
-            raise WireError(
-                f"{self._name}, {what}: {lists.items[first]} is there, 0 to {limits[first] - 1} are allowed"
-            )
+        bounds = flat_bounds(lists)
+        if (first := first_outside(lists.items, bounds, np.tile(ends, len(lists.bounds)))) >= 0:
+            end = ends[(int(np.searchsorted(bounds, first, "right")) - 1) % len(ends)]
+            raise WireError(f"{self._name}, {what}: {lists.items[first]} is there, 0 to {end - 1} are allowed")
 
     def _check_own(self, what: str, sent: Lists, received: Lists) -> None:
         if not np.array_equal(sent.counts()[self._rank], received.counts()[self._rank]):
@@ -159,19 +170,16 @@ class _Reading:
 
 
 def _parts(sync: Sync) -> Iterator[RowList | Lists]:
-    """All lists, in the order in which they travel."""
-    for values in (sync.fetched, sync.values, sync.later_values):
-        yield from (values.send, values.receive, values.give, values.take)
+    """The lists behind those of vectors, in the order in which they travel."""
     for phase in (sync.gradients, sync.later_gradients):
         yield from (phase.rows, phase.send, phase.add, phase.shared)
         yield from (phase.own, Lists(phase.own_at, phase.own.bounds))
     yield from (sync.drop, sync.drop_victims)
 
 
-def _keys(lists: Lists) -> Int64s:
-    """A number for each entry: whose it is, of which table, and the slot."""
-    places = np.arange(lists.counts().size, dtype=np.int64).repeat(lists.counts().reshape(-1))
-    return places << np.int64(32) | lists.items
+def flat_bounds(lists: Lists) -> Int64s:
+    """Where the parts of all trainers and tables begin; one more for the end."""
+    return np.append(lists.bounds[:, :-1].reshape(-1), lists.bounds[-1, -1])
 
 
 def _counts(rows: RowList) -> Int64s:
@@ -197,11 +205,12 @@ def _check_samples(head: SyncHead, division: DividedBy, trainer: int, name: str,
 def _check_design(sync: Sync, division: DividedBy, name: str) -> None:
     """WireError if there is something that trainers of this design never exchange, and would not look at."""
     phases = (sync.gradients, sync.later_gradients)
+    vectors = (sync.fetched, sync.values, sync.later_values)
     unknown: dict[str, int] = {}
     if division.design in OWNED:
         unknown["shared rows"] = sum(len(phase.shared) + len(phase.own) for phase in phases)
     else:
-        unknown["vectors"] = sum(len(part) for part in list(_parts(sync))[:12])
+        unknown["vectors"] = sum(len(each.send) + len(each.receive) for each in vectors)
         lists = [each for phase in phases for each in (phase.send, phase.add)]
         unknown["gradients of one trainer for another"] = sum(
             len(each) - int(each.counts()[sync.rank].sum()) for each in lists
@@ -209,7 +218,6 @@ def _check_design(sync: Sync, division: DividedBy, name: str) -> None:
     if division.design != "partitioned":
         unknown["fetched vectors"] = len(sync.fetched.send) + len(sync.fetched.receive)
     if not division.moving or division.design != "owned":
-        vectors = (sync.fetched, sync.values, sync.later_values)
         unknown["rows that change their owner"] = sum(len(each.give) + len(each.take) for each in vectors)
     if not division.delayed:
         later = sync.later_gradients

@@ -15,11 +15,12 @@ from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.partition import DESIGNS, Partition
 from bagpipe.oracle.plan_shape import PlanShape
-from bagpipe.oracle.plan_wire import _pack_flags, _unpack_flags, pack_plan, unpack_plan
+from bagpipe.oracle.plan_wire import pack_plan, unpack_plan
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sync_plan import Lists
+from bagpipe.oracle.sync_plan import Gradients, Lists, Sync, Values
+from bagpipe.oracle.sync_wire import pack_sync
 from bagpipe.trainer.divided import Divided
-from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.wire.arrays import Packing, Unpacking, pack_flags, unpack_flags
 from bagpipe.wire.frames import decode, encode
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DividedBy, Planned, PlannedPart, PlannedTable, PlansDescribed
@@ -83,19 +84,31 @@ def test_parts_come_back_to_the_last_bit(design, delayed, policy, accumulate):
 def test_lists_without_entries_take_no_place_in_the_buffers():
     iterations, _ = divided(make_batches(6), trainers=2)
     plan, batches = iterations[3][0]
-    with_sync, whole = sent(plan, batches), sent(replace(plan, sync=None), batches)
-    more = [a.nbytes - b.nbytes for a, b in zip(with_sync.buffers, whole.buffers, strict=True)]
+    nothing = Lists(np.empty(0, np.int32), np.zeros((2, len(TABLES) + 1), np.int64))
+    no_rows = RowList(np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(len(TABLES) + 1, np.int64))
+    values = Values(nothing, nothing, -1, nothing, nothing, np.empty(0, np.int64))
+    gradients = Gradients(no_rows, nothing, nothing, no_rows, Lists(nothing.items, nothing.bounds[:1]), nothing.items)
+    empty = Sync(0, ((1, 1),), values, gradients, values, gradients, values, no_rows, no_rows)
+    packing = Packing()
+    head = pack_sync(empty, packing)
+    widths_of_ids_to_take = 3 * -(-2 * len(TABLES) // 4) * 4
+    assert [buffer.nbytes for buffer in packing.buffers()] == [0, widths_of_ids_to_take, 0]
+    assert set(head.sizes) == {0}
+    assert [buffer.nbytes for buffer in sent(plan, batches).buffers][2] == 0, "all integers are packed"
+
+
+def test_parts_take_less_than_half_of_what_their_numbers_take():
+    iterations, _ = divided(make_batches(8, size=500), cache=4000)
+    plan, batches = iterations[4][1]
     sync = plan.sync
-    rows = [sync.gradients.rows, sync.later_gradients.rows, sync.drop, sync.drop_victims]
-    vectors = (sync.fetched, sync.values, sync.later_values)
+    rows = [plan.rows, plan.fetch, plan.evict, sync.gradients.rows, sync.later_gradients.rows]
+    vectors = (sync.values, sync.later_values)
     lists = [part for v in vectors for part in (v.send, v.receive, v.give, v.take)]
     lists += [part for g in (sync.gradients, sync.later_gradients) for part in (g.send, g.add)]
-    assert more[0] == 0
-    assert more[2] == 8 * (sum(map(len, rows)) + sum(len(v.take) for v in vectors))
-    counts = sum(len(TABLES) for each in rows if len(each)) + sum(2 * len(TABLES) for each in lists if len(each))
-    flags = -(-len(plan.fetch) // 32)
-    assert more[1] == 4 * (counts + sum(map(len, rows)) + sum(map(len, lists)) + flags)
-    assert not sum(map(len, (sync.fetched.send, sync.gradients.shared)))
+    numbers = 12 * sum(map(len, rows)) + 4 * sum(map(len, lists)) + 4 * sum(map(len, plan.inverse))
+    whole = [buffer.nbytes for buffer in sent(plan, batches).buffers]
+    of_batches = 4 * len(batches[0])  # offsets of bags
+    assert sum(whole[1:]) - of_batches < numbers / 2
 
 
 def with_item(lists, position, value):
@@ -161,11 +174,11 @@ def test_a_part_that_can_not_be_is_refused(path):
 def test_which_rows_are_fetched_whole_takes_a_bit_each(count):
     whole = np.random.default_rng(count).random(count) < 0.5
     packing = Packing()
-    packing.add(_pack_flags(whole))
+    packing.add(pack_flags(whole))
     buffers = packing.buffers()
     assert [buffer.nbytes for buffer in buffers] == [0, 4 * -(-count // 32), 0]
     unpacking = Unpacking("a plan", buffers)
-    assert _unpack_flags(unpacking, count, "flags").tolist() == whole.tolist()
+    assert unpack_flags(unpacking, count, "flags").tolist() == whole.tolist()
     unpacking.finish()
 
 
@@ -277,7 +290,11 @@ def within_bounds(plan, shape):
     assert plan.fetch.whole is None or plan.fetch.whole.shape == plan.fetch.ids.shape
     slots = np.array(shape.slots)
     phases = (sync.gradients, sync.later_gradients)
-    checked = [(lists, slots) for v in (sync.fetched, sync.values, sync.later_values) for lists in (v.send, v.receive)]
+    checked = [
+        (lists, slots)
+        for v in (sync.fetched, sync.values, sync.later_values)
+        for lists in (v.send, v.receive, v.give, v.take)
+    ]
     for phase in phases:
         checked += [(phase.send, used), (phase.add, np.diff(phase.rows.bounds)), (phase.own, used)]
         checked += [(Lists(phase.own_at, phase.own.bounds), np.diff(phase.shared.bounds))]
@@ -293,6 +310,8 @@ def within_bounds(plan, shape):
             places = rows.of_table(table)[1]
             assert ((places >= 0) & (places < end)).all()
     assert all(values.slot_after < plan.iteration for values in (sync.fetched, sync.values, sync.later_values))
+    for values in (sync.fetched, sync.values, sync.later_values):
+        assert len(values.taken) == len(values.take)
     assert sync.samples == plan.sync.samples
 
 
