@@ -98,6 +98,12 @@ def test_a_trainer_that_was_thought_dead_changes_nothing_when_it_comes_back(name
     survives(USUAL, Fault(name, "pause", at, "trainer-1"))
 
 
+@pytest.mark.parametrize("role", ["server-0", "oracle", "processor-1"])
+def test_others_may_be_thought_dead_and_live_on_too(role):
+    fault = Fault("journal.mark.written", "pause", 3, "server-0")
+    survives(LARGE, fault, victims={fault.name: [role]}, seed=3)
+
+
 def test_what_a_trainer_had_sent_arrives_after_its_death_and_is_refused():
     ended = survives(USUAL, Fault("remote.write.begun", "pause", 8, "trainer-0"))
     assert ended.crew.network.num_late
