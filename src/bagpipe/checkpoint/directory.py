@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +137,10 @@ class Checkpoints:
         chosen.verify()
         self.continue_from(done)
         return self._remove([number for number in self._numbers() if number > done])
+
+    def discard(self, which: Callable[[int], bool]) -> Sequence[int]:
+        """Remove those for which this is true of their number of iterations; what is gone."""
+        return self._remove([number for number in self._numbers() if which(number)])
 
     def _committed(self, done: int) -> Checkpoint:
         """A new one was read back and has its name: others may go, and so do later ones, of a future that was left."""

@@ -42,6 +42,7 @@ MarkingBody: TypeAlias = Keep | AskKept | AskBlob | AskWork
 
 _WORKS_KEPT = 16
 _REPLACING = "rows are replaced"
+_CONDENSING = "condensing the journal"
 Answered: TypeAlias = tuple[Body, Sequence[memoryview]]
 
 
@@ -63,6 +64,7 @@ class Marking:
             failpoints.reach("server.mark.made")
         elif isinstance(body, Forget):
             self._shard.forget(body.before)
+            return self._condense(body)
         elif isinstance(body, Settle):
             self._shard.settle(body.done)
         else:
@@ -98,10 +100,29 @@ class Marking:
             work.stop()
         self._pieces.clear()
 
-    def _begin(self, body: ReturnTo | Save | Load) -> Work:
+    def _condense(self, body: Forget) -> list[Work]:
+        """Nobody waits for it, and it gives way to whatever somebody asks for."""
+        if self._busy() is not None or (condensing := self._shard.begin_condense(body.before)) is None:
+            return []
+        work = Work(_CONDENSING, lambda work: condensing.write(work.report), condensing.close)
+        self._note(body, work)
+        return [work]
+
+    def _busy(self) -> Work | None:
         with self._lock:
-            busy = next((work for work in self._works.values() if not work.is_over), None)
-        if busy is not None:
+            return next((work for work in self._works.values() if not work.is_over), None)
+
+    def _note(self, body: OrderedBody, work: Work) -> None:
+        with self._lock:
+            self._works[body.trainer, body.sequence] = work
+            while len(self._works) > _WORKS_KEPT:
+                self._works.popitem(last=False)
+
+    def _begin(self, body: ReturnTo | Save | Load) -> Work:
+        busy = self._busy()
+        if busy is not None and busy.what == _CONDENSING:
+            busy.stop()
+        elif busy is not None:
             raise StoreError(f"{busy.what} is under way: ask for one thing at a time")
         if isinstance(body, Save):
             work = self._save(body)
@@ -117,10 +138,7 @@ class Marking:
             work = Work(
                 f"the return to mark {body.done}", lambda _: self._alone(lambda: self._shard.return_to(body.done))
             )
-        with self._lock:
-            self._works[body.trainer, body.sequence] = work
-            while len(self._works) > _WORKS_KEPT:
-                self._works.popitem(last=False)
+        self._note(body, work)
         return work
 
     def _save(self, body: Save) -> Work:

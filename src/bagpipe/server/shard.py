@@ -22,7 +22,7 @@ from bagpipe.errors import CheckpointError, StoreError
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.storage import Storage
 from bagpipe.store.journal import Journal
-from bagpipe.store.recorded import Recorded
+from bagpipe.store.recorded import JOURNAL_BYTES, Recorded
 from bagpipe.store.snapshot import Snapshot
 
 
@@ -37,6 +37,8 @@ class Recording:
     checkpoints: tuple[Path, ...] = ()
     """In and below these directories checkpoints may be written and read; the first has those of this run."""
     disk: Disk = field(default_factory=SystemDisk)
+    journal_bytes: int = JOURNAL_BYTES
+    """Beyond it, and beyond twice those of all rows, the journal is condensed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,25 @@ class Saving:
 
     def close(self) -> None:
         """It is not to be written after all."""
+        self.snapshot.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Condensing:
+    """Rows of a mark on their way to the place of what was logged before it."""
+
+    recorded: Recorded
+    done: int
+    snapshot: Snapshot
+
+    def write(self, report: Report) -> bytes:
+        """When it returns they are there; the log is cut at the next forgetting of marks."""
+        with self.snapshot:
+            self.recorded.condense(self.done, self.snapshot, report)
+        return b""
+
+    def close(self) -> None:
+        """It is not to be done after all."""
         self.snapshot.close()
 
 
@@ -150,6 +171,13 @@ class Shard:
         """Drop the marks below."""
         self._opened().forget(before)
         self._kept_changed(lambda done: done < before)
+
+    def begin_condense(self, done: int) -> Condensing | None:
+        """Hold on to a mark, to have its rows take the place of a long journal; None: it is not long."""
+        recorded = self._opened()
+        if not recorded.is_long() or done not in recorded.marks():
+            return None
+        return Condensing(recorded, done, recorded.snapshot(done))
 
     def settle(self, done: int) -> None:
         """The checkpoint of this mark is complete."""
@@ -284,6 +312,7 @@ class Shard:
                 checkpoints=recording.checkpoints[0] if recording.checkpoints else None,
                 shard=self._number_of,
                 disk=recording.disk,
+                journal_bytes=recording.journal_bytes,
             )
         except BaseException:
             made.store.close()

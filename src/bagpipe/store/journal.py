@@ -91,6 +91,14 @@ class Journal:
         with self._lock:
             return self._marks()
 
+    def num_bytes(self) -> int:
+        """Of all writes that are logged."""
+        total = 0
+        for _, path in self._listed(_WRITES):
+            with failing("reading", path), self._disk.open(path) as file:
+                total += file.num_bytes
+        return total
+
     def begin(self, widths: Sequence[int]) -> None:
         """Log tables of these widths; StoreError if others were logged."""
         if self.widths is not None and self.widths != list(widths):

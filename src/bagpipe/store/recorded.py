@@ -18,11 +18,15 @@ from bagpipe.checkpoint.shards import Compression, Report, write_rows
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
 from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Floats, Int64s, RowSource, Store, StoreStats, TablePart
+from bagpipe.store.condensed import Condensed
 from bagpipe.store.history import History
 from bagpipe.store.journal import Journal
 from bagpipe.store.journal_record import START
 from bagpipe.store.local import Change, LocalStore
 from bagpipe.store.snapshot import Snapshot
+
+JOURNAL_BYTES = 1 << 30
+"""A journal may have so many bytes, or twice those of all rows if that is more; then it is condensed."""
 
 
 class Recorded(Store):
@@ -37,6 +41,7 @@ class Recorded(Store):
         checkpoints: Path | None = None,
         shard: tuple[int, int] = ALL,
         disk: Disk | None = None,
+        journal_bytes: int = JOURNAL_BYTES,
     ) -> None:
         """`checkpoints` is the directory of those that a journal may go on from, `shard` (server, servers).
 
@@ -46,6 +51,8 @@ class Recorded(Store):
         self._store, self._journal = store, journal
         self._history = History(store, history_bytes_max)
         self._disk: Disk = SystemDisk() if disk is None else disk
+        self._journal_bytes = journal_bytes
+        self._condensed: Condensed | None = None
         self._kept: dict[int, dict[str, bytes]] = {}
         self._keeping = Lock()
         self._forgotten = 0
@@ -55,10 +62,14 @@ class Recorded(Store):
         """Rows are what the history says; not so from the moment they are thrown away until others are there."""
         self._refusal: str | None = None
         if journal is not None:
-            if journal.starts:
+            widths = [source.width for source in store.tables]
+            self._condensed = Condensed(journal.directory / "condensed", self._disk, widths)
+            if not journal.starts:
+                self._condensed.discard(lambda _: True)  # of a journal that is gone
+            else:
                 self._is_whole = False
                 self._refusal = f"{journal.directory} holds earlier writes: return to a mark, or load a checkpoint"
-            journal.begin([source.width for source in store.tables])
+            journal.begin(widths)
         store.watch = self
 
     # Marked
@@ -87,6 +98,11 @@ class Recorded(Store):
         self._history.forget(before)
         self._forgotten = max(self._forgotten, before)
         self._drop_kept(lambda mark: mark < before)
+        if self._journal is not None and self._condensed is not None:
+            newest = max((mark for mark in self._condensed.marks() if mark <= before), default=None)
+            if newest is not None and newest in self._journal.marks():
+                self._journal.drop(newest)
+                self._condensed.discard(lambda mark: mark < newest)
 
     def settle(self, done: int) -> None:
         """The checkpoint of mark `done` is complete: earlier marks are forgotten, and the journal begins there."""
@@ -112,6 +128,7 @@ class Recorded(Store):
         else:
             self._rebuild(done)
         self._drop_kept(lambda mark: mark > done)
+        self._drop_condensed(lambda mark: mark > done)
 
     def keep(self, done: int, name: str, blob: bytes) -> None:
         """Keep bytes with a mark that is there, or the next one."""
@@ -161,12 +178,13 @@ class Recorded(Store):
         """Replace all rows by those of a checkpoint; `report` is told how many are done."""
         checkpoint = Checkpoints(directory, disk=self._disk).open(done)
         self._begin_anew("rows were half replaced by a checkpoint: load it again")
-        self._load(checkpoint, names, report)
+        self._load(checkpoint, names, self.shard, report)
         if self._journal is not None:
             self._journal.restart(done)
         self.checkpoints, self._forgotten = directory, done
         self._is_whole, self._refusal = True, None
         self._drop_kept(lambda _: True)
+        self._drop_condensed(lambda _: True)
 
     # Beyond it
 
@@ -183,11 +201,27 @@ class Recorded(Store):
         self._forgotten = 0
         self._is_whole, self._refusal = True, None
         self._drop_kept(lambda _: True)
+        self._drop_condensed(lambda _: True)
 
     def snapshot(self, done: int) -> Snapshot:
         """The rows as they were at a mark, for another thread to read; the old values stay until it is closed."""
         self._check_usable()
         return Snapshot(self._store, self._history, done)
+
+    def is_long(self) -> bool:
+        """Whether the journal has grown so long that it should be condensed."""
+        if self._journal is None:
+            return False
+        rows = sum(self._store.num_rows(table) * 4 * source.width for table, source in enumerate(self.tables))
+        return self._journal.num_bytes() > max(self._journal_bytes, 2 * rows)
+
+    def condense(self, done: int, snapshot: Snapshot, report: Report | None = None) -> None:
+        """Write all rows of a mark beside the journal, in another thread; `forget` then drops what was logged before.
+
+        Nobody may return or load meanwhile. `report` is told how many bytes are done.
+        """
+        assert self._condensed is not None, "there is a journal"
+        self._condensed.write(done, snapshot, report)
 
     @property
     def history_bytes(self) -> int:
@@ -286,6 +320,10 @@ class Recorded(Store):
         with self._keeping:
             self._kept = {mark: blobs for mark, blobs in self._kept.items() if not which(mark)}
 
+    def _drop_condensed(self, which: Callable[[int], bool]) -> None:
+        if self._condensed is not None:
+            self._condensed.discard(which)
+
     def _known_marks(self) -> set[int]:
         """Marks that were made and not left behind, whether or not there is a way back to them."""
         return {*self._history.marks(), *(self._journal.marks() if self._journal is not None else ())}
@@ -293,11 +331,14 @@ class Recorded(Store):
     def _starts(self) -> list[int]:
         """The marks that the journal can be replayed from: there is a checkpoint, or no row was written before."""
         assert self._journal is not None
+        assert self._condensed is not None
         starts = self._journal.starts
-        if self.checkpoints is None or not any(start != START for start in starts):
-            return [start for start in starts if start == START]
-        there = {checkpoint.done for checkpoint in Checkpoints(self.checkpoints, disk=self._disk).list()}
-        return [start for start in starts if start == START or start in there]
+        if not any(start != START for start in starts):
+            return starts
+        there = {START, *self._condensed.marks()}
+        if self.checkpoints is not None:
+            there |= {checkpoint.done for checkpoint in Checkpoints(self.checkpoints, disk=self._disk).list()}
+        return [start for start in starts if start in there]
 
     def _rebuild(self, done: int) -> None:
         """Put rows together again from a checkpoint and the journal."""
@@ -305,9 +346,7 @@ class Recorded(Store):
         start = max(start for start in self._starts() if start <= done)
         self._begin_anew(f"rows were half returned to mark {done}: return to a mark again, or load a checkpoint")
         if start != START:
-            assert self.checkpoints is not None
-            checkpoint = Checkpoints(self.checkpoints, disk=self._disk).open(start)
-            self._load(checkpoint, [table.name for table in checkpoint.manifest.tables])
+            self._load_start(start)
         self._logging = False
         try:
             for step in self._journal.replay(start, done) if start < done else ():
@@ -322,16 +361,28 @@ class Recorded(Store):
         self._journal.rollback(done)
         self._is_whole, self._refusal = True, None
 
+    def _load_start(self, start: int) -> None:
+        """Rows of a mark that the journal is replayed from: those condensed beside it, or those of a checkpoint."""
+        assert self._condensed is not None
+        if start in self._condensed.marks():
+            self._load(self._condensed.open(start), self._condensed.names, ALL)
+            return
+        assert self.checkpoints is not None
+        checkpoint = Checkpoints(self.checkpoints, disk=self._disk).open(start)
+        self._load(checkpoint, [table.name for table in checkpoint.manifest.tables], self.shard)
+
     def _begin_anew(self, refusal: str) -> None:
         """Throw all rows away; until others are in their place nobody reads or writes."""
         self._history.check_at_rest()
         self._is_whole, self._refusal = False, refusal
         self._history.reset()
 
-    def _load(self, checkpoint: Checkpoint, names: Sequence[str], report: Report | None = None) -> None:
+    def _load(
+        self, checkpoint: Checkpoint, names: Sequence[str], shard: tuple[int, int], report: Report | None = None
+    ) -> None:
         self._logging = False
         try:
-            load_rows(checkpoint, self._store, names, shard=self.shard, report=report)
+            load_rows(checkpoint, self._store, names, shard=shard, report=report)
         finally:
             self._logging = True
         self._history.mark(checkpoint.done)

@@ -294,7 +294,8 @@ class Keeping:
 
     def _write(self, done: int, tree: Tree) -> None:
         assert self._writer is not None, "the first trainer has a writer"
-        blobs = {name: blob for name, blob in self._store.kept(done).items() if name != FIRST}
+        kept = self._store.kept(done) if self._trainers > 1 else {}
+        blobs = {name: blob for name, blob in kept.items() if name != FIRST}
         missing = [name for name in map(blob_name, range(1, self._trainers)) if name not in blobs]
         if missing:
             raise CheckpointError(f"the checkpoint of iteration {done} lacks what {missing} should have kept")

@@ -356,6 +356,38 @@ def test_a_save_goes_on_beside_writes_and_is_stopped_by_a_recovery(tmp_path: Pat
     assert server._shard._recorded._history._marks[0].pins == 0
 
 
+def test_a_journal_that_has_grown_long_is_condensed_beside_writes_and_gives_way_to_a_save(tmp_path: Path) -> None:
+    waiting = []
+    keeping = Recording(tmp_path / "journal", checkpoints=(tmp_path,), journal_bytes=1)
+    server = made(background=waiting.append, recording=keeping)
+    peer = Peer(server)
+    for done in (1, 2, 3, 4):
+        peer.write([1, 2], float(done))
+        peer.order(Mark, done)
+    peer.order(Forget, 4)
+    assert len(waiting) == 1
+    peer.write([2], 5.0)
+    waiting.pop()()
+    assert server._shard._recorded._condensed.marks() == [4]
+    peer.order(Mark, 5)
+    before = server._shard._journal.num_bytes()
+    peer.order(Forget, 5)
+    assert server._shard._journal.num_bytes() < before
+    assert waiting, "it is still longer than one byte"
+    (tmp_path / "one").mkdir()
+    assert isinstance(peer.order(Save, 5, str(tmp_path / "one"), ["ad"], None, None), Written)
+    assert len(waiting) == 2
+    waiting.pop(0)()
+    assert server._shard._recorded._condensed.marks() == [4], "it was never begun"
+    waiting.pop()()
+    assert peer.ask(AskWork(peer.sequence)) == Worked()
+    vanish(server)
+    back = made(recording=keeping)
+    back.recover(1, 5)
+    assert Peer(back, generation=1).read(1, 2) == {1: 4.0, 2: 5.0}
+    back.close()
+
+
 def test_work_that_is_stopped_in_the_middle_ends_and_says_so() -> None:
     begun, go_on = threading.Event(), threading.Event()
 

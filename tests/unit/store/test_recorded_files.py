@@ -93,6 +93,12 @@ class Servers:
             store.settle(done)
         return sum(part.rows for entry in checkpoint.manifest.files for part in entry.rows or ())
 
+    def condense(self, done: int) -> None:
+        for store in self.stores:
+            with store.snapshot(done) as snapshot:
+                store.condense(done, snapshot)
+            store.forget(done)
+
     def return_to(self, done: int) -> None:
         for store in self.stores:
             store.return_to(done)
@@ -122,13 +128,15 @@ def test_servers_that_die_again_and_again_come_back_with_the_rows_of_their_last_
     servers.mark(0)
     states[0] = servers.state()
     for seed in range(60):
-        action = choice.choice(["write", "write", "mark", "mark", "save", "die", "back"])
+        action = choice.choice(["write", "write", "mark", "mark", "save", "condense", "die", "back"])
         if action == "write":
             servers.write(some_rows(seed))
         elif action == "mark":
             done += 1
             servers.mark(done)
             states[done] = servers.state()
+        elif action == "condense" and done in servers.stores[0].marks():
+            servers.condense(done)
         elif action == "save" and done not in {found.done for found in servers.checkpoints.list()}:
             if done in servers.stores[0].marks():
                 servers.save(done)
@@ -152,8 +160,9 @@ def test_servers_that_die_again_and_again_come_back_with_the_rows_of_their_last_
     servers.close()
 
 
-def test_a_server_goes_on_from_its_checkpoint_and_its_journal_after_every_crash() -> None:
-    """Also in the middle of a checkpoint, and while files of the journal that it replaces are removed."""
+@pytest.mark.parametrize("by", ["save", "condense"])
+def test_a_server_goes_on_from_rows_of_a_mark_and_its_journal_after_every_crash(by: str) -> None:
+    """Also in the middle of a checkpoint or what is condensed, and while files of the journal are removed for it."""
     disk, path = SimulatedDisk(), Path("/run")
     disk.make_directory(path)
     disk.sync_directory(path.parent)
@@ -169,7 +178,7 @@ def test_a_server_goes_on_from_its_checkpoint_and_its_journal_after_every_crash(
     for done in range(7):
         mark(done)
         if done in (2, 4, 5):
-            servers.save(done)
+            getattr(servers, by)(done)
         servers.write(some_rows(done, num_ids=10, at_most=5))
     generator, seen = random.Random(0), set()
     for length in range(len(disk.log) + 1):
@@ -354,3 +363,46 @@ def test_the_journal_keeps_only_what_follows_the_last_checkpoint(tmp_path: Path)
     servers.return_to(3)
     servers.stores[0].mark(3)
     assert names() == ["000000000003.writes"]
+
+
+def test_a_journal_that_is_condensed_is_short_and_leads_to_the_same_rows(tmp_path: Path) -> None:
+    servers = Servers(tmp_path)
+    (store,) = servers.stores
+    store._journal_bytes = 10_000
+    states, longest = {}, 0
+    for done in range(1, 40):
+        servers.write(some_rows(done))
+        servers.mark(done)
+        states[done] = servers.state()
+        store.forget(done)
+        if store.is_long():
+            with store.snapshot(done) as snapshot:
+                store.condense(done, snapshot)
+        longest = max(longest, store._journal.num_bytes())
+    assert store._condensed.marks()[0] > 20
+    rows_bytes = sum(4 * width * store.num_rows(table) for table, width in enumerate(WIDTHS.values()))
+    written_once = 50 * (4 + 2) * 4 * 2
+    assert longest <= max(10_000, 2 * rows_bytes) + 3 * written_once
+    servers.write(some_rows(99))
+    servers.close()
+    back = Servers(tmp_path)
+    back.return_to(39)
+    assert back.state() == states[39]
+    back.close()
+
+
+def test_rows_condensed_of_a_future_that_was_left_are_gone(tmp_path: Path) -> None:
+    servers = Servers(tmp_path)
+    (store,) = servers.stores
+    for done in (1, 2):
+        servers.write(some_rows(done))
+        servers.mark(done)
+    state = servers.state()
+    with store.snapshot(2) as snapshot:
+        store.condense(2, snapshot)
+    servers.return_to(1)
+    assert store._condensed.marks() == []
+    servers.write(some_rows(2))
+    servers.mark(2)
+    assert servers.state() == state
+    servers.close()
