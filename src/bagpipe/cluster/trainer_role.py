@@ -188,6 +188,7 @@ class TrainerRole(Role):
             team.hosts,
             self._meeting or team.meeting,
             wiring.listener,
+            recovers=config.recovery.restarts_max > 0,
             generation=task.generation,
             attempt=attempt,
             done=task.done,
