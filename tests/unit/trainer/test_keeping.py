@@ -216,6 +216,34 @@ def test_a_loop_goes_on_with_what_was_kept():
     assert torch.equal(drawn, torch.rand(3))
 
 
+def test_scalers_and_schedulers_of_all_kinds_are_restored():
+    def objects():
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1)
+        schedulers = {
+            "cosine": torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+            "steps": torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2]),
+            "one": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10),
+            "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+            "warm": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 * step),
+        }
+        return {"dense": optimizer, "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)} | schedulers
+
+    before = objects()
+    before["dense"].param_groups[0]["params"][0].grad = torch.ones(2)
+    before["dense"].step()
+    for name in ("cosine", "steps", "one", "warm"):
+        before[name].step()
+    before["plateau"].step(0.5)
+    before["scaler"].scale(torch.ones(1))
+    before["scaler"].update(4.0)
+    blobs, _ = kept_at(5, **before)
+    keeping, after = Keeping(Store([]), start=Start(5, blobs)), objects()
+    keeping.restore(Loop([]))
+    keeping.attach(after)
+    for name, thing in before.items():
+        assert pack_tree(copied(thing.state_dict())) == pack_tree(copied(after[name].state_dict())), name
+
+
 def test_a_trainer_that_is_new_goes_on_as_the_first_one_but_with_generators_of_its_own():
     generator = torch.Generator().manual_seed(3)
     blobs, before = kept_at(5, own=generator)
