@@ -70,6 +70,42 @@ def lowest_by_numpy(keys: Int64s, count: int, slots: Int32s) -> int:
 
 
 @kernel
+def rank(values: Int32s, largest_first: bool, last: Int32s, keys: Int64s) -> None:
+    """Keys by a value of each slot's tenant, the smallest or the largest first, then by its last use.
+
+    A slot without a tenant, whose last use is -1, is HELD. About 1 ns a slot.
+    """
+    for i in range(values.shape[0]):
+        value = np.int64(NEVER) - values[i] if largest_first else np.int64(values[i])
+        keys[i] = (value << 31) + last[i] if last[i] >= 0 else HELD
+
+
+def rank_by_numpy(values: Int32s, largest_first: bool, last: Int32s, keys: Int64s) -> None:
+    """Twin of `rank`."""
+    value = NEVER - values.astype(np.int64) if largest_first else values.astype(np.int64)
+    keys[:] = np.where(last >= 0, (value << 31) + last, HELD)
+
+
+@kernel
+def hold(last: Int32s, next_uses: Int32s, used_since: int, needed_until: int, at_least: int, keys: Int64s) -> None:
+    """Raise the keys of tenants that were used since an iteration, or are needed until one, to `at_least` + last use.
+
+    HELD stays HELD; with `at_least` HELD, so do they all.
+    """
+    for i in range(keys.shape[0]):
+        if (last[i] >= used_since or next_uses[i] <= needed_until) and keys[i] < HELD:
+            keys[i] = min(HELD, at_least + last[i])
+
+
+def hold_by_numpy(
+    last: Int32s, next_uses: Int32s, used_since: int, needed_until: int, at_least: int, keys: Int64s
+) -> None:
+    """Twin of `hold`."""
+    held = ((last >= used_since) | (next_uses <= needed_until)) & (keys < HELD)
+    keys[held] = np.minimum(HELD, at_least + last[held].astype(np.int64))
+
+
+@kernel
 def note_next_uses(
     tables: Int64s,
     starts: Int64s,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels.plan import KEEP
-from bagpipe.kernels.victims import HELD, NEVER, lowest
+from bagpipe.kernels.victims import HELD, NEVER, lowest, rank
 from bagpipe.oracle.sample import TableSample
 from bagpipe.oracle.slots import Group
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
@@ -164,6 +164,12 @@ class SlotFacts:
         """The number of batches that have used each tenant since it came."""
         self.rank: Int32s = np.zeros(capacity, np.int32)
         """How many rows are used more often than each tenant, for policies that sample."""
+        self._keys: Int64s = np.empty(capacity, np.int64)
+
+    def keys(self, values: Int32s, largest_first: bool = False) -> Int64s:
+        """Keys by these values of slots, then by the last use; HELD for free slots. Valid until the next call."""
+        rank(values, largest_first, self.last, self._keys)
+        return self._keys
 
 
 class RankingPolicy(KeepingPolicy):
@@ -188,7 +194,7 @@ class RankingPolicy(KeepingPolicy):
         return self.foresees or super().admit(iteration, window, counts, gaps)
 
     def keys(self, iteration: int, facts: SlotFacts) -> Int64s:
-        """For each slot how much its tenant is worth; at least 0, less than HELD unless it must not leave."""
+        """How much each slot's tenant is worth: at least 0, less than HELD unless it must stay or there is none."""
         raise NotImplementedError
 
     def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:
@@ -199,25 +205,17 @@ class RankingPolicy(KeepingPolicy):
 
     def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
         """The slots with the smallest keys."""
-        return self.take_lowest(demand, needed, self.keys) if needed else (NONE, -1)
-
-    def take_lowest(self, demand: Demand, needed: int, keys: Callable[[int, SlotFacts], Int64s]) -> tuple[Int32s, int]:
-        """So many slots with the smallest keys outside of the batch, and the last use of any of them."""
+        if not needed:
+            return NONE, -1
         facts = self.facts[demand.group.number]
-        worth = keys(demand.iteration, facts)
+        worth = self.keys(demand.iteration, facts)
         worth[demand.hits] = HELD
-        victims = self.pop(facts, worth, needed)
-        assert len(victims) == needed, f"iteration {demand.iteration} lacks slots of {demand.group.label}"
+        victims = np.empty(needed, np.int32)
+        found = lowest(worth, needed, victims)
+        assert found == needed, f"iteration {demand.iteration} lacks slots of {demand.group.label}"
         evict_after = int(facts.last[victims].max(initial=-1))
         facts.last[victims] = -1
         return victims, evict_after
-
-    @staticmethod
-    def pop(facts: SlotFacts, worth: Int64s, count: int) -> Int32s:
-        """At most so many tenants with the smallest keys."""
-        worth[facts.last < 0] = HELD
-        slots = np.empty(count, np.int32)
-        return slots[: lowest(worth, count, slots)]
 
     def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:
         """Note the uses."""

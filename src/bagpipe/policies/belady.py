@@ -13,7 +13,7 @@ import numpy as np
 
 from bagpipe.errors import ConfigError
 from bagpipe.kernels.plan import KEEP
-from bagpipe.kernels.victims import HELD, NEVER
+from bagpipe.kernels.victims import HELD, NEVER, hold, lowest
 from bagpipe.oracle.slots import Group
 from bagpipe.policies.base import NONE, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
 from bagpipe.policies.lookahead import AUTO_MAX, RAMP
@@ -36,7 +36,7 @@ class BeladyPolicy(RankingPolicy):
 
     def keys(self, iteration: int, facts: SlotFacts) -> Int64s:  # noqa: ARG002 - next uses are known by their iteration
         """How far the next use is, the farthest first; then the last use."""
-        return next_use_keys(facts)
+        return facts.keys(facts.next, largest_first=True)
 
     def leaving(self, iteration: int, group: Group, absent: Callable[[int], int]) -> Int32s:
         """Make room for the next batch and the prefetches behind it; what these use themselves stays."""
@@ -45,9 +45,10 @@ class BeladyPolicy(RankingPolicy):
         if needed <= 0:
             return NONE
         facts = self.facts[group.number]
-        worth = next_use_keys(facts)
-        worth[facts.next <= soon] = HELD
-        slots = self.pop(facts, worth, needed)
+        worth = self.keys(iteration, facts)
+        hold(facts.last, facts.next, NEVER, soon, HELD, worth)
+        slots = np.empty(needed, np.int32)
+        slots = slots[: lowest(worth, needed, slots)]
         facts.last[slots] = -1
         return slots
 
@@ -58,8 +59,3 @@ class BeladyPolicy(RankingPolicy):
     def advance(self) -> None:
         """Let the window grow to its full length."""
         self.target = min(self.target_max, self.target + RAMP)
-
-
-def next_use_keys(facts: SlotFacts) -> Int64s:
-    """The smaller, the farther the next use, and then the last one."""
-    return ((NEVER - facts.next.astype(np.int64)) << 31) + facts.last

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from bagpipe.oracle.sample import TableSample
 from bagpipe.oracle.slots import Group
 from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
-from bagpipe.policies.popularity import UNKNOWN, Popularity
+from bagpipe.policies.popularity import Popularity
 
 
 class SamplingPolicy(RankingPolicy):
@@ -53,7 +51,7 @@ class SamplingPolicy(RankingPolicy):
 
     def keys(self, iteration: int, facts: SlotFacts) -> Int64s:  # noqa: ARG002 - the same at any time
         """The coldest first, and of rows that the sample does not know the one used longest ago."""
-        return ((UNKNOWN - facts.rank.astype(np.int64)) << 31) + facts.last
+        return facts.keys(facts.rank, largest_first=True)
 
 
 class FrequencyPolicy(SamplingPolicy):

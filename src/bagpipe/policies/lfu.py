@@ -5,8 +5,6 @@ What a cache does that counts: uses since a row came, and among equals the one u
 
 from __future__ import annotations
 
-import numpy as np
-
 from bagpipe.policies.base import Int64s, RankingPolicy, SlotFacts
 
 
@@ -17,9 +15,4 @@ class LfuPolicy(RankingPolicy):
 
     def keys(self, iteration: int, facts: SlotFacts) -> Int64s:  # noqa: ARG002 - the same at any time
         """Uses, then the last of them."""
-        return frequency_keys(facts)
-
-
-def frequency_keys(facts: SlotFacts) -> Int64s:
-    """Uses since a row came, then the last of them."""
-    return (facts.uses.astype(np.int64) << 32) + facts.last
+        return facts.keys(facts.uses)

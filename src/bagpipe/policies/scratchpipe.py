@@ -13,16 +13,16 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from bagpipe.kernels.victims import HELD
+from bagpipe.kernels.victims import HELD, NEVER, hold
 from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Flags, Int64s, Lookahead, RankingPolicy, SlotFacts
-from bagpipe.policies.lfu import frequency_keys
+from bagpipe.policies.base import Int64s, Lookahead, RankingPolicy, SlotFacts
 
 PAST = 3
 """Batches between planning and training."""
 FUTURE = 2
 """Batches between a plan's write-back and the next read."""
-_HOLD = HELD // 2
+HOLD = HELD - 2**31
+"""More than any key of a row that is not held."""
 
 
 class ScratchPipePolicy(RankingPolicy):
@@ -38,22 +38,18 @@ class ScratchPipePolicy(RankingPolicy):
         if not self.options.pipelined:
             self.horizon = 0
 
-    def held(self, iteration: int, facts: SlotFacts) -> Flags:
-        """The hold mask as the batch of an iteration is planned: slots of the past three and the next two batches."""
-        return (facts.last >= iteration - PAST) | (facts.next <= iteration + FUTURE)
-
     def keys(self, iteration: int, facts: SlotFacts) -> Int64s:
-        """What the replacement policy says; of held rows, which leave only if nobody else can, the last use."""
-        if self.options.replacement == "lfu":
-            worth = frequency_keys(facts)
-        elif self.options.replacement == "random":
+        """What the replacement policy says; of held rows, which leave only if nobody else can, the last use.
+
+        The hold mask: as the batch of an iteration is planned, the slots of the past three and the next two batches.
+        """
+        if self.options.replacement == "random":
             draws = np.random.Generator(np.random.Philox(key=self.options.seed, counter=[0, 0, 0, iteration]))
-            worth = draws.integers(0, _HOLD, len(facts.last), np.int64)
+            worth = facts.keys(draws.integers(0, NEVER, len(facts.last), np.int32))
         else:
-            worth = facts.last.astype(np.int64)
+            worth = facts.keys(facts.uses if self.options.replacement == "lfu" else facts.last)
         if self.options.pipelined:
-            held = self.held(iteration, facts)
-            worth[held] = _HOLD + facts.last[held].astype(np.int64)
+            hold(facts.last, facts.next, iteration - PAST, iteration + FUTURE, HOLD, worth)
         return worth
 
 

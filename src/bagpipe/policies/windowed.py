@@ -18,8 +18,7 @@ from bagpipe.errors import ConfigError
 from bagpipe.kernels.plan import KEEP
 from bagpipe.kernels.victims import HELD, choose_ways
 from bagpipe.oracle.slots import AddressedSlots, Group
-from bagpipe.policies.base import NONE, Demand, Flags, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
-from bagpipe.policies.belady import next_use_keys
+from bagpipe.policies.base import Demand, Flags, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
 from bagpipe.policy_options import PolicyOptions
 
 WINDOW = 16
@@ -75,11 +74,15 @@ class WindowedPolicy(RankingPolicy):
         slot_after[~demand.passing] = free.claim(placed)
         num_conflicts = demand.num_misses - len(placed)
         lacking = num_conflicts - free.num_free  # the victim table is too small: the farthest next uses make room
-        more, used = self.take_lowest(demand, lacking, lambda _, own: next_use_keys(own)) if lacking > 0 else (NONE, -1)
+        more, used = self.make_room(demand, max(0, lacking))
         free.free(more, -1)
         slots[demand.passing] = free.oldest(num_conflicts, layout.end)
         slot_after[demand.passing] = free.claim(slots[demand.passing])
         return np.concatenate([victims, more]), max(evict_after, used)
+
+    def keys(self, iteration: int, facts: SlotFacts) -> Int64s:  # noqa: ARG002 - next uses are known by their iteration
+        """The farthest next use first."""
+        return facts.keys(facts.next, largest_first=True)
 
     def _enter(self, iteration: int) -> None:
         """Begin the next window, if the last one is over."""

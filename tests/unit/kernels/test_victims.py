@@ -13,10 +13,14 @@ from bagpipe.kernels.victims import (
     choose_ways_by_numpy,
     count_absent,
     count_absent_by_numpy,
+    hold,
+    hold_by_numpy,
     lowest,
     lowest_by_numpy,
     note_next_uses,
     note_next_uses_by_numpy,
+    rank,
+    rank_by_numpy,
 )
 
 
@@ -58,6 +62,39 @@ def test_random_keys_of_any_range_give_what_sorting_gives() -> None:
         keys = random.integers(0, reach, size)
         keys[random.random(size) < 0.2] = HELD
         both_lowest(keys, int(random.integers(0, size + 3)))
+
+
+def test_keys_rank_tenants_and_leave_free_slots_out() -> None:
+    random = np.random.default_rng(5)
+    for largest_first in (False, True):
+        values = np.array([0, 1, NEVER, NEVER - 1, *random.integers(0, NEVER, 200)], np.int32)
+        last = random.integers(-1, 5, len(values)).astype(np.int32)
+        keys = np.empty((2, len(values)), np.int64)
+        rank(values, largest_first, last, keys[0])
+        rank_by_numpy(values, largest_first, last, keys[1])
+        assert keys[0].tolist() == keys[1].tolist()
+        assert ((keys[0] == HELD) == (last < 0)).all()
+        assert (keys >= 0).all()
+        assert (keys <= HELD).all()
+        tenants = np.flatnonzero(last >= 0)
+        by_hand = sorted(tenants, key=lambda slot: ((-1 if largest_first else 1) * int(values[slot]), last[slot]))
+        assert sorted(tenants, key=lambda slot: keys[0, slot]) == by_hand
+
+
+def test_holding_raises_keys_and_never_lowers_them_below_others() -> None:
+    random = np.random.default_rng(6)
+    for at_least in (HELD, HELD - 2**31):
+        last = random.integers(-1, 9, 300).astype(np.int32)
+        next_uses = random.choice([9, 10, 11, NEVER], 300).astype(np.int32)
+        keys = np.empty((2, 300), np.int64)
+        for each, function in zip(keys, (hold, hold_by_numpy), strict=True):
+            rank(next_uses, False, last, each)
+            each[:5] = HELD
+            function(last, next_uses, 6, 10, at_least, each)
+        assert keys[0].tolist() == keys[1].tolist()
+        held = (last >= 6) | (next_uses <= 10)
+        assert (keys[0][held & (last >= 0)] >= at_least).all()
+        assert (keys[0][~held & (last >= 0)][5:] < HELD).all()
 
 
 def test_next_uses_are_noted_for_rows_that_are_cached_and_planned() -> None:
