@@ -43,8 +43,9 @@ class Faulty(Driver):
 
     def __init__(self, run_dir, *words, **environment):
         super().__init__(run_dir, *words, **environment)
-        self.logs = run_dir / "logs"
-        self.wait_for("trainer 0: iteration", 300)
+        self.logs, self.started = run_dir / "logs", []
+        self.wait_until(lambda: "trainer 0: iteration" in self.said.read_text())
+        self.started = keeper.children_of(self.process.pid)
 
     def pid(self, role):
         return int(re.findall(r"is process (\d+) on", (self.logs / f"{role}.log").read_text())[-1])
@@ -55,9 +56,9 @@ class Faulty(Driver):
     def times(self, words):
         return self.said.read_text().count(words)
 
-    def wait_until_it_went_on(self, before, seconds=240):
+    def wait_until(self, condition, seconds=300):
         until = time.monotonic() + seconds
-        while self.times("went on from") <= before and self.process.poll() is None:
+        while not condition() and self.process.poll() is None:
             assert time.monotonic() < until, self.said.read_text()[-3000:]
             time.sleep(0.02)
 
@@ -83,7 +84,8 @@ def random_kills(tmp_path, seed, kills, iterations):
                 continue  # its next process has not said its number
             dead += 1
         if chance.random() < 0.7:
-            driver.wait_until_it_went_on(driver.times("went on from"))
+            before = driver.times("went on from")
+            driver.wait_until(lambda before=before: driver.times("went on from") > before)
     return driver.summary(), dead
 
 
@@ -133,10 +135,7 @@ def test_after_the_death_of_the_launch_itself_it_is_resumed_with_the_same_bits(t
     words = ("--servers", "2", *settings("iterations=600", "checkpoint.every=50", "recovery.every=50", *SHARED))
     driver = Faulty(tmp_path / "run", *words)
     checkpoints = tmp_path / "run" / "checkpoints"
-    until = time.monotonic() + 200
-    while not list(checkpoints.glob("0*")):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    driver.wait_until(lambda: any(checkpoints.glob("0*")))
     driver.end(signal.SIGKILL)
     driver.assert_nothing_is_left()
     assert (tmp_path / "run" / "journal").exists(), "nobody could clear up"
@@ -247,13 +246,13 @@ def test_a_node_that_dies_with_everything_on_it_is_done_without(tmp_path):
         address = nodes.stdout.readline().strip()
         assert address
         words = ("--address", address, "--servers", "2", "--trainer-cores", "1")
-        driver = Faulty(tmp_path / "run", *words, *settings("iterations=3000", *SHARED, *OFTEN), **environment)
+        driver = Faulty(tmp_path / "run", *words, *settings("iterations=1000", *SHARED, *OFTEN), **environment)
         nodes.stdin.write("now\n")
         nodes.stdin.flush()
         assert nodes.stdout.readline() == "gone\n"
         summary = driver.summary()
         assert [incident["role"] for incident in summary["recoveries"]], "somebody was on it"
-        assert summary["parameters_sha256"] == expected(tmp_path, 3000, *SHARED)["parameters_sha256"]
+        assert summary["parameters_sha256"] == expected(tmp_path, 1000, *SHARED)["parameters_sha256"]
         assert not [each for each in keeper.children_of(nodes.pid) if "Post" in title(each)]
     finally:
         nodes.communicate(timeout=60)

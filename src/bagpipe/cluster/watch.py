@@ -78,7 +78,9 @@ class Watch:
         try:
             answer = self.ray.get(call, timeout=WAIT_S)
         except self.ray.exceptions.RayError as error:
-            self.forget(role)
+            if role in self.members:
+                self.members[role].end(self.ray)  # who only can't be reached must not come back
+                self.forget(role)
             raise RolesLost({role: reason(str(error))}) from error
         if isinstance(answer, Failure):
             raise named(answer, role, self.logs.path(role))
@@ -272,6 +274,8 @@ def reason(text: str) -> str:
     """What Ray says about a lost actor, in a line: it says much, most of it about itself."""
     if "Worker unexpectedly exits with a connection error" in text:
         return KILLED
+    if "is unavailable" in text:
+        return "its process can't be reached any more: it, its machine, or Ray there is gone"
     if "node has died" in text or "node was terminated" in text:
         return "its machine, or Ray there, is gone"
     for pattern in (r"No module named '[^']+'", r"Worker exit detail: [^\n.]*", r"The actor is dead because [^\n.]*"):

@@ -332,6 +332,10 @@ def test_what_roles_elsewhere_printed_is_in_their_logs_and_echoed_while_they_wor
         (NO_BAGPIPE, "No module named 'bagpipe'"),
         (NODE, "its machine, or Ray there, is gone"),
         ("x\nWorker exit detail: Owner's node has crashed. More.", "Worker exit detail: Owner's node has crashed"),
+        (
+            "The actor 84 is unavailable: RPC error: Socket closed",
+            "its process can't be reached any more: it, its machine, or Ray there is gone",
+        ),
         ("strange\nand long", "strange"),
         ("", "Ray does not say why"),
     ],
