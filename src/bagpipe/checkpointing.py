@@ -161,7 +161,10 @@ def keep_script(
         else:
             mark = launch.done
     else:
-        checkpoint = find_checkpoint(resume, None if checkpointing is None else checkpointing.directory)
+        directory = None if checkpointing is None else checkpointing.directory
+        if launch is not None and launch.generation and directory is not None:
+            checkpoint = Checkpoints(directory).latest()  # written by this very run, before a fault
+        checkpoint = checkpoint or find_checkpoint(resume, directory)
         start = start_of(checkpoint)
     facts = make_facts(
         layouts,

@@ -97,3 +97,13 @@ def test_a_script_that_attached_nothing_makes_no_marks(expected):
     assert script.trainers.store.marks() == []
     with pytest.raises((CheckpointError, PipelineError), match="attach"):
         Script(attach=False).run(checkpoint=bagpipe.Checkpointing("unused", every=1))
+
+
+def test_a_run_that_has_no_mark_left_goes_on_from_its_own_checkpoint(tmp_path, expected):
+    checkpoint = bagpipe.Checkpointing(tmp_path, every=2)
+    lost = Script("recovery.every=100", recovers=True)
+    with pytest.raises((KeyError, PipelineError)):
+        lost.run(stop=5, checkpoint=checkpoint)
+    again = Script(recovers=True, generation=1)  # servers that have lost everything
+    assert_identical(expected["contiguous"], again.run(checkpoint=checkpoint))
+    assert again.trained == [2, 2]
