@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES, PolicyOptions, make_policy
 from bagpipe.trainer.stages import Seeded, Threads
 from plan_contract import check_contract, make_plans, run_in_several_orders
+from several import DESIGNS, World, run
 from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
 
 VARIANTS: dict[str, tuple[str, PolicyOptions]] = {
@@ -119,3 +121,27 @@ def test_a_run_can_begin_in_the_middle(variant: str) -> None:
     assert [plan.iteration for plan in plans] == list(range(7, 22))
     check_contract(plans, [0], [capacity], batches)
     assert all(after < 0 or after >= 7 for plan in plans for after in plan.fetch.slot_after.tolist())
+
+
+@pytest.fixture(scope="module")
+def shared():
+    world = World(make_batches(10, last=3), trainers=3)
+    return world, world.reference()
+
+
+@every_variant
+def test_several_trainers_end_with_the_bits_of_the_reference(shared, variant: str) -> None:
+    world, expected = shared
+    policy, options = VARIANTS[variant]
+    design = DESIGNS[list(VARIANTS).index(variant) % len(DESIGNS)]
+    found = run(
+        world,
+        seed=len(variant),
+        last=("write-back",),
+        design=design,
+        policy=policy,
+        policy_options=asdict(options),
+        cache=10_000 if policy == "ideal" else 48,
+        lookahead="auto" if policy == "nocache" else 4,
+    )
+    assert_identical(expected, found.state)
