@@ -7,11 +7,13 @@ import random
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from bagpipe.failpoints import NAMES, Fault
+from bagpipe.errors import BagpipeError
+from bagpipe.failpoints import NAMES, Fault, FaultInjected
 from bagpipe.training import train_reference
 from crew import Crew, run_crew
 from scheduled import Plot
@@ -66,12 +68,23 @@ class Ended:
     crew: Crew
 
 
+@contextmanager
+def nothing_left():
+    """No thread stays."""
+    before = set(threading.enumerate())
+    yield
+    gc.collect()  # generators that the dead were in the middle of, which a process would not have left
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left), f"threads are left: {left}"
+
+
 def run(world, *faults, victims=None, seed=0, restarts_max=20, **options):
     """Train to the end in spite of these faults; nothing may stay, and no role may be left hanging."""
-    before = set(threading.enumerate())
     plot = Plot(*faults, victims=victims)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="bagpipe-crew-") as directory:
+    with nothing_left(), tempfile.TemporaryDirectory(prefix="bagpipe-crew-") as directory:
         state, _, crew, supervisor = run_crew(
             lambda: Crew(
                 job_of(world), Path(directory), seed=seed, servers=world.servers, processors=world.processors,
@@ -79,14 +92,21 @@ def run(world, *faults, victims=None, seed=0, restarts_max=20, **options):
             ),
             restarts_max,
         )  # fmt: skip
-    seconds = time.monotonic() - start
-    gc.collect()  # generators that the dead were in the middle of, which a process would not have left
-    left = [thread for thread in threading.enumerate() if thread not in before]
-    for thread in left:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in left), f"threads are left: {left}"
+        seconds = time.monotonic() - start
     differs = state.sha256() != expected(world)
     return Ended(dict(plot.reaches), plot.happened, supervisor.incidents, seconds, differs, crew)
+
+
+def error_of(world, fault, **options):
+    """What a run with an error ends with; None where it goes on and has the bits of an undisturbed one."""
+    with nothing_left():
+        try:
+            ended = run(world, fault, **options)
+        except (BagpipeError, FaultInjected) as error:
+            return error
+    assert not ended.differs, f"other bits after {fault}"
+    assert not ended.incidents, f"{fault} was taken for a death"
+    return None
 
 
 def survives(world, *faults, victims=None, seed=0, **options):
@@ -142,6 +162,12 @@ SERVER_LOST_FOR_GOOD = {"journals": False}
 def reached_after(name):
     """Options of a run in which this point is reached after a server was lost, and who reaches it how often."""
     options = SERVER_LOST_FOR_GOOD if name == "server.loaded" else {}
-    ended = run(USUAL, SERVER_LOST, **options)
+    reaches = _after_a_loss(tuple(options.items()))
+    return options, {role: count for (role, found), count in reaches.items() if found == name and role}
+
+
+@lru_cache
+def _after_a_loss(options):
+    ended = run(USUAL, SERVER_LOST, **dict(options))
     assert not ended.differs
-    return options, {role: count for (role, found), count in ended.reaches.items() if found == name and role}
+    return ended.reaches

@@ -18,6 +18,7 @@ from faults import (
     USUAL,
     USUALLY,
     World,
+    error_of,
     random_faults,
     reached_after,
     roles_at,
@@ -92,6 +93,13 @@ def test_any_role_may_be_cut_off_at_any_point_and_come_back(trial, name):
     for role, count in roles_at(LARGE, name).items():
         fault = Fault(name, "pause", choose.randint(1, count), role)
         trial("a role that is cut off and comes back", LARGE, fault, seed=choose.randrange(1000))
+
+
+@pytest.mark.parametrize("name", USUALLY)
+def test_an_error_anywhere_ends_the_run_by_name_or_changes_nothing(name):
+    choose = random.Random(f"{SEED}/{name}")
+    for role, count in roles_at(USUAL, name).items():
+        error_of(USUAL, Fault(name, "fail", choose.randint(1, count), role), seed=choose.randrange(1000))
 
 
 @pytest.mark.parametrize("name", AFTERWARDS)

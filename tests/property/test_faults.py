@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from faults import (
     SMALL,
     USUAL,
     USUALLY,
+    error_of,
     random_faults,
     reached_after,
     roles_at,
@@ -50,8 +52,9 @@ def test_a_role_may_die_at_any_point_of_its_return(name):
     survives(USUAL, SERVER_LOST, Fault(name, at=choose.randint(1, count), role=role), **options)
 
 
-@pytest.mark.parametrize("victim", ["server-0", "trainer-0"])
-@pytest.mark.parametrize("name", RECOVERY)
+@pytest.mark.parametrize(
+    ("name", "victim"), [*zip(RECOVERY, ["server-0", "trainer-0", "server-1", "server-0", "server-1"], strict=True)]
+)
 def test_another_role_may_die_in_every_phase_of_a_recovery(name, victim):
     first = Fault("trainer.sync.critical", at=6, role="trainer-1")
     survives(USUAL, first, Fault(name), victims={name: [victim]})
@@ -63,7 +66,7 @@ def test_the_only_one_of_its_kind_may_die(role):
     survives(SMALL, fault, victims={fault.name: [role]})
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_several_may_die_at_once(seed):
     roles = ["trainer-0", "trainer-1", "trainer-2", "server-0", "server-1", "oracle", "processor-0", "processor-1"]
     fault = random_faults(LARGE, seed, 1)[0]
@@ -78,7 +81,7 @@ def test_all_may_die_at_once():
     assert {incident.done_after for incident in ended.incidents} == {6}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_several_may_die_one_after_the_other(seed):
     faults = random_faults(LARGE, seed, 3)
     ended = run(LARGE, *faults, seed=seed)
@@ -89,8 +92,8 @@ def test_several_may_die_one_after_the_other(seed):
 @pytest.mark.parametrize(
     "name",
     [
-        *("trainer.fetch.read", "trainer.evict.copied", "trainer.evict.written", "trainer.step.updated"),
-        *("trainer.sync.delayed", "mark.flushed", "mark.kept", "remote.write.begun"),
+        *("trainer.evict.copied", "trainer.step.updated", "trainer.sync.delayed"),
+        *("mark.flushed", "mark.kept", "remote.write.begun"),
     ],
 )
 def test_a_trainer_that_was_thought_dead_changes_nothing_when_it_comes_back(name):
@@ -98,7 +101,7 @@ def test_a_trainer_that_was_thought_dead_changes_nothing_when_it_comes_back(name
     survives(USUAL, Fault(name, "pause", at, "trainer-1"))
 
 
-@pytest.mark.parametrize("role", ["server-0", "oracle", "processor-1"])
+@pytest.mark.parametrize("role", ["server-0", "oracle"])
 def test_others_may_be_thought_dead_and_live_on_too(role):
     fault = Fault("journal.mark.written", "pause", 3, "server-0")
     survives(LARGE, fault, victims={fault.name: [role]}, seed=3)
@@ -138,6 +141,26 @@ def test_a_run_that_is_lost_after_its_last_iteration_ends_as_it_would_have():
     count = roles_at(USUAL, "checkpoint.complete")["trainer-0"]
     ended = survives(USUAL, Fault("checkpoint.complete", at=count, role="trainer-0"))
     assert ended.incidents[0].done_after == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("trainer.fetch.read", "prefetch failed.*told to fail"),
+        ("server.write.received", "server 0 at server-0.*failed inside"),
+        ("server.save.begun", "CheckpointError"),
+        ("journal.append.begun", "server 0 at server-0.*failed inside"),
+        ("checkpoint.manifest.written", "checkpoint of iteration 4.*told to fail"),
+        ("oracle.plan.made", "oracle failed inside"),
+        ("data.group.read", "processor-0.*failed inside"),
+        ("server.write.answered", None),
+    ],
+)
+def test_an_error_ends_the_run_by_name_or_changes_nothing(name, told):
+    role, count = min(roles_at(USUAL, name).items())
+    error = error_of(USUAL, Fault(name, "fail", max(1, count // 2), role))
+    assert (error is None) == (told is None)
+    assert told is None or re.search(told, str(error)), error
 
 
 def test_a_role_that_dies_more_often_than_allowed_ends_the_run_by_name():
