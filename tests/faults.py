@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import tempfile
 import threading
@@ -19,6 +20,8 @@ from crew import Crew, run_crew
 from scheduled import Plot
 from served import make_job, quiet
 
+SEED = int(os.environ.get("BAGPIPE_CHAOS_SEED", random.randrange(1_000_000)))
+"""Of what long tests draw; another each time, and printed at the end."""
 SETTINGS = ["epochs=1", "batch_size=12", "data.samples=110", "data.held_out=0.05", "cache=100", "lookahead=4"]
 SETTINGS += [
     "recovery.every=2",

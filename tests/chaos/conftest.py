@@ -29,4 +29,7 @@ def pytest_terminal_summary(terminalreporter):
         total = [before + more for before, more in zip(total, counts, strict=True)]
         seconds = median(run[2] for run in runs)
         write(f"{kind:44} {counts[0]:6} {counts[1]:7} {counts[2]:10} {seconds:9.2f} {counts[3]:11}")
+    from faults import SEED
+
     write(f"{'all':44} {total[0]:6} {total[1]:7} {total[2]:10} {'':9} {total[3]:11}")
+    write(f"the same again: BAGPIPE_CHAOS_SEED={SEED}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -13,6 +12,7 @@ from faults import (
     AFTERWARDS,
     LARGE,
     RECOVERY,
+    SEED,
     SERVER_LOST,
     SMALL,
     USUAL,
@@ -37,8 +37,6 @@ WORLDS = {
     "samples by rows": World(2, 2, 1, ("assign=aware",)),
     "adam": World(2, 2, 1, ("row_optimizer.name=adam", "dense_optimizer.name=adam")),
 }
-SEED = int(os.environ.get("BAGPIPE_CHAOS_SEED", random.randrange(1_000_000)))
-"""Of everything that is drawn here; another each time, printed where something is wrong."""
 
 
 @pytest.fixture(autouse=True)
