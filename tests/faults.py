@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import random
+import shutil
 import tempfile
 import threading
 import time
@@ -50,7 +52,9 @@ LARGE = World(3, 2, 2)
 @lru_cache
 def job_of(world):
     """The run of a world."""
-    return make_job(Path(tempfile.mkdtemp()) / "run", *SETTINGS, f"trainers={world.trainers}", *world.settings)
+    directory = tempfile.mkdtemp(prefix="bagpipe-crew-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return make_job(Path(directory) / "run", *SETTINGS, f"trainers={world.trainers}", *world.settings)
 
 
 @lru_cache
