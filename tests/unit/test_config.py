@@ -63,7 +63,7 @@ def test_the_configuration_that_the_quickstart_writes_out_is_the_default(tmp_pat
         ("sync.design=central", ["sync.design", "'owned', 'lrpp', 'replicated' or 'partitioned'", "'central'"]),
         ("sync.delayed=perhaps", ["sync.delayed", "perhaps"]),
         ("sync.deterministic=2", ["sync.deterministic", "2"]),
-        ("sync.ordered=true", ["sync.ordered", "no such setting", "design, delayed, deterministic"]),
+        ("sync.ordered=true", ["sync.ordered", "no such setting", "design, delayed, moving, deterministic"]),
         ("sync=owned", ["sync: ", "'owned'"]),
         ("cache=nonsense", ["cache is 'nonsense'", "2GB"]),
         ("batch_size", ["a.b=c"]),
