@@ -37,6 +37,7 @@ directory, path, *last = sys.argv[1:]
 torch.manual_seed(0)
 model = Net()
 rows = bagpipe.optim.Adagrad(lr=0.1)
+loss_fn = nn.BCEWithLogitsLoss()
 checkpoint = bagpipe.Checkpointing(directory, every=10, keep=2)
 with bagpipe.accelerate(model, make_loader(), rows, cache="1MB", checkpoint=checkpoint, resume="auto") as batches:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -44,7 +45,7 @@ with bagpipe.accelerate(model, make_loader(), rows, cache="1MB", checkpoint=chec
     batches.attach(optimizer=optimizer, scheduler=scheduler)  # all that has a state of its own
     print(f"goes on after {batches.done} iterations" if batches.done else "begins")
     for batch in batches:
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
+        loss = loss_fn(model(batch), batch["label"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
