@@ -99,6 +99,8 @@ class RowCache:
         self.tenant_table = [np.full(slots, VACANT, np.int32) for slots in capacity]
         self.tenant_id = [np.zeros(slots, np.int64) for slots in capacity]
         self.dirty = [np.zeros(slots, np.bool_) for slots in capacity]
+        self._shared: list[npt.NDArray[np.bool_]] = []
+        self._rank, self._copies = 0, 1
         # Held while tenants change outside of training, so that a flush sees all of a change or nothing.
         self.moving = threading.Lock()
         self._transfers = None if is_host(device) else Transfers(device)
@@ -118,10 +120,27 @@ class RowCache:
         self.tenant_id[group][slots] = ids
         self.dirty[group][slots] = False
 
-    def mark_updated(self, table: int, slots: Slots) -> None:
-        """The rows in these slots differ from the store from now on; not those that another trainer will write."""
+    def share(self, rank: int, trainers: int) -> None:
+        """So many trainers have copies of rows, and each of them a part of the slots that it flushes for all."""
+        self._rank, self._copies = rank, trainers
+        self._shared = [np.zeros(slots, np.bool_) for slots in self.capacity]
+
+    def mark_updated(self, table: int, slots: Slots, shared: bool = False) -> None:
+        """The rows in these slots differ from the store from now on; not those that another trainer will write.
+
+        `shared`: all trainers do the same to their copies.
+        """
         group = self.group[table]
         self.dirty[group][slots] = self.tenant_table[group][slots] != VACANT
+        if self._shared:
+            self._shared[group][slots] = shared
+
+    def keep_alone(self, table: int, ids: Ids, slots: Slots) -> None:
+        """Others give up their copies of these rows, if they are there: they are this trainer's to write."""
+        group = self.group[table]
+        if self._shared:
+            there = (self.tenant_table[group][slots] == table) & (self.tenant_id[group][slots] == ids)
+            self._shared[group][slots[there]] = False
 
     def copy_out(self, table: int, ids: Ids, slots: Slots) -> TableRows:
         """Rows leave their slots; those that were updated since they were last written are returned."""
@@ -162,9 +181,16 @@ class RowCache:
         self.dirty[group][slots] = changed
 
     def take_dirty(self) -> Iterator[TableRows]:
-        """Updated rows of all tables, which stay in their slots and count as written from now on."""
+        """Updated rows of all tables, which stay in their slots and count as written from now on.
+
+        Copies that another trainer flushes only count as written.
+        """
         for group, dirty in enumerate(self.dirty):
             slots = np.flatnonzero(dirty).astype(np.int32)
+            if self._shared:
+                others = self._shared[group][slots] & (slots % self._copies != self._rank)
+                dirty[slots[others]] = False
+                slots = slots[~others]
             tables = self.tenant_table[group][slots]
             for table in np.unique(tables).tolist():
                 chosen = slots[tables == table]

@@ -142,6 +142,9 @@ class Checker:
                 self._leaving[held.key] = held.state
                 held.dirty = False
 
+    def flushed(self) -> None:
+        """A barrier has copied all that there is to write: `finished` will see."""
+
     def dropped(self, table: int, ids: Ids, slots: Slots) -> None:
         """Never called: there is no other trainer who would write the rows."""
 

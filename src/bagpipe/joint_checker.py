@@ -60,14 +60,6 @@ class Copy:
     dirty: bool = False
 
 
-class Leaving(NamedTuple):
-    """A row on its way to the store."""
-
-    value: Value
-    stays: bool
-    """A barrier writes what stays in the cache: all who have copies do so."""
-
-
 @dataclass
 class Ledger:
     """What the checkers of all trainers know together."""
@@ -79,11 +71,12 @@ class Ledger:
     trained: dict[Key, Value] = field(default_factory=dict)
     """The newest value of each row that was updated, or read."""
     stored: dict[Key, Value] = field(default_factory=dict)
-    stored_by: dict[Key, tuple[int, bool]] = field(default_factory=dict)
-    """Which trainer wrote it, and whether it stayed in the cache."""
+    stored_by: dict[Key, int] = field(default_factory=dict)
+    """Which trainer wrote it."""
     due: dict[Key, int] = field(default_factory=dict)
     """The last iteration with a step that used each row."""
-    leaving: dict[tuple[int, Key], Leaving] = field(default_factory=dict)
+    leaving: dict[tuple[int, Key], Value] = field(default_factory=dict)
+    """Rows on their way to the store."""
     given: dict[Key, bool] = field(default_factory=dict)
     """Rows on their way from one owner to another, and whether the store has something older."""
     copies: list[dict[Place, Copy]] = field(default_factory=list)
@@ -113,7 +106,7 @@ class JointChecker:
                 key = (rows.table, row)
                 for other in range(ledger.trainers):
                     if (other, key) in ledger.leaving:
-                        version = ledger.leaving[other, key].value.version
+                        version = ledger.leaving[other, key].version
                         self._fail(plan, key, f"is read while trainer {other}'s write-back of {version} is in flight")
                 vector, whole = fingerprint(value[: self._dims[rows.table]]), None
                 if len(value) == self._width(rows.table):
@@ -260,7 +253,7 @@ class JointChecker:
                     self._fail(None, key, f"is evicted and its update of iteration {copy.version} dropped")
                 self._check_alone(key, place)
                 if row in leaving:
-                    self._leaves(copy, stays=False)
+                    self._leaves(copy)
 
     def copied(self, rows: TableRows) -> None:
         """Updated rows will be written and stay in their slots: clean from now on."""
@@ -271,8 +264,23 @@ class JointChecker:
                 if key not in places:
                     self._fail(None, key, "is written by a barrier without being here")
                 copy = self._copies[places[key]]
-                self._leaves(copy, stays=True)
+                self._leaves(copy)
                 copy.dirty = False
+
+    def flushed(self) -> None:
+        """A barrier has copied what this trainer writes. What else counts as written, another trainer must have."""
+        ledger = self._ledger
+        with ledger.lock:
+            for place, copy in self._copies.items():
+                if not copy.dirty or self._cache.dirty[place[0]][place[1]]:
+                    continue
+                copy.dirty = False
+                known = [ledger.leaving.get((other, copy.key)) for other in range(ledger.trainers)]
+                known.append(ledger.stored.get(copy.key))
+                written = any(value is not None and value.version == copy.version for value in known)
+                writer = ledger.copies[place[1] % ledger.trainers].get(place)  # may have to make the update still
+                if not written and (writer is None or writer is copy or writer.key != copy.key):
+                    self._fail(None, copy.key, f"is not written by a barrier: nobody else has version {copy.version}")
 
     def written(self, rows: TableRows) -> None:
         """The store has rows: each update once, as it left training."""
@@ -283,15 +291,13 @@ class JointChecker:
                 due, stored = ledger.leaving.pop((self._rank, key), None), ledger.stored.get(key)
                 if due is None:
                     self._fail(None, key, "is written without having left the cache")
-                version = due.value.version
+                version = due.version
                 if stored is not None and version <= stored.version:
-                    by, stayed = ledger.stored_by[key]
-                    if version < stored.version or by == self._rank or not (due.stays or stayed):
-                        was = f"version {version} over version {stored.version} of trainer {by}"
-                        self._fail(None, key, f"is written twice: {was}")
-                if due.value.whole != fingerprint(values):
+                    was = f"version {version} over version {stored.version} of trainer {ledger.stored_by[key]}"
+                    self._fail(None, key, f"is written twice: {was}")
+                if due.whole != fingerprint(values):
                     self._fail(None, key, f"is written with other bits than its update of iteration {version} gave")
-                ledger.stored[key], ledger.stored_by[key] = due.value, (self._rank, due.stays)
+                ledger.stored[key], ledger.stored_by[key] = due, self._rank
 
     def finished(self) -> None:
         """This trainer is through. When all are, the store must have every update."""
@@ -326,12 +332,12 @@ class JointChecker:
             if other != self._rank and theirs is not None and theirs.key == key and theirs.dirty:
                 self._fail(None, key, f"leaves while trainer {other} has an update of it to write too")
 
-    def _leaves(self, copy: Copy, stays: bool) -> None:
+    def _leaves(self, copy: Copy) -> None:
         newest = self._ledger.trained[copy.key]
         if copy.version != newest.version:
             was = f"version {copy.version}, trained version {newest.version}"
             self._fail(None, copy.key, f"leaves stale for the store: {was}")
-        self._ledger.leaving[self._rank, copy.key] = Leaving(newest, stays)
+        self._ledger.leaving[self._rank, copy.key] = newest
 
     def _check_bits(self, plan: Plan, place: Place, copy: Copy) -> None:
         vector, whole = self._fingerprints(place, copy.key)

@@ -12,7 +12,7 @@ from bagpipe.errors import BagpipeError, ConsistencyError
 from bagpipe.store.views import StoreView
 from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.pipeline import Pipeline
-from bagpipe.trainer.sync import RowSync
+from bagpipe.trainer.sync import RowSync, Sum
 from bagpipe.trainer.together import Together
 from several import DESIGNS, Several, World
 from support import assert_identical, make_batches
@@ -99,7 +99,16 @@ def applied(change):
 
     def put_in(patch):
         apply = RowSync._apply
-        patch.setattr(RowSync, "_apply", lambda sync, *arguments: change(sync, apply, *arguments))
+
+        def changed(sync, iteration, sums, scalars):
+            for rows, means, shared in sums:
+
+                def apply_to(sync, iteration, rows, means, scalars, shared=shared):
+                    apply(sync, iteration, [Sum(rows, means, shared)], scalars)
+
+                change(sync, apply_to, iteration, rows, means, scalars)
+
+        patch.setattr(RowSync, "_apply", changed)
 
     return put_in
 
@@ -183,7 +192,7 @@ DEFECTS = {
     ),
     nobody_writes_a_row: ("owned replicated lrpp", "is evicted and its update of iteration . dropped"),
     copies_are_not_given_up: (
-        "replicated lrpp",
+        "lrpp",
         "(is written by a barrier without being here|is evicted|is written twice)",
     ),
     a_row_is_written_by_two: ("owned lrpp", "(is written twice|is written without having left)"),

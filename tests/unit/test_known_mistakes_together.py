@@ -133,13 +133,10 @@ def test_a_row_held_but_not_touched_stays_equal_to_its_copies(design, monkeypatc
     prove_copies_stay_equal(design)
     apply = RowSync._apply
 
-    def only_touched(row_sync, iteration, rows, sums, scalars):
-        if sums.count_nonzero() and len(rows):
-            touched = row_sync.test_own.get(iteration, set())
-            keep = [position for position, row in enumerate(rows.ids.tolist()) if row in touched]
-            if len(keep) < len(rows):
-                return
-        apply(row_sync, iteration, rows, sums, scalars)
+    def only_touched(row_sync, iteration, sums, scalars):
+        touched = row_sync.test_own.get(iteration, set())
+        kept = [each for each in sums if not each.means.count_nonzero() or touched.issuperset(each.rows.ids.tolist())]
+        apply(row_sync, iteration, kept, scalars)
 
     synchronise = RowSync.synchronise
 

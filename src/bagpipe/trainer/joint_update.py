@@ -123,6 +123,8 @@ class JointUpdate(OwnUpdate):
         super().__init__(update, cache, pipeline)
         points, self._groups = pipeline.points, peers.groups
         self.rank, self.trainers = peers.rank, peers.trainers
+        if peers.design in ("replicated", "lrpp"):
+            cache.share(peers.rank, peers.trainers)
         self.sync = RowSync(peers, layouts, cache, driver, pipeline.updated, lambda: points.copied_out, checker)
         pipeline.add_stage("sync", self.sync.stage())
         self._dense = DenseSync(model.named_parameters(), peers.groups.dense, driver, deterministic=peers.deterministic)

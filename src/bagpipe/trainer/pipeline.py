@@ -53,6 +53,9 @@ class Observer(Protocol):
     def copied(self, rows: TableRows) -> None:
         """Updated rows were copied from their slots, where they stay; they will be written."""
 
+    def flushed(self) -> None:
+        """Nothing that this trainer has to write is left in the cache."""
+
     def dropped(self, table: int, ids: Ids, slots: Slots) -> None:
         """These rows left their slots, if they were there, and another trainer writes them."""
 
@@ -379,6 +382,8 @@ class Pipeline(Generic[Payload]):
         with self._cache.moving:  # victims that left since the last look are updates so far as well
             groups = [self._victims.popleft() for _ in range(len(self._victims))]
             groups.append(self._observed(self._cache.take_dirty()))
+            if self._observer:
+                self._observer.flushed()
         for rows in groups:
             yield from self._write(rows)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +37,15 @@ if TYPE_CHECKING:
     from bagpipe.joint_checker import JointChecker, Ledger
 
 Result = TypeVar("Result")
-Sums = list[tuple[RowList, Tensor]]
-"""Rows, and the mean gradients of each, table by table."""
+
+
+class Sum(NamedTuple):
+    """Rows, and the mean gradients of each, table by table."""
+
+    rows: RowList
+    means: Tensor
+    shared: bool
+    """Whether all trainers have these rows, and do the same to them."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class RowSync:
         self._layouts, self._cache, self._driver = layouts, cache, driver
         self._updated, self._copied_out, self._observer = updated, copied_out, observer
         self._packing = Packing(layouts, cache)
-        self._reduced: Sums | None = None
+        self._reduced: list[Sum] | None = None
         """Of the iteration in training, if someone has looked at them before the step."""
         self._tasks: deque[_Delayed] = deque()
         self._synchronised = self._left = -1
@@ -159,18 +166,19 @@ class RowSync:
         self.settle()
         later = None
         if self._reduced is not None:
-            for rows, sums in self._reduced if gradients is not None else ():
-                self._apply(number, rows, sums, scalars)
+            self._apply(number, self._reduced if gradients is not None else [], scalars)
         elif gradients is not None:
             now = self._pack(sync, sync.gradients, gradients)
             later = self._pack(sync, sync.later_gradients, gradients)
-            for rows, sums in self._drive(self._sum(critical, sync, sync.gradients, now, _gradients_of(number))):
-                self._apply(number, rows, sums, scalars)
+            sums = self._drive(self._sum(critical, sync, sync.gradients, now, _gradients_of(number)))
+            self._apply(number, sums, scalars)
         self._reduced = None
         for table, ids, slots in tables_of(sync.drop):
             self._cache.drop(table, ids, slots)  # or a barrier could write what its last user has updated alone
             if self._observer is not None:
                 self._observer.dropped(table, ids, slots)
+        for table, ids, slots in tables_of(plan.evict):
+            self._cache.keep_alone(table, ids, slots)  # or a barrier could leave them to one who has given them up
         self._drive(self._send(critical, sync.values, f"rows of iteration {number}"))
         reach("trainer.sync.critical")
         self._synchronised = number
@@ -189,7 +197,7 @@ class RowSync:
             self._reduced = []
             for phase in (sync.gradients, sync.later_gradients):
                 self._reduced += self._drive(self._sum(critical, sync, phase, self._pack(sync, phase, gradients), what))
-        return [sums for _, sums in self._reduced]
+        return [each.means for each in self._reduced]
 
     def squared_norm(self) -> float:
         """Sum of squares of all trainers' mean gradients, each row's counted once, after `reduce`: exact, then rounded.
@@ -198,9 +206,9 @@ class RowSync:
         """
         assert self._reduced is not None, "reduce comes first"
         bins = Bins()
-        for position, (_, sums) in enumerate(self._reduced):
-            if position % 2 == 0 or self.rank == 0:  # every other one is of rows that all trainers have
-                bins.add_squares(sums.cpu().numpy())
+        for _, means, shared in self._reduced:
+            if not shared or self.rank == 0:
+                bins.add_squares(means.cpu().numpy())
         told = [torch.empty(len(bins.packed())) for _ in range(self.trainers)]
         packed = torch.from_numpy(bins.packed())
         self._drive(self._exchange(self._groups.critical, [packed] * self.trainers, told, "the norm of gradients"))
@@ -241,8 +249,8 @@ class RowSync:
             plan, sync, number = task.plan, _sync(task.plan), task.plan.iteration
             if task.packed is not None:
                 what = f"delayed {_gradients_of(number)}"
-                for rows, sums in (yield from self._sum(group, sync, sync.later_gradients, task.packed, what)):
-                    self._apply(number, rows, sums, task.scalars)
+                sums = yield from self._sum(group, sync, sync.later_gradients, task.packed, what)
+                self._apply(number, sums, task.scalars)
             yield from self._send(group, sync.later_values, f"delayed rows of iteration {number}")
             reach("trainer.sync.delayed")
             self._tasks.popleft()
@@ -263,7 +271,7 @@ class RowSync:
 
     def _sum(
         self, group: Collective, sync: Sync, phase: Gradients, packed: _Packed, what: str
-    ) -> Generator[Wait, None, Sums]:
+    ) -> Generator[Wait, None, list[Sum]]:
         """The mean gradients over all trainers of the rows that this one updates: its own, and those that all share."""
         total = sync.divisor
         received: list[Tensor | None] = [None] * self.trainers
@@ -285,7 +293,7 @@ class RowSync:
             yield Wait(what, pending.ready)
             pending.wait()
             self._packing.divided(shared, total)
-        return [(phase.rows, own), (phase.shared, shared)]
+        return [Sum(phase.rows, own, False), Sum(phase.shared, shared, True)]
 
     def _send(self, group: Collective, values: Values, what: str) -> Stage:
         """Vectors of rows from their owners to those who use them next."""
@@ -319,17 +327,19 @@ class RowSync:
         self._drive(self._exchange(self._groups.critical, [said] * self.trainers, heard, what))
         return [part.tolist() for part in heard]
 
-    def _apply(self, iteration: int, rows: RowList, sums: Tensor, scalars: Sequence[Scalars]) -> None:
-        for table, grads in self._packing.tables(rows, sums):
-            layout, (ids, slots) = self._layouts[table], rows.of_table(table)
-            cached = self._cache.data[self._cache.group[table]]
-            if is_host(self._cache.device):
-                apply(layout.optimizer, cached.numpy(), slots, grads.numpy(), layout.dims, scalars[table])
-            else:
-                embedding_device.apply(layout, cached, slots, grads, scalars[table])
-            self._cache.mark_updated(table, slots)
-            if self._observer is not None:
-                self._observer.applied(iteration, table, ids, slots)
+    def _apply(self, iteration: int, sums: Sequence[Sum], scalars: Sequence[Scalars]) -> None:
+        """Update rows in their slots; in this thread, since waking others for it takes as long as they save."""
+        for rows, means, shared in sums:
+            for table, grads in self._packing.tables(rows, means):
+                layout, (ids, slots) = self._layouts[table], rows.of_table(table)
+                cached = self._cache.data[self._cache.group[table]]
+                if is_host(self._cache.device):
+                    apply(layout.optimizer, cached.numpy(), slots, grads.numpy(), layout.dims, scalars[table])
+                else:
+                    embedding_device.apply(layout, cached, slots, grads, scalars[table])
+                self._cache.mark_updated(table, slots, shared)
+                if self._observer is not None:
+                    self._observer.applied(iteration, table, ids, slots)
 
     def _drive(self, stage: Generator[Wait, None, Result]) -> Result:
         """Run a stage in the training loop; what it returns."""
