@@ -14,8 +14,16 @@ from bagpipe.reference import _mean_dense
 from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.dense_sync import DenseSync
 from bagpipe.trainer.stages import Threads
+from twins import threads_left
 
 SHAPES = [(3, 2), (5,), (), (0,), (7, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    before = threading.enumerate()
+    yield
+    assert threads_left(before=before) == []
 
 
 def run_ranks(size, body, deadline_s=20.0):
@@ -391,6 +399,7 @@ def test_a_backward_pass_that_others_leave_out_ends_in_a_deadline_that_says_so()
                 backward(parameters, [torch.ones(2)])
             done.set()
         assert done.wait(20)
+        sync.close()
         return True
 
     done = threading.Event()
