@@ -256,3 +256,13 @@ def test_a_node_that_dies_with_everything_on_it_is_done_without(tmp_path):
         assert not [each for each in keeper.children_of(nodes.pid) if "Post" in title(each)]
     finally:
         nodes.communicate(timeout=60)
+
+
+def test_the_benchmark_says_how_long_each_role_takes_to_be_replaced():
+    done = subprocess.run(
+        [*BAGPIPE, "bench", "recovery", "--quick", "--json"], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert [result["role"] for result in results] == ["trainer", "server", "oracle", "processor"]
+    assert all(result["kills"] == 1 and result["median_s"] > 0 for result in results)

@@ -145,7 +145,7 @@ class RayCrew(ABC, Generic[ResultT]):
     def close(self) -> None:
         """End every process, whatever state it is in, and give everything back."""
         for role in list(self.watch.members):
-            self.watch.members[role].end(self.ray)
+            self.watch.members[role].dismiss(self.ray)
             self.watch.forget(role)
         self._spare.close()
         if self._placement is not None:

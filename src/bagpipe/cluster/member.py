@@ -42,10 +42,14 @@ class Member:
         """Whether the process is known to have ended."""
         return self._descriptor is not None and self._ended(0.0)
 
-    def end(self, ray: ModuleType) -> None:
-        """Kill it; Ray alone takes seconds where a process is stopped."""
+    def dismiss(self, ray: ModuleType) -> None:
+        """Have Ray end it; that takes seconds where a process is stopped."""
         with suppress(Exception):  # it, or all of Ray, may be gone
             ray.kill(self.actor, no_restart=True)
+
+    def end(self, ray: ModuleType) -> None:
+        """Kill it, and return when it is gone if that can be seen from here."""
+        self.dismiss(ray)
         if self._descriptor is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
