@@ -210,6 +210,21 @@ def test_a_script_is_run_again_and_goes_on_from_the_last_mark(tmp_path, trainers
     assert done.stdout.splitlines()[-1] == alone.stdout.splitlines()[-1]
 
 
+def test_a_process_that_was_kept_ready_takes_the_place_of_a_lost_one(tmp_path):
+    driver = Faulty(tmp_path / "run", "--servers", "2", *settings("iterations=3000", *SHARED, *OFTEN))
+
+    def ready():
+        return [pid for pid in keeper.children_of(driver.process.pid) if title(pid) == "ray::Post"]
+
+    driver.wait_until(ready)
+    waiting = ready()
+    driver.signal("oracle", signal.SIGKILL)
+    driver.wait_until(lambda: driver.times("went on from"))
+    assert driver.pid("oracle") in waiting
+    summary = driver.summary()
+    assert summary["parameters_sha256"] == expected(tmp_path, 3000, *SHARED)["parameters_sha256"]
+
+
 NODES = """
 import ctypes, os, shutil, sys, tempfile
 sys.path.insert(0, sys.argv[1])

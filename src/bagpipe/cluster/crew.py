@@ -73,7 +73,7 @@ class RayCrew(ABC, Generic[ResultT]):
         self._one_machine = True
         self._generation = 0
         self._placement: Placement | None = None
-        self._spare = Spare(ray, wanted=request.keeps_spare)
+        self.spare = Spare(ray, wanted=request.keeps_spare)
 
     @property
     def done(self) -> int:
@@ -147,7 +147,7 @@ class RayCrew(ABC, Generic[ResultT]):
         for role in list(self.watch.members):
             self.watch.members[role].dismiss(self.ray)
             self.watch.forget(role)
-        self._spare.close()
+        self.spare.close()
         if self._placement is not None:
             self._placement.close()
         shutil.rmtree(self.run_dir / "journal", ignore_errors=True)
@@ -221,7 +221,7 @@ class RayCrew(ABC, Generic[ResultT]):
         return need.role in self.watch.members and bool(self.watch.members[need.role].address)
 
     def _make(self, need: Need, placement: Placement) -> None:
-        actor = self._spare.take(need.role)
+        actor = self.spare.take(need.role)
         if actor is None:
             kind = POSTS[need.role.partition(" ")[0]]
             options = placement.options(need) | {"max_restarts": 0, "max_task_retries": 0}
@@ -318,9 +318,15 @@ class TrainingCrew(RayCrew[list[Trained]]):
         for role, team in teams.items():
             task = TrainerTask(wiring, servers, oracle, team, generation, done, files)
             self.working[role] = watch.ask(role, "train", task, board)
-        return [
-            *watch.follow(dict(self.working), self.board, generation=generation, done=done, went_on=went_on).values()
-        ]
+        answers = watch.follow(
+            dict(self.working),
+            self.board,
+            generation=generation,
+            done=done,
+            went_on=went_on,
+            meanwhile=self.spare.keep,
+        )
+        return [*answers.values()]
 
 
 class ScriptCrew(RayCrew[list[int]]):

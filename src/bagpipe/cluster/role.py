@@ -81,8 +81,9 @@ class Role(ABC):
         return counts
 
     def end_generation(self, generation: int) -> None:
-        """Whoever leaves word is told that this generation is over."""
+        """Whoever leaves word is told that this generation is over; what was done in it does not count any more."""
         self._over = max(self._over, generation)
+        self._left = {role: replace(report, done=0) for role, report in self._left.items()}
 
     def own_report(self) -> Report:
         """How this role is, and what it printed since the last time."""

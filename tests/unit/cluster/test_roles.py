@@ -183,14 +183,16 @@ def test_a_role_keeps_word_of_another_until_it_is_asked():
 
 def test_whoever_leaves_word_hears_that_its_generation_is_over_and_its_count_does_not_matter():
     role = OracleRole("oracle")
+    assert role.leave("trainer 2", Report("iteration 8", b"", 8), 2)
     role.end_generation(2)
     assert not role.leave("trainer 0", Report("iteration 9", b"last words", 9), 2)
-    assert role.leave("trainer 1", Report("iteration 5", b"", 5), 3)
     role.end_generation(1)  # an old message
+    assert role.leave("trainer 1", Report("iteration 5", b"", 5), 3)
     assert not role.leave("trainer 0", Report("iteration 9", b"!", 9), 2)
     found = role.report()
     assert found["trainer 0"] == Report("iteration 9", b"last words!", 0)
     assert found["trainer 1"].done == 5
+    assert found["trainer 2"] == Report("iteration 8", b"", 0)
 
 
 def test_what_nobody_foresaw_is_told_with_the_role_and_the_kind_of_error():
