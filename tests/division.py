@@ -21,7 +21,7 @@ def cut(parts, num_features):
 
 def divided(tables, capacity, batches, trainers, *, design="owned", delayed=True, costs=(), **options):
     """For each batch (a list of samples for each trainer) the whole plan, and the part of each trainer."""
-    oracle = Oracle(tables, capacity, trainers=trainers, **options)
+    oracle = Oracle(tables, capacity, trainers=trainers, uses_ahead=2, **options)
     partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed, move_costs=costs)
     num_features = sum(len(table.features) for table in tables)
     source = ((cut(parts, num_features), tuple(map(len, parts))) for parts in batches)

@@ -20,7 +20,7 @@ from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.partition import Partition, uses_ahead
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.collective import memory_groups
@@ -69,15 +69,16 @@ class Trainers:
         source = Divided(loader, divide_by(assigner), accumulate=accumulate, first_needed=assigner.first_needed)
         source.tables = binding.tables
         source.adapter.require(source.features)
-        widths = [layout.width for layout in layouts]
+        sync, widths = config.sync, [layout.width for layout in layouts]
+        costs = [layout.move_cost for layout in layouts if sync.moving and sync.design == "owned"]
         oracle = make_oracle(
             binding.tables, widths, cache_size(config.cache), source.first_ids(), lookahead=config.lookahead,
             policy=config.policy, options=config.policy_options.build(), trainers=trainers,
+            uses_ahead=uses_ahead(costs),
         )  # fmt: skip
-        sync = config.sync
         partition = Partition(
             trainers, oracle.tables, oracle.capacity, design=sync.design, delayed=sync.delayed,
-            move_costs=[layout.move_cost for layout in layouts if sync.moving],
+            move_costs=costs,
         )  # fmt: skip
         plans = SharedPlans(source, oracle, partition)
         stores = open_stores(layouts, [driver.notify for driver in self._drivers])

@@ -33,6 +33,8 @@ BATCH_SIZES = (2_048, 4_096, 8_192, 16_384)
 NUM_FEATURES = (6, 13, 26)
 NUM_BATCHES = 320
 CAPACITY = 4_000_000
+MOVE_COST = 1 / 48
+"""Of rows without optimizer state: with several trainers their owners change as often as can be."""
 TURN = 5
 """Iterations of a variant before it is the next one's turn."""
 
@@ -55,7 +57,9 @@ class _Variant:
 
     def __post_init__(self) -> None:
         plans = self.oracle.plans(self._endless())
-        self.divisions = Partition(self.trainers, self.oracle.tables, self.oracle.capacity).plans(plans)
+        tables = self.oracle.tables
+        costs = [MOVE_COST] * len(tables)
+        self.divisions = Partition(self.trainers, tables, self.oracle.capacity, move_costs=costs).plans(plans)
         self.plans = plans
 
     def _endless(self) -> Iterator[tuple[Ids | CutIds, None]]:
@@ -171,7 +175,7 @@ def _make_variant(
         for start in range(0, BATCH_SIZE, batch_size)
     ]
     tables = [OracleTable(f"table {t}", rows[t]) for t in chosen]
-    oracle = Oracle(tables, [CAPACITY], **{"lookahead": lookahead, **options})
+    oracle = Oracle(tables, [CAPACITY], **{"lookahead": lookahead, "uses_ahead": 1, **options})
     return _Variant(labels, oracle, parts, batch_size, options.get("trainers", 1))
 
 

@@ -87,7 +87,7 @@ def _count(assign: str, size: _Size) -> Results:
                 ids = [own[assigned.order] for own in ids]
             yield CutIds(ids, np.tile(np.array(assigned.bounds, np.int64), (len(ids), 1))), None
 
-    oracle = Oracle(tables, [size.capacity], size.lookahead, threads=2, trainers=TRAINERS)
+    oracle = Oracle(tables, [size.capacity], size.lookahead, threads=2, trainers=TRAINERS, uses_ahead=2)
     plans = tee(oracle.plans(batches()), len(VARIANTS))
     divided = [
         Partition(TRAINERS, tables, [size.capacity], design=design, move_costs=_costs(len(tables), optimizer)).plans(

@@ -27,6 +27,7 @@ def make_oracle(
     policy: str,
     options: PolicyOptions = DEFAULTS,
     trainers: int = 1,
+    uses_ahead: int = 0,
 ) -> Oracle:
     """The oracle for a cache of this size, rows of these widths, and batches of which `first` has the ids by feature.
 
@@ -46,4 +47,5 @@ def make_oracle(
         policy=policy,
         options=options,
         trainers=trainers,
+        uses_ahead=uses_ahead,
     )

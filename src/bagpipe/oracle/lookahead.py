@@ -62,16 +62,18 @@ class Oracle:
         ahead: int = 2,
         start: int = 0,
         trainers: int = 1,
+        uses_ahead: int = 0,
         rows_direct_max: int = ROWS_DIRECT_MAX,
         bytes_direct_max: int = BYTES_DIRECT_MAX,
     ) -> None:
         """Take the slots of each group, and how many plans may be prefetched ahead of the one that trains.
 
         `start` is the first iteration; those before it count as acknowledged. Tables beyond the direct limits cost
-        memory only for rows in use, and some speed. With several trainers, batches are `CutIds`.
+        memory only for rows in use, and some speed. With several trainers batches are `CutIds`, and plans tell who uses
+        each row the next `uses_ahead` times, 2 at most.
         """
         _check_settings(tables, capacity, threads, ahead, start)
-        self.trainers = trainers
+        self.trainers, self._uses_ahead = trainers, uses_ahead
         self.tables = tuple(tables)
         members = [[t for t, table in enumerate(tables) if table.group == g] for g in range(len(capacity))]
         self.groups = tuple(
@@ -168,8 +170,8 @@ class Oracle:
             )  # fmt: skip
             if cuts is not None:
                 keep_users(
-                    part.tables, batch.starts, counts, iteration, window.first, window.begins, scratch.users,
-                    scratch.previous, window.users, window.previous, window.next, window.later,
+                    part.tables, batch.starts, counts, iteration, window.first, self._uses_ahead, window.begins,
+                    scratch.users, scratch.previous, window.users, window.previous, window.next, window.later,
                 )  # fmt: skip
 
         self._workers.run(note_stays, self._parts)
@@ -287,7 +289,10 @@ class Oracle:
 
         self._workers.run(choose, self._parts)
         stays = window.stays[here] != 0
-        after, later = (part[here] * stays for part in (window.next, window.later))
+        after, later = (
+            part[here] * stays if self._uses_ahead > number else np.zeros_like(window.users[here])
+            for number, part in enumerate((window.next, window.later))
+        )
         return Sharing(window.users[here].copy(), after, later, before, homes, *self._cuts.popleft())
 
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:

@@ -156,3 +156,10 @@ class Partition:
             values=self._waiting[0].vectors(NEXT) if owners and self._waiting else nothing,
             later_values=self._waiting[1].vectors(LATER) if owners and len(self._waiting) > 1 else nothing,
         )
+
+
+def uses_ahead(move_costs: Sequence[float]) -> int:
+    """How many next uses of rows an oracle has to tell of, for rows whose moves cost this."""
+    if not move_costs:
+        return 0
+    return 1 if max(move_costs) < kernels.SHORT else 2

@@ -50,7 +50,7 @@ class Sharing:
     users: NDArray[Any]
     """For each row of the batch a bit mask of the trainers that use it."""
     next_users: NDArray[Any]
-    """For each row those of its next use, as far as the oracle sees; 0: none is known."""
+    """For each row those of its next use, as far as the oracle sees and was asked for it; 0: none is known."""
     later_users: NDArray[Any]
     """Those of the use after that."""
     before: Int32s

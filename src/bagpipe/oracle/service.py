@@ -25,7 +25,7 @@ from bagpipe.oracle.assign import ASSIGNERS, Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.lookahead import Oracle, mask_type
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
-from bagpipe.oracle.partition import DESIGNS, Design, Partition
+from bagpipe.oracle.partition import DESIGNS, Design, Partition, uses_ahead
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_wire import pack_plan
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
@@ -108,6 +108,11 @@ class PlanSettings:
             self.trainers, oracle.tables, oracle.capacity, design=self.design, delayed=self.delayed,
             move_costs=self.move_costs,
         )  # fmt: skip
+
+    @property
+    def uses_ahead(self) -> int:
+        """How many next uses of rows plans must tell of."""
+        return uses_ahead(self.move_costs) if self.design == "owned" else 0
 
     def assigner(self) -> Assigner:
         """Divides samples."""
@@ -269,6 +274,7 @@ class OracleService:
         oracle = make_oracle(
             settings.tables, settings.widths, cache_size(settings.cache), first,
             lookahead=settings.lookahead, policy=settings.policy, options=settings.options, trainers=settings.trainers,
+            uses_ahead=settings.uses_ahead,
         )  # fmt: skip
         described = settings.described(oracle.capacity)
         self._fingerprint = described.fingerprint

@@ -50,8 +50,9 @@ def test_each_trainer_marks_the_rows_of_its_ids(seed, trainers):
 
 
 @pytest.mark.parametrize("trainers", TRAINERS)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_users_move_into_the_window(seed, trainers):
+def test_users_move_into_the_window(seed, ahead, trainers):
     random = np.random.default_rng(seed)
     counts, starts, tables = random.integers(0, 9, 3), np.array([0, 10, 20]), np.array([0, 2])
     begins = np.add.outer(np.arange(4) * 10, np.arange(8) * 40)
@@ -62,7 +63,18 @@ def test_users_move_into_the_window(seed, trainers):
             before[begins[t, column] : begins[t, column] + 10] |= random.permutation(10)
     rings = random_users(random, trainers, 320), before, *random_users(random, trainers, 640).reshape(2, 320)
     assert_twins(
-        sharing.keep_users, sharing.keep_users_by_numpy, tables, starts, counts, 21, 16, begins, users, previous, *rings
+        sharing.keep_users,
+        sharing.keep_users_by_numpy,
+        tables,
+        starts,
+        counts,
+        21,
+        16,
+        ahead,
+        begins,
+        users,
+        previous,
+        *rings,
     )
 
 

@@ -30,9 +30,9 @@ def random_batches(random, trainers, count):
     ]
 
 
-def planned(batches, trainers, *, lookahead, policy, capacity, threads=1):
+def planned(batches, trainers, *, lookahead, policy, capacity, threads=1, ahead=2):
     """The whole plans of these batches, with the samples of each trainer."""
-    oracle = Oracle(TABLES, capacity, lookahead, policy, trainers=trainers, threads=threads)
+    oracle = Oracle(TABLES, capacity, lookahead, policy, trainers=trainers, uses_ahead=ahead, threads=threads)
     source = ((cut(parts, len(SIZES)), tuple(map(len, parts))) for parts in batches)
     found = list(oracle.plans(source))
     oracle.close()
@@ -99,9 +99,10 @@ def test_a_row_is_owned_by_the_trainer_that_uses_it_most_as_far_as_the_oracle_se
 
 
 @pytest.mark.parametrize(
-    ("lookahead", "policy"), [(1, "lookahead"), (4, "lookahead"), ("auto", "lookahead"), (1, "lru")]
+    ("lookahead", "policy", "seen"), [(1, "lookahead", 0), (4, "lookahead", 2), ("auto", "lookahead", 2), (1, "lru", 1)]
 )
-def test_who_uses_a_row_next_is_known_as_far_as_the_oracle_sees(lookahead, policy):
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_who_uses_a_row_next_is_known_as_far_as_the_oracle_sees(ahead, lookahead, policy, seen):
     random = np.random.default_rng(5)
     batches = random_batches(random, 3, 30)
     features = [t for t, table in enumerate(TABLES) for _ in table.features]
@@ -115,7 +116,7 @@ def test_who_uses_a_row_next_is_known_as_far_as_the_oracle_sees(lookahead, polic
         return sum(flag << rank for rank, flag in enumerate(used))
 
     known = [0, 0]
-    for plan, _ in planned(batches, 3, lookahead=lookahead, policy=policy, capacity=[40, 60]):
+    for plan, _ in planned(batches, 3, lookahead=lookahead, policy=policy, capacity=[40, 60], ahead=ahead):
         leaving = {(t, row) for t in range(3) for row in plan.evict.of_table(t)[0].tolist()}
         keys = [(t, row) for t in range(3) for row in plan.rows.of_table(t)[0].tolist()]
         for i, key in enumerate(keys):
@@ -126,7 +127,7 @@ def test_who_uses_a_row_next_is_known_as_far_as_the_oracle_sees(lookahead, polic
                 known[place] += mask != 0
             assert found == (0, 0) or key not in leaving or policy == "lru"
             assert found[0] or not found[1]
-    assert all(known) == (lookahead != 1), known
+    assert [number > 0 for number in known] == [place < min(ahead, seen) for place in range(2)], known
 
 
 def test_divided_plans_do_not_depend_on_the_oracles_threads_or_on_who_asks_first():

@@ -36,7 +36,9 @@ def divided(batches, design="owned", delayed=True, trainers=3, accumulate=1, cac
     assigner = Assigner("contiguous", trainers)
     source = Divided(batches, lambda batch: [(p, len(p)) for p in assigner(batch).parts(batch)], accumulate=accumulate)
     source.tables = TABLES
-    oracle = make_oracle(TABLES, WIDTHS, cache, source.first_ids(), lookahead=5, policy=policy, trainers=trainers)
+    oracle = make_oracle(
+        TABLES, WIDTHS, cache, source.first_ids(), lookahead=5, policy=policy, trainers=trainers, uses_ahead=2
+    )
     costs = [0.2, 1.2, 0.2]
     partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed, move_costs=costs)
     iterations = []
