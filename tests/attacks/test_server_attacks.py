@@ -18,7 +18,7 @@ import pytest
 import raw_peer
 from bagpipe.errors import StoreError, WireError
 from bagpipe.store.links import Patience
-from bagpipe.wire.frames import decode, encode
+from bagpipe.wire.frames import VERSION, decode, encode
 from bagpipe.wire.keys import Keys, load_keys, new_keys, write_keys
 from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Scan, SharedMemory, Write
 from bagpipe.wire.recovery_messages import AskBlob, AskWork, Keep, Load, Mark, Recover, ReturnTo, Save
@@ -183,7 +183,7 @@ def test_memory_that_is_not_the_clients_is_not_shared(attacked):
 def test_a_wrong_version_is_told_both_numbers(attacked):
     header, *rest = frames_of(Read([Part(0, 1)]), bytes(8))
     with raw_peer.greet(attacked) as peer:
-        assert b"version 9, this is version 3" in told(peer, header[:4] + b"\x09" + header[5:], *rest)
+        assert f"version 9, this is version {VERSION}".encode() in told(peer, header[:4] + b"\x09" + header[5:], *rest)
 
 
 class Trap:

@@ -15,6 +15,7 @@ from bagpipe.reference import Reference
 from bagpipe.state import of_reference
 from several import DESIGNS, Several, World, run, small_model
 from support import assert_identical, make_batches
+from twins import threads_left
 
 BATCHES = make_batches(7, last=2)
 
@@ -180,7 +181,7 @@ def test_what_goes_wrong_with_a_checkpoint_ends_all_trainers(tmp_path, monkeypat
     with pytest.raises((CheckpointError, PipelineError), match="No space left"):
         Several(world, kept={"directory": tmp_path, "every": 2}).run()
     assert Checkpoints(tmp_path).list() == []
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bagpipe-")]
+    assert threads_left() == []
 
 
 def test_a_trainer_that_leaves_alone_at_a_mark_is_an_error_on_all(tmp_path):

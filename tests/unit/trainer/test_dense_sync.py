@@ -353,7 +353,9 @@ def test_a_trainer_that_fails_before_its_backward_pass_ends_the_wait_of_the_othe
         sync = DenseSync(parameters, group, driver)
         sync.begin(1, 3)
         if rank == 1:
-            raise ValueError("bad batch")
+            group.abort(error := ValueError("bad batch"))
+            sync.close()
+            raise error
         backward(parameters, [torch.ones(2)])
 
     results = run_ranks(3, body)
