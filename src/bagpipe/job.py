@@ -6,8 +6,10 @@ must end with the same bits (I1).
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -197,3 +199,10 @@ def claim(run_dir: Path | None, config: Config) -> Path:
             continue
         return path
     raise ConfigError(f"runs/{stem} is taken a thousand times over: give --run-dir")
+
+
+def discard(run_dir: Path) -> None:
+    """Remove the directory of a run that has nothing to go on from."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with suppress(OSError):
+        Path("runs").rmdir()  # if no other run is in it

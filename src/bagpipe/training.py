@@ -6,9 +6,8 @@ The same job is trained by the reference or by the configured system, and both m
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from bagpipe.checkpointing import (
     start_of,
     with_marks,
 )
-from bagpipe.job import Job, dense_optimizer
+from bagpipe.job import Job, dense_optimizer, discard
 from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
 from bagpipe.opening import OpenStore, memory_of_files, open_rows
@@ -278,9 +277,7 @@ def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
             return write_summary(job, summary)
         except BaseException:
             if not has_checkpoint(job.run_dir):
-                shutil.rmtree(job.run_dir, ignore_errors=True)
-                with suppress(OSError):
-                    Path("runs").rmdir()  # if no other run is in it
+                discard(job.run_dir)
             raise
 
 

@@ -50,7 +50,7 @@ def train(
         overrides.append(f"checkpoint.every={checkpoint_every}")
     # Before PyTorch is loaded: a wrong one is refused at once.
     chosen = None if resume else load_config(config, overrides)
-    from bagpipe.job import prepare
+    from bagpipe.job import discard, prepare
     from bagpipe.resuming import has_checkpoint
     from bagpipe.training import train
 
@@ -62,6 +62,8 @@ def train(
     except BaseException:
         if has_checkpoint(job.run_dir):
             errors.print(f"go on from the last checkpoint with: bagpipe train --resume {job.run_dir}", markup=False)
+        else:
+            discard(job.run_dir)  # training may not have begun
         raise
     if as_json:
         print_json(summary)
