@@ -190,7 +190,7 @@ class SimulatedLink(SimulatedNetwork):
 
     def __init__(self) -> None:
         super().__init__(real_time=True)
-        self._carried = [0, 0]
+        self._posted = [0, 0]
         self._servers: list[EmbeddingServer] = []
 
     def open_store(self, name: str, layouts: Sequence[RowLayout]) -> Store:
@@ -207,13 +207,18 @@ class SimulatedLink(SimulatedNetwork):
         self._bytes_per_second = None if bits_per_second is None else bits_per_second / 8
 
     def counted(self) -> tuple[int, int]:
-        """Bytes of all frames."""
-        return self._carried[True], self._carried[False]
+        """Bytes that the link has carried until now; of a long message, those that have passed already."""
+        with self._changed:
+            return self._passed(to_server=True), self._passed(to_server=False)
+
+    def _passed(self, to_server: bool) -> int:
+        waits_s = max(0.0, self._link_free_at[to_server] - self.now())
+        return self._posted[to_server] - round(waits_s * (self._bytes_per_second or 0))
 
     def post(self, channel: SimulatedChannel, peer: bytes, frames: Sequence[Frame], to_server: bool) -> None:
         """Count what is sent on its way."""
         with self._changed:
-            self._carried[to_server] += sum(len(frame) for frame in frames)
+            self._posted[to_server] += sum(len(frame) for frame in frames)
         super().post(channel, peer, frames, to_server)
 
     def close(self) -> None:

@@ -52,6 +52,22 @@ def test_the_simulated_link_counts_both_directions_and_keeps_to_its_rate():
         link.close()
 
 
+def test_of_a_long_message_only_what_has_passed_is_counted():
+    link = overlap.SimulatedLink()
+    try:
+        link.limit(8_000_000)
+        channel = link.connect("nobody")
+        start = link.now()
+        link.post(channel, channel.peer, [bytes(500_000)], to_server=True)
+        passed, until = link.counted()[0], link.now()
+        assert passed <= (until - start) * 1e6 + 1
+        while link.now() < until + 0.6:
+            pass
+        assert link.counted() == (500_000, 0)
+    finally:
+        link.close()
+
+
 def test_trainer_and_servers_train_in_namespaces_with_keys_and_without():
     try:
         with joined_namespaces() as namespaces:

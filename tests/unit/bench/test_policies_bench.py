@@ -24,16 +24,25 @@ def test_every_policy_is_measured_and_trains_the_same(results):
     assert all(row["hit_rate"] == pytest.approx(1 - row["fetched_rows"] / fetched["nocache"]) for row in rows)
 
 
-def test_what_does_not_depend_on_the_cache_is_measured_once_a_trace(results):
-    assert {row["policy"] for row in results if row.get("cache_share", 0) is None} == {"nocache", "ideal"}
+def test_no_cache_is_measured_once_a_trace_and_ideal_beside_every_cache_size(results):
+    assert {row["policy"] for row in results if row.get("cache_share", 0) is None} == {"nocache"}
+    sizes = {(row["trace"], row["cache_share"]) for row in results if row.get("cache_share")}
+    assert sizes == {(row["trace"], row["cache_share"]) for row in results if row.get("policy") == "ideal"}
+    assert all(row["time_ratio_to_ideal"] == 1 for row in results if row.get("policy") == "ideal")
 
 
 def test_claims_stand_beside_what_was_measured(results):
     claims = [row for row in results if "claim" in row]
     assert [row["paper"] for row in claims] == [2.8, 4.2, 1.0, 1.13, 7.2]
     times = [
-        {"trace": trace, "policy": policy, "cache_share": share, "iteration_ms": ms, "speedup_over_static": speed}
-        for trace, policy, share, ms, speed in (
+        {
+            "trace": trace,
+            "policy": policy,
+            "cache_share": share,
+            "time_ratio_to_ideal": ratio,
+            "speedup_over_static": speed,
+        }
+        for trace, policy, share, ratio, speed in (
             ("scratchpipe-low", "scratchpipe", 0.02, 10, 2.0),
             ("scratchpipe-high", "scratchpipe", 0.1, 10, 4.0),
             ("criteo-kaggle-like", "frequency", 0.015, 30, 1.0),
