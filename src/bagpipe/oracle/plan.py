@@ -34,6 +34,12 @@ class Fetch(RowList):
     """For each row whether it is read with its optimizer state, or its vectors only, since another trainer updates it
     as long as it is in the cache. None: all are read whole."""
 
+    def only(self, chosen: NDArray[np.bool_]) -> Fetch:
+        """Those of the rows that are chosen."""
+        bounds = np.concatenate([[0], np.cumsum(chosen)])[self.bounds]
+        whole = None if self.whole is None else self.whole[chosen]
+        return Fetch(self.ids[chosen], self.slots[chosen], bounds, self.after[chosen], self.slot_after[chosen], whole)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Victims(RowList):

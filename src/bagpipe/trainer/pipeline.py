@@ -10,7 +10,6 @@ Queues are bounded by `depth` plans (I5).
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from bagpipe.oracle.plan import Fetch, Plan
 from bagpipe.oracle.row_list import RowList
 from bagpipe.store.base import NO_ITERATION, Store
 from bagpipe.trainer.stages import Driver, Stage, Wait
+from bagpipe.trainer.traffic import Traffic
 
 Payload = TypeVar("Payload")
 Ids = npt.NDArray[np.int64]
@@ -72,41 +72,6 @@ class Points:
     acknowledged: int = -1
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What has moved, and how long training waited for it."""
-
-    fetched_rows: int = 0
-    fetched_bytes: int = 0
-    """Of values; less than whole rows where another trainer has the optimizer state."""
-    written_rows: int = 0
-    unique_rows: int = 0
-    hit_rows: int = 0
-    stall_s: float = 0.0
-    iterations: int = 0
-    lookahead_sum: int = 0
-    peak_rows: int = 0
-    """Slots in use at the most, as plans have it; of one trainer alone, since others are sent rows besides."""
-
-    @property
-    def lookahead(self) -> float:
-        """Effective lookahead, mean over iterations."""
-        return self.lookahead_sum / max(1, self.iterations)
-
-    def summary(self) -> dict[str, float]:
-        """For people."""
-        return {
-            "iterations": self.iterations,
-            "hit_rate": self.hit_rows / self.unique_rows if self.unique_rows else math.nan,
-            "fetched_rows": self.fetched_rows,
-            "fetched_bytes": self.fetched_bytes,
-            "written_rows": self.written_rows,
-            "stall_seconds": self.stall_s,
-            "lookahead": self.lookahead,
-            "peak_rows": self.peak_rows,
-        }
-
-
 class Pipeline(Generic[Payload]):
     """Plans in, batches out whose rows are in the cache."""
 
@@ -128,7 +93,8 @@ class Pipeline(Generic[Payload]):
         self._planned: deque[tuple[Plan, Payload]] = deque()
         self._ready: deque[tuple[Plan, Payload]] = deque()
         self._trained: deque[Plan] = deque()
-        self._victims: deque[list[TableRows]] = deque()
+        self._victims: deque[tuple[int, list[TableRows]]] = deque()
+        """With the iteration whose plan they made room for."""
         self._exhausted = self._all_ready = self._closing = False
         self._flush_wanted = self._flush_done = 0
         self._in_training = 0
@@ -222,12 +188,13 @@ class Pipeline(Generic[Payload]):
             if self._ended() or not self._planned:
                 break
             plan, payload = self._planned.popleft()
+            early, late = self._read_early(plan)
             after = int(plan.fetch.after.max(initial=-1))
             yield self._until(f"iteration {after} to be in the store", self._in_store(after))  # wait 3
             if self._ended():
                 break
-            staged, *others = self._blocks(plan.fetch)
-            fetched = self._read(plan, staged, after)  # while the victims may still be in use
+            staged, *others = self._blocks(late)
+            fetched = early + self._read(plan, staged, after)  # while the victims may still be in use
             reach("trainer.fetch.read")
             last = plan.victims.evict_after
             if last >= 0:  # also if they are another trainer's to write: their slots are about to be taken
@@ -236,7 +203,7 @@ class Pipeline(Generic[Payload]):
                 if self._ended():
                     break
                 with self._cache.moving:
-                    self._victims.append(self._copy_out(plan.victims))
+                    self._victims.append((plan.iteration, self._copy_out(plan.victims)))
                     self._drop(None if plan.sync is None else plan.sync.drop_victims)
             freed = int(plan.fetch.slot_after.max(initial=-1))
             yield self._until(f"evictions of iteration {freed} to leave", self._reached("copied_out", freed))  # wait 2
@@ -259,8 +226,8 @@ class Pipeline(Generic[Payload]):
     def _write_back(self) -> Stage:
         while True:
             yield Wait("an update", self._has_work)
-            if self._victims:  # first: iteration x is acknowledged only after the victims of plan x
-                yield from self._write(self._victims.popleft())
+            if self._victims_first():
+                yield from self._write(self._victims.popleft()[1])
             elif self._trained:
                 plan = self._trained.popleft()
                 leaving = self._copy_out(plan.evict)  # wait 1: only updated plans come here
@@ -289,6 +256,10 @@ class Pipeline(Generic[Payload]):
         last = self._closing and self._all_ready and self._in_training <= 0
         return bool(self._victims or self._trained) or self._flush_wanted > self._flush_done or last
 
+    def _victims_first(self) -> bool:
+        """An iteration is acknowledged after the victims of its plan, and before those of later ones: fetches wait."""
+        return bool(self._victims) and not (self._trained and self._trained[0].iteration < self._victims[0][0])
+
     def _ended(self) -> bool:
         return self._closing
 
@@ -313,6 +284,18 @@ class Pipeline(Generic[Payload]):
                     blocks.append([])
                     room = STAGED_ROWS
         return blocks if blocks[-1] else blocks[:-1] or blocks
+
+    def _read_early(self, plan: Plan) -> tuple[list[tuple[TableRows, Slots]], Fetch]:
+        """Rows that the store has already, read while others of the plan are still to be written back; and these."""
+        fetch, late = plan.fetch, plan.fetch.after > self.points.acknowledged
+        if not late.any() or late.all() or len(fetch) > STAGED_ROWS:
+            return [], fetch
+        early = fetch.only(~late)
+        after = int(early.after.max())
+        if not self._store.reached(after):
+            return [], fetch
+        (parts,) = self._blocks(early)
+        return self._read(plan, parts, after), fetch.only(late)
 
     def _read(self, plan: Plan, parts: Sequence[Part], after: int) -> list[tuple[TableRows, Slots]]:
         """Rows that the plan fetches, and their slots."""
@@ -380,7 +363,7 @@ class Pipeline(Generic[Payload]):
     def _flush(self) -> Stage:
         yield Wait("its turn", lambda: True)
         with self._cache.moving:  # victims that left since the last look are updates so far as well
-            groups = [self._victims.popleft() for _ in range(len(self._victims))]
+            groups = [self._victims.popleft()[1] for _ in range(len(self._victims))]
             groups.append(self._observed(self._cache.take_dirty()))
             if self._observer:
                 self._observer.flushed()

@@ -136,3 +136,44 @@ def test_rows_are_read_while_the_victims_of_their_plan_are_still_in_use(monkeypa
     for seed in range(10):
         run(seed, "lfu")
     assert early > 0
+
+
+def test_rows_that_the_store_has_are_read_while_others_of_their_plan_are_still_to_be_written(monkeypatch):
+    early = dict.fromkeys(("lookahead", "lru", "nocache"), 0)
+    read = Pipeline._read
+
+    def noting(pipeline, plan, parts, after):
+        asked = np.concatenate([ids for _, ids, _, _ in parts]) if parts else []
+        waits = plan.fetch.after[np.isin(plan.fetch.ids, asked)]
+        assert (waits <= after).all()
+        assert pipeline.points.acknowledged >= after
+        early[policy] += len(waits) < len(plan.fetch)
+        return read(pipeline, plan, parts, after)
+
+    monkeypatch.setattr(Pipeline, "_read", noting)
+    for policy in early:
+        for seed in range(10):
+            found, expected = run(seed, policy)
+            assert (found == expected).all()
+    assert early["lookahead"] > 0
+    assert early["lru"] > 0
+    assert early["nocache"] == 0, "nothing overlaps there"
+
+
+def test_an_iteration_is_acknowledged_before_victims_of_later_plans_are_written(monkeypatch):
+    seen = 0
+    victims_first = Pipeline._victims_first
+
+    def noting(pipeline):
+        nonlocal seen
+        first = victims_first(pipeline)
+        if first:
+            made_room_for = pipeline._victims[0][0]
+            assert pipeline.points.acknowledged >= min(pipeline.points.updated, made_room_for - 1)
+            seen += pipeline.points.updated >= made_room_for
+        return first
+
+    monkeypatch.setattr(Pipeline, "_victims_first", noting)
+    for seed in range(10):
+        run(seed, "lfu", flushes=(4,))
+    assert seen > 0, "and those of its own plan before it"

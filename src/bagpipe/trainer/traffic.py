@@ -1,0 +1,41 @@
+"""What a trainer's pipeline has moved, and how long training waited for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counted since the first plan."""
+
+    fetched_rows: int = 0
+    fetched_bytes: int = 0
+    """Of values; less than whole rows where another trainer has the optimizer state."""
+    written_rows: int = 0
+    unique_rows: int = 0
+    hit_rows: int = 0
+    stall_s: float = 0.0
+    iterations: int = 0
+    lookahead_sum: int = 0
+    peak_rows: int = 0
+    """Slots in use at the most, as plans have it; of one trainer alone, since others are sent rows besides."""
+
+    @property
+    def lookahead(self) -> float:
+        """Effective lookahead, mean over iterations."""
+        return self.lookahead_sum / max(1, self.iterations)
+
+    def summary(self) -> dict[str, float]:
+        """For people."""
+        return {
+            "iterations": self.iterations,
+            "hit_rate": self.hit_rows / self.unique_rows if self.unique_rows else math.nan,
+            "fetched_rows": self.fetched_rows,
+            "fetched_bytes": self.fetched_bytes,
+            "written_rows": self.written_rows,
+            "stall_seconds": self.stall_s,
+            "lookahead": self.lookahead,
+            "peak_rows": self.peak_rows,
+        }
