@@ -180,7 +180,7 @@ class PolicyOptionsConfig(Section):
     replacement: Literal["lru", "lfu", "random"] = "lru"
     """Which row leaves first of those that are not held (scratchpipe)."""
     pipelined: bool = True
-    """Off: each iteration's rows are fetched after the iteration before has been written back (scratchpipe)."""
+    """Off: each iteration's rows are fetched after the iteration before has been written back (every policy)."""
     ways: Positive = 16
     """Places in the cache that a row of a large table can be in (windowed)."""
     mode: Literal["strict", "stale"] = "strict"

@@ -21,7 +21,7 @@ class PolicyOptions:
     replacement: Replacement = "lru"
     """Which row that is not held leaves first (scratchpipe)."""
     pipelined: bool = True
-    """Off: nothing is fetched before the iteration before has been written back (scratchpipe)."""
+    """Off: nothing is fetched before the iteration before has been written back (every policy)."""
     ways: int = 16
     """Places that a row of a large table can be in (windowed)."""
     mode: Mode = "strict"

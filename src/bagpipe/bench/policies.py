@@ -35,13 +35,15 @@ from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
-STRAW_MAN = "scratchpipe, not pipelined"
+STRAW_MEN = {f"{name}, not pipelined": (name, PolicyOptions(pipelined=False)) for name in ("scratchpipe", "static")}
+PUBLISHED_STATIC = "static, not pipelined"
+"""A static cache as papers have it: what it lacks is fetched on the critical path."""
 SYSTEMS: dict[str, tuple[str, PolicyOptions]] = {
     **{
         name: (name, DEFAULTS)
         for name in ("lookahead", "belady", "scratchpipe", "windowed", "frequency", "static", "lfu", "lru")
     },
-    STRAW_MAN: ("scratchpipe", PolicyOptions(pipelined=False)),
+    **STRAW_MEN,
     "nocache": ("nocache", DEFAULTS),
     "ideal": ("ideal", DEFAULTS),
 }
@@ -106,7 +108,7 @@ def traces(scale: Scale) -> Iterator[Trace]:
     yield Trace("criteo-kaggle-like", criteo, scale.criteo_batch, scale.criteo_caches)
     for skew in SKEWS:
         turned = criteo.reshaped(TopShare(skew))
-        names = ("lookahead", "static", "ideal")
+        names = ("lookahead", PUBLISHED_STATIC, "ideal")
         yield Trace(f"criteo, skew {skew:g}", turned, scale.criteo_batch, (scale.skew_cache,), names)
 
 
@@ -256,7 +258,7 @@ def _figures(contestant: Contestant | str, entered: dict[str, Contestant | str])
         "cache_rows": contestant.after["cache_rows"],
         "peak_rows": contestant.after["peak_rows"],
         "time_ratio_to_ideal": _ratio(contestant, entered["ideal"]),
-        "speedup_over_static": _ratio(entered["static"], contestant),
+        "speedup_over_static": _ratio(entered[PUBLISHED_STATIC], contestant),
         "loss_difference_max": max(math.fabs(a - b) for pairs in losses for a, b in pairs),
     }
 
@@ -292,7 +294,7 @@ def claims(results: Results) -> Results:
             ratio("frequency", (criteo, 0.015), (criteo, 0.1)),
         ),
         ("lookahead: time at skew 1 % to that at 90 %", 1.13, ratio("lookahead", flat, skewed)),
-        ("static: the same; the paper has FAE", 7.2, ratio("static", flat, skewed)),
+        ("static: the same; the paper has FAE", 7.2, ratio(PUBLISHED_STATIC, flat, skewed)),
     ]
     return [{"claim": claim, "paper": paper, "measured": measured} for claim, paper, measured in listed]
 
@@ -302,7 +304,7 @@ BENCHMARK = Benchmark("policies", "all policies over a link of 100 Mbit/s, at se
 
 def _counts(scale: Scale) -> Iterator[str]:
     """Share of each batch's rows that must be fetched, as lines of a table, one for each trace and cache size."""
-    cached = [name for name in SYSTEMS if name not in (*UNCACHED, STRAW_MAN)]
+    cached = [name for name in SYSTEMS if name not in (*UNCACHED, *STRAW_MEN)]
     yield f"| trace | cache | {' | '.join(cached)} |"
     yield "|---" * (2 + len(cached)) + "|"
     for trace in traces(scale):

@@ -78,6 +78,8 @@ class Policy:
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:  # noqa: ARG002 - for subclasses
         """Begin a run; `ahead` is the number of plans whose rows may be on their way while an earlier one trains."""
         self.groups = groups
+        if not self.options.pipelined:
+            self.horizon = 0
 
     def learn(self, sample: Sequence[TableSample]) -> None:
         """The rows of the batches read before the first plan, if the policy `samples`."""

@@ -32,11 +32,9 @@ class ScratchPipePolicy(RankingPolicy):
     foresees = True
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
-        """Begin a run; not pipelined, a fetch waits for the iteration before and nothing needs to be held."""
+        """Begin a run."""
         super().bind(groups, lookahead, ahead)
         self.target = self.target_max = 1 + FUTURE
-        if not self.options.pipelined:
-            self.horizon = 0
 
     def keys(self, iteration: int, facts: SlotFacts) -> Int64s:
         """What the replacement policy says; of held rows, which leave only if nobody else can, the last use.
@@ -48,7 +46,7 @@ class ScratchPipePolicy(RankingPolicy):
             worth = facts.keys(draws.integers(0, NEVER, len(facts.last), np.int32))
         else:
             worth = facts.keys(facts.uses if self.options.replacement == "lfu" else facts.last)
-        if self.options.pipelined:
+        if self.options.pipelined:  # else fetches wait for the iteration before, and nothing needs to be held
             hold(facts.last, facts.next, iteration - PAST, iteration + FUTURE, HOLD, worth)
         return worth
 

@@ -49,8 +49,8 @@ def test_claims_stand_beside_what_was_measured(results):
             ("criteo-kaggle-like", "frequency", 0.1, 20, 1.0),
             ("criteo, skew 0.9", "lookahead", 0.03, 10, 1.0),
             ("criteo, skew 0.01", "lookahead", 0.03, 11, 1.0),
-            ("criteo, skew 0.9", "static", 0.03, 10, 1.0),
-            ("criteo, skew 0.01", "static", 0.03, 50, 1.0),
+            ("criteo, skew 0.9", policies.PUBLISHED_STATIC, 0.03, 10, 1.0),
+            ("criteo, skew 0.01", policies.PUBLISHED_STATIC, 0.03, 50, 1.0),
         )
     ]
     assert [row["measured"] for row in policies.claims(times)] == [3.0, 4.0, 1.5, 1.1, 5.0]

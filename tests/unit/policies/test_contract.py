@@ -22,6 +22,8 @@ VARIANTS: dict[str, tuple[str, PolicyOptions]] = {
     "scratchpipe, least frequent": ("scratchpipe", PolicyOptions(replacement="lfu")),
     "scratchpipe, random": ("scratchpipe", PolicyOptions(replacement="random", seed=3)),
     "scratchpipe, not pipelined": ("scratchpipe", PolicyOptions(pipelined=False)),
+    "static, not pipelined": ("static", PolicyOptions(pipelined=False)),
+    "lookahead, not pipelined": ("lookahead", PolicyOptions(pipelined=False)),
     "windowed, one way": ("windowed", PolicyOptions(ways=1, seed=5)),
     "frequency, one batch seen": ("frequency", PolicyOptions(sample=1)),
     "static, all batches seen": ("static", PolicyOptions(sample=4096)),
