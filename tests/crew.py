@@ -246,7 +246,8 @@ class _Trainer:
         groups = _MortalGroups(self.groups, self.life) if len(crew.trainers) > 1 else None
         return train_remote(
             self.job, plans, store, self._report, groups, self.driver,
-            start=Start(done, store.kept(done)) if done else None, checkpoints=crew.checkpoints, recover=True,
+            start=Start(done, store.kept(done), is_checkpoint=False) if done else None,
+            checkpoints=crew.checkpoints, recover=True,
         )  # fmt: skip
 
     def _report(self, iterations, note):

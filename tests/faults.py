@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.errors import BagpipeError
 from bagpipe.failpoints import NAMES, Fault, FaultInjected
 from bagpipe.training import train_reference
@@ -73,6 +74,8 @@ class Ended:
     seconds: float
     differs: bool
     crew: Crew
+    last_kept: int | None
+    """The iterations of its last checkpoint."""
 
 
 @contextmanager
@@ -100,8 +103,9 @@ def run(world, *faults, victims=None, seed=0, restarts_max=20, **options):
             restarts_max,
         )  # fmt: skip
         seconds = time.monotonic() - start
+        last = Checkpoints(crew.checkpoints).latest()
     differs = state.sha256() != expected(world)
-    return Ended(dict(plot.reaches), plot.happened, supervisor.incidents, seconds, differs, crew)
+    return Ended(dict(plot.reaches), plot.happened, supervisor.incidents, seconds, differs, crew, last and last.done)
 
 
 def error_of(world, fault, **options):
@@ -123,6 +127,8 @@ def survives(world, *faults, victims=None, seed=0, **options):
     assert not ended.differs, f"other bits after {told} (seed {seed}, {world})"
     assert {fault for _, fault in ended.happened} == set(faults), f"not all of {told} happened (seed {seed}, {world})"
     assert ended.incidents, f"nobody noticed {told}"
+    job = job_of(world)
+    assert job.config.checkpoint.every is None or ended.last_kept == job.iterations, f"no last checkpoint after {told}"
     return ended
 
 

@@ -110,7 +110,7 @@ class Kept:
             return None
         marked, start = as_marked(store), self.start
         if self.mark is not None:
-            start = Start(self.mark, marked.kept(self.mark))
+            start = Start(self.mark, marked.kept(self.mark), is_checkpoint=False)
         return Keeping(
             marked,
             rank=rank,

@@ -237,9 +237,9 @@ def train_remote(
     With `groups` this is one of several trainers: the first one has a state in the end, and `joined_summary` makes one
     of what all of them have shown.
 
-    With `start` training goes on where the run was: `Start(done, store.kept(done))` for a mark that all servers have
-    returned to, or `Start(done, {})` where they have loaded the rows of that checkpoint; plans begin there too. With
-    `recover` the trainers make marks every `recovery.every` iterations. Checkpoints go to the directory
+    With `start` training goes on where the run was: servers have returned their rows to that mark, or loaded those of
+    that checkpoint, and keep what trainers need to go on (`store.kept(done)`); plans begin there too. With `recover`
+    the trainers make marks every `recovery.every` iterations. Checkpoints go to the directory
     `checkpoints`, if `checkpoint.every` is set; all servers must see it under that path. All trainers must be given the
     same. Without `threads` nothing is sent or written beside training, for tests under a scheduler.
     """

@@ -64,7 +64,7 @@ def compare(
         print_json(rows)
     else:
         _print(title, rows, None if swept is None else swept.name)
-    raise typer.Exit(1 if all("reason" in row for row in rows) else 0)
+    raise typer.Exit(1 if any(map(_is_broken, rows)) or all("reason" in row for row in rows) else 0)
 
 
 def _print(title: str, rows: list[dict[str, Any]], swept: str | None) -> None:
@@ -75,9 +75,15 @@ def _print(title: str, rows: list[dict[str, Any]], swept: str | None) -> None:
     for name in dict.fromkeys(row["policy"] for row in rows if not row["promised"]):
         console.print(f"{name} does not promise the reference's bits with these options", highlight=False)
     for row in rows:
+        if _is_broken(row):
+            console.print(f"{row['policy']} has other bits than the reference, though it promises them: a defect")
         if "reason" in row:
             at = f" at {swept} {row['value']}" if swept else ""
             console.print(f"{row['policy']} can't run{at}: {row['reason']}", highlight=False, markup=False)
+
+
+def _is_broken(row: dict[str, Any]) -> bool:
+    return bool(row["promised"]) and row["exact"] is False
 
 
 def _shown(name: str, value: Any) -> Any:

@@ -71,4 +71,5 @@ class Request:
     @property
     def keeps_spare(self) -> bool:
         """Whether a process is kept ready for who is lost: on a Ray of our own, where it may be any role."""
-        return self.address is None and not self.trainer_gpus and self.config.recovery.restarts_max > 0
+        recovery = self.config.recovery
+        return recovery.spare and recovery.restarts_max > 0 and self.address is None and not self.trainer_gpus

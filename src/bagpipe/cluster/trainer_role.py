@@ -149,7 +149,7 @@ class TrainerRole(Role):
                 store,
                 report,
                 groups,
-                start=Start(task.done, store.kept(task.done)) if task.done else None,
+                start=Start(task.done, store.kept(task.done), is_checkpoint=False) if task.done else None,
                 checkpoints=Path(task.checkpoints),
                 recover=job.config.recovery.restarts_max > 0,
             )

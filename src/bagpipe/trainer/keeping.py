@@ -73,6 +73,8 @@ class Start:
     done: int
     blobs: Mapping[str, bytes]
     """As `Marked.kept(done)` gives them, or a checkpoint."""
+    is_checkpoint: bool = True
+    """False: it is a mark, and a checkpoint of it may be missing."""
 
     @property
     def position(self) -> Mapping[str, Any]:
@@ -175,7 +177,7 @@ class Keeping:
         self._writing = Background("bagpipe-checkpoint", threads=threads)
         self._in_writing: int | None = None
         """The checkpoint under way."""
-        self._last_written = -1 if start is None else start.done
+        self._last_written = start.done if start is not None and start.is_checkpoint else -1
 
     def restore(self, loop: Loop) -> None:
         """Let a loop that has not begun go on where it was kept; what is attached to it follows."""

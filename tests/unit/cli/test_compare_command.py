@@ -56,6 +56,13 @@ def test_verify_says_that_a_policy_does_not_promise_exactness():
     assert (shown.exit_code == 0) == ("identical │ yes" in " ".join(shown.stdout.split()))
 
 
+def test_a_promise_that_is_not_kept_is_a_failure(monkeypatch):
+    monkeypatch.setattr("bagpipe.state.State.sha256", lambda state: str(id(state)))
+    result = compare("--policies", "lru")
+    assert result.exit_code == 1
+    assert "lru has other bits than the reference" in " ".join(result.stdout.split())
+
+
 def test_it_fails_if_no_policy_could_run():
     assert compare("--policies", "ideal", "--json", cache=420).exit_code == 1
 

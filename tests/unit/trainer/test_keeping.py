@@ -313,3 +313,18 @@ def test_work_that_hangs_is_named_when_its_time_is_over():
     while threading.active_count() > 1 and any(t.name == "bagpipe-test" for t in threading.enumerate()):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("is_checkpoint", "written"), [(False, [5]), (True, [])])
+def test_a_run_that_returns_to_its_last_iteration_still_gets_its_last_checkpoint(is_checkpoint, written):
+    blobs, _ = kept_at(5)
+    log = []
+    loop = Loop(log)
+    start = Start(5, blobs, is_checkpoint)
+    keeping = Keeping(Store(log), start=start, checkpoints_every=100, writer=Writer(log), threads=False)
+    keeping.restore(loop)
+    keeping.attach({})
+    loop.done = 5
+    keeping.between(loop)
+    keeping.end(loop)
+    assert [step[1] for step in log if step[0] == "write"] == written
