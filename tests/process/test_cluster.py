@@ -8,67 +8,25 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
 from bagpipe.cluster import keeper
 from launched import Driver, bagpipe, expected, settings, title
+from ray_nodes import TOKEN, ray_nodes
 
 pytestmark = [
     pytest.mark.timeout(240),
+    pytest.mark.usefixtures("scratch"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra"),
 ]
-
-NODES = """
-import ctypes, os, shutil, sys, tempfile
-sys.path.insert(0, sys.argv[1])
-import keeper
-ctypes.CDLL(None).prctl(keeper.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-files = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="bagpipe-test-", dir="/tmp")
-os.mkdir(files + "/ray")
-from ray.cluster_utils import Cluster
-node = {"num_cpus": 2, "memory": 10**9}
-cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-for _ in range(2):
-    cluster.add_node(**node)
-cluster.wait_for_nodes(60)
-print(cluster.address, flush=True)
-sys.stdin.read()
-keeper.end_children()
-shutil.rmtree(files, ignore_errors=True)
-os._exit(0)
-"""
-
-
-@pytest.fixture(autouse=True)
-def scratch(monkeypatch):
-    """Where launches put files of their own, which must be gone in the end; its name is short, for Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="bp-", dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 @pytest.fixture(scope="module")
 def three_nodes():
-    """A Ray cluster of three nodes on this machine that asks for a token; its address, and how to join it."""
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
-    nodes = subprocess.Popen(
-        [sys.executable, "-c", NODES, str(Path(keeper.__file__).parent)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | environment,
-    )
-    try:
-        address = nodes.stdout.readline().strip()
-        assert address
-        yield address, environment, nodes.pid
-    finally:
-        nodes.communicate(timeout=60)
+    with ray_nodes(3, cores=2) as nodes:
+        yield nodes
 
 
 def test_two_servers_give_the_parameters_of_one_process(tmp_path, scratch):
@@ -88,15 +46,24 @@ def test_two_servers_give_the_parameters_of_one_process(tmp_path, scratch):
 
 
 def test_three_nodes_give_the_same_and_are_left_as_they_were(three_nodes, tmp_path):
-    address, environment, pid = three_nodes
-    words = ("launch", "--servers", "2", "--address", address, "--server-memory", "500MB", "--trainer-cores", "1")
-    done = bagpipe(*words, "--json", "--run-dir", str(tmp_path / "run"), *settings("iterations=20"), **environment)
+    words = (
+        "launch",
+        "--servers",
+        "2",
+        "--address",
+        three_nodes.address,
+        "--server-memory",
+        "500MB",
+        "--trainer-cores",
+        "1",
+    )
+    done = bagpipe(*words, "--json", "--run-dir", str(tmp_path / "run"), *settings("iterations=20"), **TOKEN)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["parameters_sha256"] == expected(tmp_path, 20)["parameters_sha256"]
 
     hungry = (*words, "--server-memory", "2GB", "--json", "--run-dir", str(tmp_path / "hungry"))
     began = time.monotonic()
-    done = bagpipe(*hungry, *settings("iterations=20"), **environment)
+    done = bagpipe(*hungry, *settings("iterations=20"), **TOKEN)
     assert done.returncode == 1
     said = json.loads(done.stdout)
     assert said["error"] == "ClusterError"
@@ -105,10 +72,10 @@ def test_three_nodes_give_the_same_and_are_left_as_they_were(three_nodes, tmp_pa
     assert time.monotonic() - began < 60, "it must not wait for what never comes"
 
     until = time.monotonic() + 30
-    while roles := [each for each in keeper.children_of(pid) if "Post" in title(each)]:
+    while roles := [each for each in keeper.children_of(three_nodes.pid) if "Post" in title(each)]:
         assert time.monotonic() < until, roles
         time.sleep(0.1)
-    assert sum("raylet" in title(each) for each in keeper.children_of(pid)) == 3
+    assert sum("raylet" in title(each) for each in keeper.children_of(three_nodes.pid)) == 3
 
 
 def test_a_killed_driver_leaves_no_process_and_no_file_of_ray(tmp_path, scratch):

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +14,7 @@ from launched import Driver, bagpipe, expected, settings
 
 pytestmark = [
     pytest.mark.timeout(240),
+    pytest.mark.usefixtures("scratch"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra"),
 ]
 
@@ -46,14 +45,6 @@ def wrap(module):
 sys.meta_path.insert(0, Finder)
 """
 """Imported by every Python that starts, it lets the second trainer fail in the middle."""
-
-
-@pytest.fixture(autouse=True)
-def scratch(monkeypatch):
-    """Where launches put files of their own, which must be gone in the end; its name is short, for Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="bp-", dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 def test_two_trainers_and_two_servers_give_the_parameters_of_threads_of_one_process(tmp_path, scratch):

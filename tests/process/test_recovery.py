@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +12,7 @@ from launched import Driver, expected, settings
 
 pytestmark = [
     pytest.mark.timeout(280),
+    pytest.mark.usefixtures("scratch"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra"),
 ]
 KILLS = (
@@ -26,14 +25,6 @@ KILLS = (
     "server-1/server.return.begun=kill@2",
 )
 """In processes that live until then: counted in each process by itself. The last one happens during a recovery."""
-
-
-@pytest.fixture(autouse=True)
-def scratch(monkeypatch):
-    """Where launches put files of their own, which must be gone in the end; its name is short, for Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="bp-", dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 @pytest.fixture

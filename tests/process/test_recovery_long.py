@@ -10,32 +10,24 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
 from bagpipe import failpoints
 from bagpipe.cluster import keeper
 from launched import BAGPIPE, Driver, bagpipe, expected, is_there, settings, title
+from ray_nodes import TOKEN, ray_nodes
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(1500),
+    pytest.mark.usefixtures("scratch"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra"),
 ]
 SHARED = ("batch_size=101", "data.shuffle=true", "trainers=2")
 OFTEN = ("recovery.every=20", "recovery.restarts_max=1000")
 ROLES = ("trainer-0", "trainer-1", "server-0", "server-1", "oracle", "processor-0", "processor-1")
-
-
-@pytest.fixture(autouse=True)
-def scratch(monkeypatch):
-    """Where launches put files of their own, which must be gone in the end; its name is short, for Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="bp-", dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        yield Path(path)
 
 
 class Faulty(Driver):
@@ -225,52 +217,15 @@ def test_a_process_that_was_kept_ready_takes_the_place_of_a_lost_one(tmp_path):
     assert summary["parameters_sha256"] == expected(tmp_path, 3000, *SHARED)["parameters_sha256"]
 
 
-NODES = """
-import ctypes, os, shutil, sys, tempfile
-sys.path.insert(0, sys.argv[1])
-import keeper
-ctypes.CDLL(None).prctl(keeper.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-files = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="bagpipe-test-", dir="/tmp")
-os.mkdir(files + "/ray")
-from ray.cluster_utils import Cluster
-node = {"num_cpus": 6, "memory": 4 * 10**9}
-cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-other = cluster.add_node(**node)
-cluster.wait_for_nodes(60)
-print(cluster.address, flush=True)
-for line in sys.stdin:
-    cluster.remove_node(other, allow_graceful=False)
-    print("gone", flush=True)
-keeper.end_children()
-shutil.rmtree(files, ignore_errors=True)
-os._exit(0)
-"""
-
-
 def test_a_node_that_dies_with_everything_on_it_is_done_without(tmp_path):
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
-    nodes = subprocess.Popen(
-        [sys.executable, "-c", NODES, str(Path(keeper.__file__).parent)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | environment,
-    )
-    try:
-        address = nodes.stdout.readline().strip()
-        assert address
-        words = ("--address", address, "--servers", "2", "--trainer-cores", "1")
-        driver = Faulty(tmp_path / "run", *words, *settings("iterations=1000", *SHARED, *OFTEN), **environment)
-        nodes.stdin.write("now\n")
-        nodes.stdin.flush()
-        assert nodes.stdout.readline() == "gone\n"
+    with ray_nodes(2, cores=6) as nodes:
+        words = ("--address", nodes.address, "--servers", "2", "--trainer-cores", "1")
+        driver = Faulty(tmp_path / "run", *words, *settings("iterations=1000", *SHARED, *OFTEN), **TOKEN)
+        nodes.lose_one()
         summary = driver.summary()
         assert [incident["role"] for incident in summary["recoveries"]], "somebody was on it"
         assert summary["parameters_sha256"] == expected(tmp_path, 1000, *SHARED)["parameters_sha256"]
         assert not [each for each in keeper.children_of(nodes.pid) if "Post" in title(each)]
-    finally:
-        nodes.communicate(timeout=60)
 
 
 def test_the_benchmark_says_how_long_each_role_takes_to_be_replaced():
