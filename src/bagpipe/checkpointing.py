@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import MANIFEST, Facts, InitialEntry, TableEntry
+from bagpipe.checkpoint.manifest import MANIFEST, Facts, InitialEntry, TableEntry, VocabularyEntry
 from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.cluster.context import Launch
 from bagpipe.errors import CheckpointError, ConfigError
@@ -58,6 +58,8 @@ class Checkpointing:
     """Plain values to be noted in each."""
     data: str = ""
     """What tells the data and their order from others, where that is known; the first batch is compared anyway."""
+    vocabulary: Mapping[str, str] = field(default_factory=dict)
+    """Files that say which value each row stands for, and their checksums: noted in each, too."""
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -225,15 +227,22 @@ def make_facts(
     first_ids: Callable[[], Mapping[str, npt.NDArray[np.int64]]] | None = None,
 ) -> Facts:
     """What a run tells of itself in its checkpoints."""
-    data = "" if checkpointing is None else checkpointing.data
+    told = checkpointing or Checkpointing(Path())
     config = {
-        **({} if checkpointing is None else checkpointing.about),
+        **told.about,
         "accumulate": accumulate,
         "row_optimizers": {layout.table.name: _settings(layout) for layout in layouts},
         "first_rows": {layout.table.name: first_values(layout) for layout in layouts},
         "first_batch": "" if first_ids is None else f"{_checksum(first_ids()):08x}",
     }
-    return Facts(tables=table_entries(layouts, binding), trainers=trainers, servers=servers, config=config, data=data)
+    return Facts(
+        tables=table_entries(layouts, binding),
+        trainers=trainers,
+        servers=servers,
+        config=config,
+        data=told.data,
+        vocabulary=tuple(VocabularyEntry(path=path, checksum=told.vocabulary[path]) for path in told.vocabulary),
+    )
 
 
 def check_same_run(checkpoint: Checkpoint, facts: Facts) -> None:

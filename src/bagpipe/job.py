@@ -21,6 +21,7 @@ from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.checkpointing import Checkpointing
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
 from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
+from bagpipe.data.described import vocabularies
 from bagpipe.data.service import DataOrder
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.initial import Uniform
@@ -81,6 +82,7 @@ class Job:
             compress=None if config.compress == "none" else config.compress,
             about={"config": self.config.model_dump(mode="json")},
             data=self.data_fingerprint(),
+            vocabulary=vocabularies(self.train),
         )
 
     def plan_settings(self) -> PlanSettings:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 
+import prepared
+from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.config import load_config
 from bagpipe.data import Shards, generated, write
 from bagpipe.data.manifest import MANIFEST, RangeEntry
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.job import prepare
+from bagpipe.training import train
 
 
 @pytest.fixture
@@ -67,3 +72,21 @@ def test_the_number_of_processes_is_checked():
     assert load_config(None, []).data.processes == 0
     with pytest.raises(ConfigError, match=r"data\.processes.*-1"):
         load_config(None, ["data.processes=-1"])
+
+
+def test_checkpoints_name_the_vocabularies_of_prepared_data(tmp_path):
+    prepared.run(prepared.write_raw(tmp_path / "raw"), tmp_path / "data")
+    settings = [
+        f"data.path={tmp_path / 'data'}",
+        "model.name=wide_deep",
+        "model.dim=4",
+        "batch_size=64",
+        "iterations=4",
+    ]
+    config = load_config(None, [*settings, "checkpoint.every=2"])
+    train(prepare(config, tmp_path / "run"), lambda *_: None)
+    manifest = Checkpoints(tmp_path / "run" / "checkpoints").latest().manifest
+    files = sorted((tmp_path / "data" / "vocabulary").iterdir())
+    assert files
+    assert sorted(entry.path for entry in manifest.vocabulary) == list(map(str, files))
+    assert {int(entry.checksum) for entry in manifest.vocabulary} == {zlib.crc32(file.read_bytes()) for file in files}

@@ -104,6 +104,7 @@ def show(place: Place, done: Done = None, as_json: AsJson = False) -> None:
         "trainers": manifest.trainers,
         "servers": manifest.servers,
         "data": manifest.data or None,
+        "vocabulary": ", ".join(entry.path for entry in manifest.vocabulary) or None,
         "config_sha256": manifest.config_sha256,
     }
     print_pairs(str(checkpoint.directory), facts)

@@ -13,6 +13,7 @@ from typing import Any
 
 from bagpipe.data.dataset import Dataset, IndexedDataset, Part
 from bagpipe.data.generator import Generated
+from bagpipe.data.manifest import VOCABULARY
 from bagpipe.data.popularity import Popularity, PowerLaw, TopShare
 from bagpipe.data.presets import Dials, Feature, Preset
 from bagpipe.data.shards import Shards
@@ -44,6 +45,17 @@ def describe(dataset: Dataset) -> Description:
         f"a {type(dataset).__name__} is in the memory of this process, no other one can open it: "
         "leave processes at 0, or write the data as shards first (bagpipe.data.write)"
     )
+
+
+def vocabularies(dataset: Dataset) -> dict[str, str]:
+    """Of data that came from raw files, the files that say which value each row stands for: path to checksum."""
+    if isinstance(dataset, Part):
+        return vocabularies(dataset.whole)
+    if not isinstance(dataset, Shards):
+        return {}
+    entries = [table.numbering.vocabulary for table in dataset.manifest.tables if table.numbering is not None]
+    directory = dataset.path.resolve() / VOCABULARY
+    return {str(directory / entry.file): str(entry.checksum) for entry in entries if entry is not None}
 
 
 def open_described(description: Mapping[str, Any]) -> IndexedDataset:
