@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import TypeAlias
@@ -101,12 +102,16 @@ class EmbeddingServer:
         self._members.clients.release_abandoned()
 
     def stats(self) -> Stats:
-        """What is held and was done."""
+        """What is held and was done, at any moment: also while rows are replaced, as far as that has come."""
         rows = self._shard.rows
-        held = rows.store.stats() if rows is not None and not self._closed else None
+        held, num_rows = None, []
+        if rows is not None and not self._closed:
+            with suppress(StoreError, IndexError):  # closed meanwhile, or its disk has failed
+                num_rows = [rows.store.store.num_rows(table) for table in range(len(rows.widths))]
+                held = rows.store.stats()
         return Stats(
             server=self.server,
-            num_rows=[] if rows is None or held is None else [rows.store.num_rows(t) for t in range(len(rows.widths))],
+            num_rows=num_rows,
             bytes_in_memory=held.bytes_in_memory if held else 0,
             bytes_on_disk=held.bytes_on_disk if held else 0,
             rows_read=rows.rows_read if rows else 0,

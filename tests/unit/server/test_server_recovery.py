@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.errors import BagpipeError, DeadlineError, StoreError, WireError
 from bagpipe.failpoints import Fault, Faults, Killed, armed
 from bagpipe.server.blobs import BLOBS_MAX, Pieces
@@ -481,6 +483,33 @@ def test_a_server_with_a_journal_comes_back_and_serves_nobody_before_it_is_told(
     assert new.read(1, 2, 3) == {1: 1.0, 2: 1.0}
     assert back.stats().num_rows == [2]
     back.close()
+
+
+def test_a_server_tells_what_it_holds_also_while_rows_are_replaced(tmp_path: Path, monkeypatch) -> None:
+    server = made(recording=recording(tmp_path))
+    peer = Peer(server)
+    peer.write([1, 2], 1.0)
+    peer.order(Mark, 1)
+    peer.write([3], 2.0)
+    peer.order(Mark, 2)
+    entry = TableEntry(name="ad", rows=9, dims=(1,), width=1, optimizer="sgd")
+    with Checkpoints(tmp_path / "kept").begin(2) as pending:
+        pending.add(server._shard._recorded.save(2, pending.directory, ["ad"]))
+        pending.commit(Facts(tables=(entry,)))
+    seen = []
+    server._shard.load(2, tmp_path / "kept", ["ad"], lambda _: seen.append(server.stats().num_rows))
+    assert seen == [[3]]
+    peer.write([4], 3.0)
+    peer.order(Mark, 3)
+    vanish(server)
+    back = made(recording=recording(tmp_path))
+    assert back.marks(tmp_path / "kept") == [2, 3]
+    assert back.stats().num_rows == [0], "it has come back and waits"
+    monkeypatch.setattr("bagpipe.store.recorded.reach", lambda point: seen.append((point, back.stats().num_rows)))
+    back.recover(1, 3)
+    assert ("journal.replayed", [4]) in seen
+    back.close()
+    assert back.stats().num_rows == []
 
 
 def test_a_server_that_died_before_its_first_mark_begins_anew(tmp_path: Path) -> None:
