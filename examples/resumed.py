@@ -51,7 +51,8 @@ with bagpipe.accelerate(model, make_loader(), rows, cache="1MB", checkpoint=chec
         optimizer.step()
         rows.step()
         scheduler.step()
+        if batches.done % 20 == 0:
+            print(f"iteration {batches.done}: loss {loss.item():.4f}")
         if last and batches.done == int(last[0]):
             sys.exit(3)
-print(f"{batches.done} iterations, loss {loss.item():.4f}")
-bagpipe.export(model, path)
+bagpipe.export(model, path)  # reached also if it was ended right here, and there was no batch left
