@@ -6,6 +6,7 @@ changed (I8).
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,14 @@ class Checkpointing:
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"checkpoint.every is {self.every!r}: give a whole number of iterations, at least 1")
+        if not isinstance(self.directory, str | Path) or Path(self.directory).is_file():
+            raise ConfigError(f"checkpoint.directory is {self.directory!r}: give the path of a directory")
+        if not isinstance(self.about, Mapping) or not all(isinstance(name, str) for name in self.about):
+            raise ConfigError(f"checkpoint.about is {self.about!r}: give a dict of names to plain values")
+        try:
+            json.dumps(dict(self.about), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"checkpoint.about can't be noted as JSON: {error}: give plain values") from error
         self.open()
 
     def open(self) -> Checkpoints:
@@ -190,10 +199,10 @@ def find_checkpoint(resume: Resume, directory: str | Path | None) -> Checkpoint 
     A path is that of a checkpoint, of a directory of them, or of a run.
     """
     if resume is None or resume is False:
-        found = [] if directory is None else Checkpoints(directory).list()
+        found = [] if directory is None else Checkpoints(directory).numbers()
         if found:
             raise ConfigError(
-                f"{directory} holds checkpoints of a run already, the last after {found[-1].done} iterations: go on "
+                f"{directory} holds checkpoints of a run already, the last after {found[-1]} iterations: go on "
                 "from it with resume=True, or give another directory"
             )
         return None
@@ -204,6 +213,8 @@ def find_checkpoint(resume: Resume, directory: str | Path | None) -> Checkpoint 
         if latest is None and resume is True:
             raise CheckpointError(f"{directory} holds no checkpoint to go on from: begin anew without resume")
         return latest
+    if not isinstance(resume, str | Path):
+        raise ConfigError(f"resume is {resume!r}: give True, False, 'auto', or a path")
     path = Path(resume)
     if (path / MANIFEST).is_file():
         if not path.resolve().name.isdecimal():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bagpipe.checkpoint.tensors import Kind, encode_header
+from bagpipe.checkpoint.tree import octets
 from bagpipe.embedding import CachedLayer
 from bagpipe.errors import ModelError, StoreError
 from bagpipe.trainer.batches import Batches
@@ -92,4 +93,4 @@ def _write(path: Path, values: Mapping[str, Tensor], layers: Mapping[str, Cached
 
 
 def _bytes(value: Tensor) -> memoryview:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return octets(value).numpy().data

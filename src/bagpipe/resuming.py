@@ -19,7 +19,7 @@ from typing import Any
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.config import Config, lay_over, parse_config
-from bagpipe.errors import ConfigError
+from bagpipe.errors import CheckpointError, ConfigError
 
 CONFIG_NAME = "config.json"
 SUMMARY_NAME = "summary.json"
@@ -99,7 +99,12 @@ def open_run(directory: Path, overrides: Iterable[str]) -> Resumed:
         for key, (old, new) in changed.items()
         if _is_in(key, ROUNDING)
     ]
-    latest = Checkpoints(directory / CHECKPOINTS).latest()
+    checkpoints = Checkpoints(directory / CHECKPOINTS)
+    latest = checkpoints.latest()
+    if latest is None and checkpoints.numbers():
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints.directory} can be opened: {checkpoints.scan()[-1].problem}"
+        )
     if latest is None:
         notes.append(f"{directory} has no checkpoint yet: it begins again")
     return Resumed(directory, config, None if latest is None else latest.directory, notes)
@@ -148,8 +153,8 @@ def clear_rows(directory: Path) -> None:
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether a run can be resumed."""
-    return bool(Checkpoints(directory / CHECKPOINTS).list())
+    """Whether a run has any, even if this version can't open them."""
+    return bool(Checkpoints(directory / CHECKPOINTS).numbers())
 
 
 def _is_run(path: Path) -> bool:

@@ -65,11 +65,24 @@ def export_parquet(checkpoint: Checkpoint, directory: str | Path, *, state: bool
     Columns: `id`, then each vector by the name of its layer, then with `state` what the optimizer keeps of a row.
     """
     directory = Path(directory)
+    is_new = not directory.exists()
     with failing("making", directory):
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise CheckpointError(f"{directory} is not empty: give a new directory")
-    files = []
+    files: list[Path] = []
+    try:
+        _write_tables(checkpoint, directory, state, files)
+    except BaseException:
+        for path in files:
+            path.unlink(missing_ok=True)
+        if is_new:
+            directory.rmdir()
+        raise
+    return files
+
+
+def _write_tables(checkpoint: Checkpoint, directory: Path, state: bool, files: list[Path]) -> None:
     for number, table in enumerate(checkpoint.manifest.tables):
         plain = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", table.name)
         path = directory / f"{table.name if plain else f'table-{number}'}.parquet"
@@ -80,7 +93,6 @@ def export_parquet(checkpoint: Checkpoint, directory: str | Path, *, state: bool
                 arrays = [pa.array(ids), *(_array(values[:, where], kind) for _, kind, where in columns)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
         files.append(path)
-    return files
 
 
 def initial_of(entry: InitialEntry) -> Initial:

@@ -65,21 +65,26 @@ class Checkpoints:
     ) -> None:
         """Keep the last `keep`, with all that they build on; every `full_every`-th has all rows."""
         for name, value in (("keep", keep), ("full_every", full_every)):
-            if value < 1:
-                raise ConfigError(f"checkpoint.{name} is {value}: give at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"checkpoint.{name} is {value!r}: give a whole number, at least 1")
         if compress not in (None, "zstd"):
             raise ConfigError(f"checkpoint.compress is {compress!r}: give 'zstd', or leave it out")
         self.directory = Path(directory)
         self.keep, self.full_every, self.compress = keep, full_every, compress
         self.disk: Disk = SystemDisk() if disk is None else disk
-        self._base: int | None = None
+        self._base: BaseEntry | None = None
 
     def continue_from(self, done: int | None) -> None:
         """Rows go on from this checkpoint, so the next one may have only what was written since; None: from none.
 
         A run that goes back to an earlier one has to say so: what came after is no base for it any more.
         """
-        self._base = done
+        self._base = None
+        if done is not None:
+            try:
+                self._base = self._as_base(open_checkpoint(self.disk, self.directory, done))
+            except CheckpointError as error:
+                _log.warning("the next checkpoint has all rows, since %s can't be built on: %s", done, error)
 
     def begin(self, done: int, *, full: bool = False) -> Pending:
         """Start to write the checkpoint after `done` iterations: on top of the last one, or else with all rows."""
@@ -95,7 +100,7 @@ class Checkpoints:
     def scan(self) -> Sequence[Found]:
         """Every name that stands for a checkpoint, by number of iterations, with what is wrong where it is not one."""
         found = []
-        for done in self._numbers():
+        for done in self.numbers():
             try:
                 found.append(Found(done, open_checkpoint(self.disk, self.directory, done), None))
             except CheckpointError as error:
@@ -108,7 +113,7 @@ class Checkpoints:
 
     def latest(self) -> Checkpoint | None:
         """The newest that can be opened; of newer ones that can't, a warning says why."""
-        for done in reversed(self._numbers()):
+        for done in reversed(self.numbers()):
             try:
                 return open_checkpoint(self.disk, self.directory, done)
             except CheckpointError as error:
@@ -117,9 +122,9 @@ class Checkpoints:
 
     def open(self, done: int) -> Checkpoint:
         """The checkpoint after `done` iterations, with all that it builds on."""
-        if done not in self._numbers():
+        if done not in self.numbers():
             raise CheckpointError(
-                f"{self.directory} has no checkpoint after {done} iterations: it has {self._numbers() or 'none'}"
+                f"{self.directory} has no checkpoint after {done} iterations: it has {self.numbers() or 'none'}"
             )
         return open_checkpoint(self.disk, self.directory, done)
 
@@ -136,17 +141,17 @@ class Checkpoints:
         chosen = self.open(done)
         chosen.verify()
         self.continue_from(done)
-        return self._remove([number for number in self._numbers() if number > done])
+        return self._remove([number for number in self.numbers() if number > done])
 
     def discard(self, which: Callable[[int], bool]) -> Sequence[int]:
         """Remove those for which this is true of their number of iterations; what is gone."""
-        return self._remove([number for number in self._numbers() if which(number)])
+        return self._remove([number for number in self.numbers() if which(number)])
 
     def _committed(self, done: int) -> Checkpoint:
         """A new one was read back and has its name: others may go, and so do later ones, of a future that was left."""
         reach("checkpoint.complete")
         checkpoint = open_checkpoint(self.disk, self.directory, done)
-        self._base = done
+        self._base = self._as_base(checkpoint)
         try:
             earlier = [other for other in self.list() if other.done < done]
             self._remove_all_but([*earlier, checkpoint][-self.keep :])
@@ -157,18 +162,22 @@ class Checkpoints:
     def _remove_all_but(self, kept: Sequence[Checkpoint]) -> Sequence[int]:
         needed = {done for checkpoint in kept for done in checkpoint.chain}
         # One in between is there because it can't be opened, perhaps only now: it goes when its time has come.
-        outside = [done for done in self._numbers() if not kept[0].done <= done <= kept[-1].done]
+        outside = [done for done in self.numbers() if not kept[0].done <= done <= kept[-1].done]
         return self._remove([done for done in outside if done not in needed])
 
     def _remove(self, doomed: Sequence[int]) -> Sequence[int]:
+        removed = []
         for done in reversed(doomed):  # what builds on another goes first
             path, away = self.directory / directory_name(done), self._unused_name(_OLD, done)
             with failing("removing", path):
+                if MANIFEST not in self.disk.files(path):
+                    continue  # somebody else's, who has named it by a number
                 self.disk.rename(path, away)
                 self.disk.sync_directory(self.directory)  # else its files could be gone before its name
                 reach("checkpoint.pruned")
                 self._remove_files(away)
-        return doomed
+            removed.append(done)
+        return sorted(removed)
 
     def _remove_files(self, path: Path) -> None:
         """Remove a directory that has no name of a checkpoint."""
@@ -179,7 +188,8 @@ class Checkpoints:
     def _unused_name(self, prefix: str, done: int) -> Path:
         return self.directory / f"{prefix}{directory_name(done)}-{os.urandom(4).hex()}"
 
-    def _numbers(self) -> Sequence[int]:
+    def numbers(self) -> Sequence[int]:
+        """Every name that stands for a checkpoint, whether it can be opened or not."""
         with failing("reading", self.directory):
             try:
                 names = self.disk.directories(self.directory)
@@ -189,15 +199,21 @@ class Checkpoints:
         return sorted(number for number in numbers if directory_name(number) in names)
 
     def _find_base(self, done: int) -> BaseEntry | None:
-        if self._base is None or self._base >= done:
+        if self._base is None or self._base.done >= done:
             return None
         try:
-            base = open_checkpoint(self.disk, self.directory, self._base)
-            _, checksum = read_manifest(self.disk, base.directory)
+            base = open_checkpoint(self.disk, self.directory, self._base.done)
+            found = self._as_base(base)
         except CheckpointError as error:
             _log.warning("the next checkpoint has all rows, since the last one can't be built on: %s", error)
             return None
-        return None if len(base.chain) >= self.full_every else BaseEntry(done=base.done, checksum=checksum)
+        if found != self._base:
+            raise CheckpointError(f"{base.directory} is another run's by now: give each run a directory of its own")
+        return None if len(base.chain) >= self.full_every else found
+
+    def _as_base(self, checkpoint: Checkpoint) -> BaseEntry:
+        _, checksum = read_manifest(self.disk, checkpoint.directory)
+        return BaseEntry(done=checkpoint.done, checksum=checksum)
 
     def _make_directory(self, path: Path) -> None:
         with failing("making", path):
@@ -314,7 +330,7 @@ class Pending:
         """In the place of another of that name, if the run has come back from that one's future."""
         checkpoints, disk = self._checkpoints, self._disk
         with failing("naming", name), ExitStack() as undo:
-            replaced = checkpoints._unused_name(_OLD, self.done) if self.done in checkpoints._numbers() else None
+            replaced = checkpoints._unused_name(_OLD, self.done) if self.done in checkpoints.numbers() else None
             if replaced is not None:
                 disk.rename(name, replaced)
                 undo.callback(disk.rename, replaced, name)

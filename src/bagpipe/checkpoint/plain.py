@@ -74,6 +74,7 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
     if strict:
         _check_complete(Path(path), weights, wanted, names)
     state = {name: weights[there] for name, there in names.items()}
+    _check_fits(Path(path), model, cached, state)
     result = model.load_state_dict(state, strict=False)
     assert not result.unexpected_keys, result
     return list(state)
@@ -192,6 +193,23 @@ def _check_complete(path: Path, there: Iterable[str], wanted: Iterable[str], nam
             f"{path} has no weights for {missing or 'nothing'} of the model, and {unused or 'nothing'} that the model "
             "has not: rename them, or load what fits with strict=False"
         )
+
+
+def _check_fits(path: Path, model: nn.Module, cached: Mapping[str, CachedLayer], there: Mapping[str, Tensor]) -> None:
+    """Before anything is set: each has a place in the model, of its shape."""
+    here = dict(model.named_parameters()) | dict(model.named_buffers())
+    shapes = {name: tuple(value.shape) for name, value in here.items()}
+    shapes |= {f"{name}.weight": (layer.num_embeddings, layer.embedding_dim) for name, layer in cached.items()}
+    for name, value in there.items():
+        if name in here and here[name].is_meta:
+            raise CheckpointError(
+                f"{name} is on the meta device, where nothing can be set: load {path} in the block of accelerate"
+            )
+        if name in shapes and tuple(value.shape) != shapes[name]:
+            raise CheckpointError(
+                f"{name} has shape {tuple(value.shape)} in {path}, and {shapes[name]} in the model: use the weights of "
+                "the same model"
+            )
 
 
 def _unwrapped(name: str) -> str:

@@ -65,9 +65,16 @@ def tensor_kind(tensor: torch.Tensor) -> Kind:
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """A copy of its numbers, row by row."""
-    octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    data: bytes = octets.numpy().tobytes()
+    data: bytes = octets(tensor).numpy().tobytes()
     return data
+
+
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    """Its numbers as octets, row by row; they may share its memory."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() < 2:  # torch calls any strides contiguous then, but does not view them as octets
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 class _Packer:

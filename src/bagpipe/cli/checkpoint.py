@@ -24,6 +24,9 @@ Place = Annotated[
 Done = Annotated[
     int | None, typer.Option(min=0, help="The checkpoint after so many iterations. Default: the last one.")
 ]
+OneOfThem = Annotated[
+    int | None, typer.Option("--done", min=0, help="Only that after so many iterations, and its bases.")
+]
 Destination = Annotated[
     Path, typer.Argument(help="A file for safetensors, a new directory for parquet.", show_default=False)
 ]
@@ -62,7 +65,7 @@ def list_checkpoints(place: Place, as_json: AsJson = False) -> None:
 
 
 @app.command("verify")
-def verify(place: Place, done: Done = None, as_json: AsJson = False) -> None:
+def verify(place: Place, done: OneOfThem = None, as_json: AsJson = False) -> None:
     """Read every byte of one checkpoint, or of all, and compare checksums; exit code 1 if one is damaged."""
     checkpoints, named = _find(place)
     wanted = done if done is not None else named

@@ -50,6 +50,7 @@ def train(
         overrides.append(f"checkpoint.every={checkpoint_every}")
     # Before PyTorch is loaded: a wrong one is refused at once.
     chosen = None if resume else load_config(config, overrides)
+    from bagpipe.errors import CheckpointError
     from bagpipe.job import discard, prepare
     from bagpipe.resuming import has_checkpoint
     from bagpipe.training import train
@@ -59,10 +60,12 @@ def train(
     try:
         with progress(job.iterations, f"training {job.config.model.name}") as report:
             summary = train(job, report, checkpoint)
-    except BaseException:
+    except BaseException as error:
         if has_checkpoint(job.run_dir):
             errors.print(f"go on from the last checkpoint with: bagpipe train --resume {job.run_dir}", markup=False)
-        else:
+            if isinstance(error, CheckpointError) and checkpoint is not None:
+                errors.print(f"or from the one before, after you have moved {checkpoint} away", markup=False)
+        elif not resume:  # which may be another process's
             discard(job.run_dir)  # training may not have begun
         raise
     if as_json:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bagpipe.errors import CheckpointError, ModelError
 
@@ -171,7 +172,11 @@ def set_tensors(here: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None
 def dense_parameters(model: nn.Module, without: Iterable[nn.Module] = ()) -> dict[str, Tensor]:
     """The parameters of a model by name, but for those of some of its layers."""
     left_out = {id(value) for layer in without for value in layer.parameters()}
-    return {name: value for name, value in model.named_parameters() if id(value) not in left_out}
+    found: dict[str, Tensor] = {name: value for name, value in model.named_parameters() if id(value) not in left_out}
+    for name, value in found.items():
+        if is_lazy(value):
+            raise CheckpointError(f"parameter {name!r} has no shape yet: call the model once before it is kept")
+    return found
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
