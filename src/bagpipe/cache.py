@@ -29,6 +29,7 @@ Slots = npt.NDArray[np.int32]
 
 VACANT = -1
 UNLIMITED = 2**62
+ALIGNMENT = 64
 
 
 class TableRows(NamedTuple):
@@ -84,6 +85,22 @@ def _too_small(total: int, in_bytes: bool, floor: Sequence[int], widths: Sequenc
     )
 
 
+def _zeros(slots: int, width: int, device: torch.device) -> Tensor:
+    """Zeros; on the host a page takes memory from when it is first written: policy `ideal` has slots for every row."""
+    if not is_host(device):
+        return torch.zeros(slots, width, dtype=torch.float32, device=device)
+    count = slots * width
+    try:
+        memory = np.zeros(count + ALIGNMENT // 4, np.float32)  # of PyTorch's own zeros every page is written at once
+    except MemoryError as error:
+        raise CapacityError(
+            f"a cache of {slots:,} rows of {width} floats takes {4 * count:,} bytes, more than there are: give a "
+            "smaller `cache`, or instead of policy 'ideal', which has a place for every row, another"
+        ) from error
+    first = -memory.ctypes.data % ALIGNMENT // 4
+    return torch.from_numpy(memory[first : first + count].reshape(slots, width))
+
+
 class RowCache:
     """Slots for rows, on one device."""
 
@@ -92,10 +109,7 @@ class RowCache:
         self.capacity = tuple(capacity)
         self.device = device
         self.num_bytes = sum(4 * slots * width for slots, width in zip(capacity, self.widths, strict=True))
-        self.data: list[Tensor] = [
-            torch.zeros(slots, width, dtype=torch.float32, device=device)
-            for slots, width in zip(capacity, self.widths, strict=True)
-        ]
+        self.data = [_zeros(slots, width, device) for slots, width in zip(capacity, self.widths, strict=True)]
         self.tenant_table = [np.full(slots, VACANT, np.int32) for slots in capacity]
         self.tenant_id = [np.zeros(slots, np.int64) for slots in capacity]
         self.dirty = [np.zeros(slots, np.bool_) for slots in capacity]

@@ -26,6 +26,7 @@ COLUMNS = {
     "written_rows": "written",
     "stall_fraction": "stall",
     "peak_rows": "peak slots",
+    "cache_rows": "slots",
     "loss": "loss",
     "auc": "AUC",
 }

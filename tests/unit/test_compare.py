@@ -130,14 +130,14 @@ def test_a_share_of_the_rows_is_a_cache_size(tmp_path):
 
 def row(policy, **more):
     figures = dict.fromkeys(("hit_rate", "stall_fraction", "loss", "auc"), 0.25)
-    figures |= dict.fromkeys(("samples_per_second", "fetched_rows", "written_rows", "peak_rows"), 1234)
+    figures |= dict.fromkeys(("samples_per_second", "fetched_rows", "written_rows", "peak_rows", "cache_rows"), 1234)
     return {"policy": policy} | figures | {"exact": True, "promised": True} | more
 
 
 def test_the_page_shows_every_policy_and_says_what_is_not_exact():
     none = dict.fromkeys(row("x"), None)
     rows = [
-        row("lru"),
+        row("lru", cache_rows=98765),
         row("windowed", exact=False, promised=False),
         none | {"policy": "ideal", "promised": True, "reason": "too <small>"},
     ]
@@ -146,6 +146,7 @@ def test_the_page_shows_every_policy_and_says_what_is_not_exact():
     assert "no (not promised)" in html
     assert "ideal: too &lt;small&gt;" in html
     assert html.count("<svg") == 6
+    assert ">98,765<" in html, "the slots of each"
     broken = compare_page("tiny", [row("lru", exact=False)]).html()
     assert "though promised: lru" in broken
 

@@ -29,8 +29,9 @@ SHOWN = {
     "written_rows": "written",
     "stall_fraction": "stall",
     "peak_rows": "peak",
+    "cache_rows": "slots",
 }
-HIDDEN = ("lookahead", "cache_rows", "log_loss", "reason", "promised")
+HIDDEN = ("lookahead", "log_loss", "reason", "promised")
 SHARES = ("hit_rate", "stall_fraction")
 
 
@@ -69,8 +70,10 @@ def compare(
 
 def _print(title: str, rows: list[dict[str, Any]], swept: str | None) -> None:
     names = SHOWN | ({} if swept is None else {"value": swept})
+    alike = len({row["cache_rows"] for row in rows} - {None}) <= 1
+    hidden = (*HIDDEN, "cache_rows") if alike else HIDDEN
     print_rows(
-        title, [{names.get(name, name): _shown(name, row[name]) for name in row if name not in HIDDEN} for row in rows]
+        title, [{names.get(name, name): _shown(name, row[name]) for name in row if name not in hidden} for row in rows]
     )
     for name in dict.fromkeys(row["policy"] for row in rows if not row["promised"]):
         console.print(f"{name} does not promise the reference's bits with these options", highlight=False)

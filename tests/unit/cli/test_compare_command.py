@@ -41,6 +41,21 @@ def test_a_sweep_and_a_page_can_be_had(tmp_path):
     assert "Over cache" in page.read_text()
 
 
+def found(monkeypatch, **slots):
+    """What a comparison that has found these slots would say."""
+    figures = dict.fromkeys(("samples_per_second", "hit_rate", "peak_rows"), 1) | {"exact": True, "promised": True}
+    rows = [{"policy": name, "cache_rows": count} | figures for name, count in slots.items()]
+    monkeypatch.setattr("bagpipe.compare.compare_over", lambda *_: rows)
+    return compare().stdout
+
+
+def test_slots_are_shown_where_policies_differ_in_them(monkeypatch):
+    differ = found(monkeypatch, lru=4000, ideal=123456, lfu=None)
+    assert "slots" in differ
+    assert "123,456" in differ
+    assert "slots" not in found(monkeypatch, lru=4000, lfu=None)
+
+
 def test_what_does_not_promise_exactness_is_said():
     result = compare("--policies", "windowed", "--set", "policy_options.mode=stale", cache=500)
     assert "windowed does not promise the reference's bits" in result.stdout

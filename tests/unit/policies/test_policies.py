@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
+from bagpipe.cache import ALIGNMENT, RowCache
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.oracle.lingering import LingeringSlots
 from bagpipe.oracle.lookahead import Oracle
@@ -159,3 +164,26 @@ def test_a_lingering_row_that_is_needed_again_leaves_last() -> None:
     slots.settle(np.array([0], np.int32), np.array([False]), 8)
     assert len(slots) == 0
     assert slots.pop(0, 0, 9, needed).tolist() == []
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_slots_take_memory_when_they_are_first_used() -> None:
+    """Policy `ideal` has as many as there are rows, and of most tables only a part is ever trained."""
+    before = resident_bytes()
+    cache = RowCache([64], [2_000_000], torch.device("cpu"))
+    assert cache.num_bytes == 512_000_000
+    assert resident_bytes() - before < 100_000_000
+    assert cache.data[0].data_ptr() % ALIGNMENT == 0
+    assert cache.data[0][-1].tolist() == [0.0] * 64
+    rows = np.arange(10)
+    cache.insert(0, rows, rows.astype(np.int32), np.ones((10, 64), np.float32))
+    assert cache.read(0, np.array([9, 10], np.int32)).sum(1).tolist() == [64, 0]
+
+
+def test_slots_for_more_than_there_is_memory_are_refused_with_the_size() -> None:
+    with pytest.raises(CapacityError, match=r"takes 1,024,000,000,000,000 bytes, .* smaller `cache`"):
+        RowCache([256], [10**12], torch.device("cpu"))
