@@ -133,6 +133,47 @@ def test_which_checkpoint_is_meant_must_be_clear(tmp_path):
         Run(checkpoint=every(tmp_path))
     with pytest.raises(ConfigError, match=r"checkpoint\.every is 0"):
         Checkpointing(tmp_path, every=0)
+    with pytest.raises(ConfigError, match="resume is 5"):
+        Run(checkpoint=every(tmp_path), resume=5)
+    manifest = tmp_path / "00000002" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version"', '"revision"'))
+    with pytest.raises(ConfigError, match=r"holds checkpoints of a run already, the last after 2 iterations"):
+        Run(checkpoint=every(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"directory": __file__}, "give the path of a directory"),
+        ({"directory": 3}, "give the path of a directory"),
+        ({"about": 5}, "give a dict of names"),
+        ({"about": {1: 2}}, "give a dict of names"),
+        ({"about": {"a": {1, 2}}}, "can't be noted as JSON"),
+        ({"about": {"a": float("nan")}}, "can't be noted as JSON"),
+    ],
+    ids=str,
+)
+def test_what_could_not_be_written_is_refused_at_once(tmp_path, wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        Checkpointing(**({"directory": tmp_path} | wrong))
+
+
+def test_a_parameter_without_a_shape_cannot_be_kept(tmp_path):
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.items = nn.EmbeddingBag(10, 2, mode="sum")
+            self.top = nn.LazyLinear(1)
+
+        def forward(self, batch):
+            return self.top(self.items(batch["items"]))
+
+    rows = bagpipe.optim.SGD(0.1)
+    batches = [{"items": torch.tensor([[1], [2]])}]
+    with bagpipe.accelerate(Lazy(), batches, rows, cache=10, checkpoint=Checkpointing(tmp_path)) as loop:
+        loop.attach()
+        with pytest.raises(CheckpointError, match=r"'top\.weight' has no shape yet"):
+            next(iter(loop))
     with pytest.raises(ConfigError, match=r"checkpoint\.keep is 0"):
         Checkpointing(tmp_path, keep=0)
 

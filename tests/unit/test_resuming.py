@@ -9,7 +9,7 @@ import pytest
 
 from bagpipe import resuming
 from bagpipe.config import Config, parse_config
-from bagpipe.errors import ConfigError
+from bagpipe.errors import CheckpointError, ConfigError
 
 
 def make_run(path, settings=None, ended=False, age=0):
@@ -135,3 +135,14 @@ def test_a_run_is_gone_on_with_once_at_a_time(tmp_path):
         resuming.note_config(run, parse_config({"seed": 5}))
     with resuming.holding(run):
         assert resuming.open_run(run, []).config.seed == 5
+
+
+def test_checkpoints_that_cannot_be_opened_are_not_taken_for_none(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert not resuming.has_checkpoint(run)
+    assert resuming.open_run(run, []).checkpoint is None
+    (run / "checkpoints" / "00000010").mkdir(parents=True)
+    (run / "checkpoints" / "00000010" / "manifest.json").write_text('{"version": 2}')
+    assert resuming.has_checkpoint(run)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints can be opened: .*00000010"):
+        resuming.open_run(run, [])

@@ -156,6 +156,31 @@ def test_a_base_that_is_another_than_it_was_is_refused():
     assert numbers(checkpoints) == [10]
 
 
+def test_two_runs_in_one_directory_are_noticed_before_their_rows_mix():
+    checkpoints, world = run([10], keep=9)
+    other, theirs = opened(disk=checkpoints.disk, keep=9), World(rows=8)
+    theirs.train(10, share=1)
+    save(other, theirs)
+    world.train(20)
+    with pytest.raises(CheckpointError, match="00000010 is another run's by now: give each run a directory of its own"):
+        save(checkpoints, world)
+    theirs.train(20)
+    assert load(save(other, theirs)) == theirs.state()
+
+
+def test_directories_of_others_with_numbers_for_names_stay(tmp_path):
+    photo = tmp_path / "20240101" / "photo.jpg"
+    photo.parent.mkdir()
+    photo.touch()
+    checkpoints, world = opened(tmp_path, keep=1, full_every=1), World()
+    for done in (10, 20):
+        world.train(done)
+        save(checkpoints, world)
+    assert checkpoints.prune() == []
+    assert photo.exists()
+    assert numbers(checkpoints) == [20]
+
+
 def test_one_of_other_tables_can_not_build_on_it():
     checkpoints, world = run([10], keep=9)
     other = msgspec.structs.replace(TABLES[0], optimizer="sgd")
@@ -281,7 +306,9 @@ def test_a_directory_is_made_with_its_parents_and_a_file_in_its_place_is_refused
         opened(tmp_path / "file").begin(1)
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"full_every": 0}, {"compress": "gzip"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"keep": 0}, {"keep": 2.5}, {"keep": "3"}, {"full_every": 0}, {"compress": "gzip"}], ids=str
+)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=f"checkpoint.{next(iter(options))}"):
         Checkpoints(DIRECTORY, **options)

@@ -213,6 +213,15 @@ def test_parquet_has_the_rows_that_were_trained(tmp_path, state, monkeypatch):
         export_parquet(checkpoint, tmp_path / "out")
 
 
+def test_an_export_of_a_damaged_checkpoint_leaves_nothing(tmp_path):
+    checkpoint, _ = saved(tmp_path / "c", range(9))
+    for path in checkpoint.directory.glob("rows*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError):
+        export_parquet(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_parquet_takes_any_name_and_any_id(tmp_path):
     entry = changed(name="../wörd/é", rows=None, layers=("id", "state"))
     checkpoint, _ = saved(tmp_path / "c", [-(2**63), 2**63 - 1], entry)
@@ -262,6 +271,21 @@ def torchrec(state):
     renamed = {"net.deep.weight": "deep", "wide.weight": "wide"}
     prefix = "sparse_arch.embedding_bag_collection.embedding_bags"
     return {f"{prefix}.{renamed[k]}.weight" if k in renamed else k: v for k, v in state.items()}
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_set(tmp_path):
+    wrong = weights()
+    wrong["wide.weight"] = wrong["wide.weight"][1:]
+    path = written(tmp_path / "a.safetensors", wrong)
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"wide\.weight has shape .* in the model: use the weights of the same"):
+        load_weights(model, path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.wide.to_empty(device="meta")
+    with pytest.raises(CheckpointError, match=r"wide\.weight is on the meta device"):
+        load_weights(model, written(tmp_path / "b.safetensors", weights()))
+    assert all(torch.equal(value, before[name]) for name, value in model.net.state_dict(prefix="net.").items())
 
 
 def test_the_names_of_torchrec_are_understood(tmp_path):

@@ -219,3 +219,9 @@ def test_a_header_that_does_not_fit_its_data_is_refused(header):
     text = header.encode("latin-1")
     with pytest.raises(CheckpointError, match="is not a file of tensors"):
         unpack_tree(len(text).to_bytes(8, "little") + text + b"\0\0\0\0")
+
+
+def test_tensors_of_one_number_or_none_come_back_whatever_their_strides():
+    grid = torch.arange(12.0).reshape(3, 4)
+    for tensor in (grid[:1, 0], grid[:0, 0], grid[1:2, 2:3], grid[:1, 0].to(torch.bfloat16)):
+        assert torch.equal(unpack_tree(pack_tree({"a": tensor}))["a"], tensor)

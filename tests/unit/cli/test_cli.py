@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from bagpipe.cli import main
+from bagpipe.config import load_config
+from bagpipe.resuming import holding, note_config
 
 CONTRACT = {
     *("iterations", "samples", "samples_per_second", "loss", "auc", "hit_rate", "stall_fraction", "lookahead"),
@@ -224,3 +226,14 @@ def test_benchmarks_and_presets_can_be_listed(bagpipe):
     assert {"generator", "reader"} <= set(names)
     presets = [row["preset"] for row in json.loads(bagpipe("data", "presets", "--json").stdout)]
     assert {"tiny", "criteo-kaggle-like", "criteo-terabyte-like"} <= set(presets)
+
+
+def test_a_run_that_is_still_going_stays_when_somebody_tries_to_resume_it(bagpipe, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    note_config(run, load_config(None, TINY[1::2]))
+    with holding(run):
+        result = bagpipe("train", "--resume", run)
+    assert result.returncode == 1
+    assert "still going" in result.stderr
+    assert (run / "config.json").exists()
