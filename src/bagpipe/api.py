@@ -116,20 +116,23 @@ def accelerate(
     if not isinstance(loader, Iterable):
         raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
     options = as_options(policy_options)
-    if check and not make_policy(policy, options).exact:
+    exact = make_policy(policy, options).exact
+    if check and not exact:
         raise ConfigError(f"policy {policy!r} with these options reads old rows, which check stops at: leave one out")
     for name, value in (("epochs", epochs), ("accumulate", accumulate), ("depth", depth)):
         _at_least(name, value, 1)
     _at_least("seed", seed, 0)
     if lookahead != "auto":
         _at_least("lookahead", lookahead, 1)
+    if policy == "nocache" and lookahead not in ("auto", 1):
+        raise ConfigError(f"policy 'nocache' keeps nothing, so lookahead ({lookahead}) says nothing: leave it out")
     if threads is not None:
         _at_least("threads", threads, 1)
     size = cache_size(cache)
     resident_bytes_max = memory_of_files(store, store_memory)
     launch = current()
     if launch is not None and launch.trainers > 1:
-        _refuse_with_several(check)
+        _refuse_with_several(launch.trainers, check, exact)
         source = open_loader(launch, loader, epochs, accumulate)
     else:
         source = Source(loader, epochs, accumulate)
@@ -286,9 +289,11 @@ def _wanted(layout: RowLayout) -> str:
     return f"{label(layout)}, lr {lr}, {settings}, after {optimizer.updates} updates"
 
 
-def _refuse_with_several(check: bool) -> None:
+def _refuse_with_several(trainers: int, check: bool, exact: bool) -> None:
     if check:
         raise ConfigError("check=True follows the rows of one trainer: leave it out where there are several")
+    if not exact:
+        raise ConfigError(f"policy option mode 'stale' is for one trainer, not {trainers}: use 'strict'")
 
 
 def _refuse_held_parameters(binding: Binding) -> None:

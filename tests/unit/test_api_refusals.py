@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 import bagpipe
+from bagpipe.cluster.context import Launch
+from bagpipe.config import parse_config
 from bagpipe.embedding import CachedLayer
 from bagpipe.errors import (
     BatchError,
@@ -113,6 +115,41 @@ def test_optimizers_of_unknown_tables_and_iterators_for_several_epochs_are_refus
         bagpipe.accelerate(make_net(), make_batches(), rows)
     with pytest.raises(ConfigError, match=r"epochs is 2.*can be read once"):
         bagpipe.accelerate(make_net(), iter(make_batches()), adagrad(), epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": ["lru"]}, r"no policy \['lru'\]: choose one of lookahead"),
+        ({"policy": "fifo"}, "no policy 'fifo'"),
+        ({"policy": "nocache", "lookahead": 5}, r"'nocache' keeps nothing, so lookahead \(5\) says nothing"),
+    ],
+)
+def test_policies_that_can_not_be_are_refused_before_a_batch_is_read(options, message):
+    net, read = make_net(), []
+
+    class Read(list):
+        def __iter__(self):
+            read.append(True)
+            return super().__iter__()
+
+    with pytest.raises(ConfigError, match=message):
+        bagpipe.accelerate(net, Read(make_batches()), adagrad(), **options)
+    assert not read
+    assert_untouched(net)
+
+
+def test_nocache_may_be_told_that_it_reads_no_batch_ahead():
+    start(policy="nocache", lookahead=1)[2].close()
+
+
+def test_a_policy_that_reads_old_rows_is_refused_with_several_trainers(monkeypatch):
+    launch = Launch(parse_config({}), (), b"", None, trainers=3)
+    monkeypatch.setattr("bagpipe.api.current", lambda: launch)
+    net, stale = make_net(), {"policy": "windowed", "policy_options": {"mode": "stale"}}
+    with pytest.raises(ConfigError, match="mode 'stale' is for one trainer, not 3: use 'strict'"):
+        bagpipe.accelerate(net, make_batches(), adagrad(), **stale)
+    assert_untouched(net)
 
 
 def test_a_table_larger_than_its_layer_is_refused():

@@ -35,7 +35,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 def make_policy(name: str, options: PolicyOptions = DEFAULTS) -> Policy:
     """A policy by its name."""
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"there is no policy {name!r}: choose one of {', '.join(POLICIES)}")
     policy = POLICIES[name]()
     policy.options, policy.exact = options, policy.is_exact(options)
