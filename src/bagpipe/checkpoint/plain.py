@@ -31,19 +31,23 @@ _WRAPPERS = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before every name."""
 _NESTED = ("state_dict", "model_state_dict", "model")
 """Where programs put the weights beside other things."""
+_TORCH_STARTS = (b"PK", b"\x80\x02")
+"""Of files of torch.save: zip files, and before release 1.6 pickles."""
 _TORCHREC = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight\Z")
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a file by name: safetensors, or what torch.save has written (.pt, .pth, .bin)."""
     path = Path(path)
-    with failing("reading", path):
-        path.open("rb").close()
+    with failing("reading", path), path.open("rb") as file:
+        start = file.read(2)
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path} is not a safetensors file ({error}): check what wrote it") from error
+    if start not in _TORCH_STARTS:
+        raise CheckpointError(f"{path} is not a file of torch.save: check what wrote it")
     found = _load(path)
     while isinstance(found, Mapping) and not all(isinstance(value, Tensor) for value in found.values()):
         inner = next((found[name] for name in _NESTED if isinstance(found.get(name), Mapping)), None)

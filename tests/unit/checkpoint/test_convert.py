@@ -266,6 +266,13 @@ def test_a_state_dict_beside_other_things_or_of_an_old_release_is_found(tmp_path
     assert torch.equal(read_weights(tmp_path / "old.pt")["wide.weight"], weights()["wide.weight"])
 
 
+@pytest.mark.parametrize("data", [b"", b"no weights at all", b"\x80\x04K\x01."])
+def test_what_torch_did_not_save_is_told_from_what_is_not_read(tmp_path, data):
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"is not a file of torch\.save"):
+        read_weights(tmp_path / "a.pt")
+
+
 def torchrec(state):
     """The names that TorchRec's EmbeddingBagCollection has for the tables `deep` and `wide`."""
     renamed = {"net.deep.weight": "deep", "wide.weight": "wide"}
