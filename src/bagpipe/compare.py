@@ -7,6 +7,7 @@ moved, hit rates and peaks do not.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -151,6 +152,8 @@ def _with_cache(job: Job, value: str) -> Job:
         return _changed(job, cache=int(value) if value.isdecimal() else value)
     sizes = [table.rows for table in job.train.tables]
     share = _number("cache", value[:-1]) / 100
+    if not 0 < share < math.inf:
+        raise ConfigError(f"cache {value!r} in --sweep: give a share of the rows above 0%, such as 2%")
     if None in sizes:
         unsized = next(table.name for table in job.train.tables if table.rows is None)
         raise ConfigError(f"cache {value}: table {unsized!r} has no known size: give rows or bytes instead")

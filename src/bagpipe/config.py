@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from bagpipe import optim
 from bagpipe.errors import ConfigError
 from bagpipe.optim import RowOptimizer
-from bagpipe.policy_options import PolicyOptions
+from bagpipe.policy_options import WAYS_MAX, PolicyOptions
 from bagpipe.store.residency import RESIDENT_BYTES_MIN
 
 if sys.version_info >= (3, 11):
@@ -183,7 +183,7 @@ class PolicyOptionsConfig(Section):
     """Which row leaves first of those that are not held (scratchpipe)."""
     pipelined: bool = True
     """Off: each iteration's rows are fetched after the iteration before has been written back (every policy)."""
-    ways: Positive = 16
+    ways: Annotated[int, Field(ge=1, le=WAYS_MAX)] = 16
     """Places in the cache that a row of a large table can be in (windowed)."""
     mode: Literal["strict", "stale"] = "strict"
     """stale, as published: rows are read without waiting for their last write-back, so that updates can be lost and the

@@ -30,14 +30,12 @@ class PolicyOptions:
     """Fixes what is drawn at random (scratchpipe with replacement random, windowed)."""
 
     def __post_init__(self) -> None:
-        for name, least in (("sample", 1), ("ways", 1), ("seed", 0)):
+        for name, least, most, reason in BOUNDS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"policy option {name} is {value!r}: give a whole number, at least {least}")
-        if self.sample > SAMPLE_MAX:
-            raise ConfigError(
-                f"policy option sample is {self.sample}: give at most {SAMPLE_MAX}, as its batches lie in memory"
-            )
+            if value > most:
+                raise ConfigError(f"policy option {name} is {value}: give at most {most}{reason}")
         for name, allowed in (("replacement", get_args(Replacement)), ("mode", get_args(Mode))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
@@ -48,6 +46,13 @@ class PolicyOptions:
 
 
 SAMPLE_MAX = 4096
+WAYS_MAX = 4096
+SEED_MAX = 2**63 - 1
+BOUNDS = (
+    ("sample", 1, SAMPLE_MAX, ", as its batches lie in memory"),
+    ("ways", 1, WAYS_MAX, ", as all of a set are looked at for each row"),
+    ("seed", 0, SEED_MAX, ""),
+)
 DEFAULTS = PolicyOptions()
 
 
@@ -55,6 +60,8 @@ def as_options(given: PolicyOptions | Mapping[str, Any] | None) -> PolicyOptions
     """Options, however they were given."""
     if given is None or isinstance(given, PolicyOptions):
         return given or DEFAULTS
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"policy_options is {given!r}: give a mapping such as {{'sample': 32}}, or PolicyOptions")
     known = [field.name for field in fields(PolicyOptions)]
     for name in given:
         if name not in known:

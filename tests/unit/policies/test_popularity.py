@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
 from bagpipe.oracle.batch import CutIds
 from bagpipe.oracle.lookahead import Oracle
@@ -126,9 +127,14 @@ def test_options_are_checked_by_name() -> None:
         ({"sample": 0}, "sample is 0"),
         ({"sample": 5000}, "at most 4096"),
         ({"ways": True}, "ways is True"),
+        ({"ways": 2**62}, f"ways is {2**62}: give at most 4096"),
+        ({"seed": 2**63}, f"seed is {2**63}: give at most {2**63 - 1}"),
+        ("foo", "policy_options is 'foo': give a mapping"),
         ({"replacement": "fifo"}, "replacement is 'fifo': choose one of lru, lfu, random"),
         ({"mode": "lazy"}, "mode is 'lazy'"),
         ({"pipelined": 1}, "pipelined is 1"),
     ):
         with pytest.raises(ConfigError, match=message):
-            as_options(wrong)
+            as_options(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"policy_options\.ways: .*4096"):
+        parse_config({"policy_options": {"ways": 4097}})
