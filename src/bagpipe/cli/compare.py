@@ -10,6 +10,7 @@ import typer
 
 from bagpipe.cli.output import AsJson, Settings, console, print_json, print_rows, progress
 from bagpipe.cli.train import ConfigPath
+from bagpipe.errors import ConfigError
 
 Policies = Annotated[str | None, typer.Option(metavar="A,B,...", help="Which policies; all of them if not given.")]
 SweepOver = Annotated[
@@ -53,19 +54,33 @@ def compare(
 
     names = chosen(None if policies is None else [name.strip() for name in policies.split(",")])
     swept = None if sweep is None else parse_sweep(sweep)
+    if html is not None:
+        _require_writable(html)
     with tempfile.TemporaryDirectory(prefix="bagpipe-compare-") as directory:
         job = prepare(configured, Path(directory) / "run")
         points = [Point(job)] if swept is None else points_of(job, swept)
         with progress(num_iterations(points, names), "training") as report:
             rows = compare_over(points, names, report)
     title = f"{job.config.model.name} on {job.source}, {job.iterations} iterations"
-    if html is not None:
-        compare_page(title, rows, swept).save(html)
     if as_json:
         print_json(rows)
     else:
         _print(title, rows, None if swept is None else swept.name)
+    if html is not None:
+        compare_page(title, rows, swept).save(html)
     raise typer.Exit(1 if any(map(_is_broken, rows)) or all("reason" in row for row in rows) else 0)
+
+
+def _require_writable(path: Path) -> None:
+    """Before hours of training, not after."""
+    there = path.exists()
+    try:
+        with path.open("a"):  # what is there stays, should training fail
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--html {path} can't be written ({error.strerror}): choose another file") from error
 
 
 def _print(title: str, rows: list[dict[str, Any]], swept: str | None) -> None:

@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from bagpipe.cli import app
 from bagpipe.errors import ConfigError
+from bagpipe.observe.page import Page
 
 CONTRACT = {"policy", "samples_per_second", "hit_rate", "fetched_rows", "written_rows", "stall_fraction", "exact"}
 SETTINGS = ["data.preset=tiny", "data.samples=800", "model.name=wide_deep", "model.dim=4", "batch_size=128"]
@@ -39,6 +40,42 @@ def test_a_sweep_and_a_page_can_be_had(tmp_path):
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line[1] for line in lines if line[:1] == ["lru"]] == ["500", "900"]
     assert "Over cache" in page.read_text()
+
+
+def never(*_):
+    raise AssertionError("it has begun to train")
+
+
+def test_a_page_that_can_not_be_written_is_refused_before_anything_is_trained(monkeypatch, tmp_path):
+    monkeypatch.setattr("bagpipe.compare.compare_over", never)
+    for path in (tmp_path / "nowhere" / "page.html", tmp_path):
+        with pytest.raises(ConfigError, match=r"can't be written .*: choose another file"):
+            compare("--html", str(path))
+
+
+def test_the_page_of_before_stays_as_long_as_training_may_fail(monkeypatch, tmp_path):
+    monkeypatch.setattr("bagpipe.compare.compare_over", never)
+    earlier = tmp_path / "page.html"
+    earlier.write_text("earlier")
+    for name in ("page.html", "new.html"):
+        with pytest.raises(AssertionError, match="begun to train"):
+            compare("--html", str(tmp_path / name))
+    assert earlier.read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [earlier]
+
+
+def test_the_table_is_shown_even_if_the_page_can_not_be_saved_in_the_end(monkeypatch, tmp_path):
+    def full(page, path):
+        raise ConfigError(f"{path} can't be written (no space)")
+
+    monkeypatch.setattr("bagpipe.observe.page.Page.save", full)
+    monkeypatch.setattr("bagpipe.compare.compare_over", lambda *_: [])
+    monkeypatch.setattr("bagpipe.compare_page.compare_page", lambda *_: Page("", ""))
+    shown = []
+    monkeypatch.setattr("bagpipe.cli.compare._print", lambda *_: shown.append(True))
+    with pytest.raises(ConfigError, match="no space"):
+        compare("--html", str(tmp_path / "page.html"))
+    assert shown == [True]
 
 
 def found(monkeypatch, **slots):
