@@ -68,7 +68,7 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def points_of(job: Job, sweep: Sweep) -> list[Point]:
-    """The job once for each value; all of them train the same number of samples."""
+    """The job once for each value; all of them train the same samples, and other batches fill up their last one."""
     turn = {"cache": _with_cache, "lookahead": _with_lookahead, "batch": _with_batch, "skew": _with_skew}[sweep.name]
     return [Point(turn(job, value), value) for value in sweep.values]
 
@@ -167,8 +167,10 @@ def _with_lookahead(job: Job, value: str) -> Job:
 def _with_batch(job: Job, value: str) -> Job:
     if not value.isdecimal() or not int(value):
         raise ConfigError(f"batch {value!r} in --sweep: give a number of samples, at least 1")
-    iterations = max(1, round(job.iterations * job.config.batch_size / int(value)))
-    return replace(_changed(job, batch_size=int(value)), iterations=iterations)
+    size, an_epoch = int(value), job.train.num_samples
+    epochs, rest = divmod(job.samples_of(job.iterations), an_epoch)
+    iterations = epochs * -(-an_epoch // size) + -(-rest // size)  # batches end with their epoch
+    return replace(_changed(job, batch_size=size), iterations=iterations)
 
 
 def _with_skew(job: Job, value: str) -> Job:

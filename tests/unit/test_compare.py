@@ -92,10 +92,22 @@ def test_a_sweep_repeats_the_comparison_with_each_value(job):
 
 def test_other_batches_and_other_skew_are_compared_with_a_reference_of_their_own(job):
     small, large = points_of(job, parse_sweep("batch=64,256"))
-    assert (small.job.iterations, large.job.iterations) == (2 * job.iterations, round(job.iterations / 2))
+    assert (small.job.iterations, job.iterations, large.job.iterations) == (17, 9, 5)
     rows, _ = swept(job, "skew=0.9,0.01", ["lru"])
     assert all(row["exact"] for row in rows)
     assert rows[0]["fetched_rows"] < rows[1]["fetched_rows"]
+
+
+@pytest.mark.parametrize("length", [{}, {"epochs": 3}, {"iterations": 5}, {"iterations": 13}], ids=str)
+def test_a_sweep_of_batches_trains_the_samples_of_the_job(tmp_path, length):
+    job = prepare(parse_config(SETTINGS | length), tmp_path / "run")
+    wanted = job.samples_of(job.iterations)
+    for point in points_of(job, parse_sweep("batch=7,64,128,1000,1500,5000")):
+        found = sum(len(batch.labels) for batch in point.job.batches())
+        assert found == point.job.samples_of(point.job.iterations)
+        assert wanted <= found < wanted + point.job.config.batch_size, point.value
+        assert found == wanted or "iterations" in length, "whole epochs are the same with all batches"
+        assert point.job.samples_of(point.job.iterations - 1) < wanted, "no iteration too many"
 
 
 def test_lookahead_can_be_swept(job):

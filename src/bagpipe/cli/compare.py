@@ -61,7 +61,9 @@ def compare(
         points = [Point(job)] if swept is None else points_of(job, swept)
         with progress(num_iterations(points, names), "training") as report:
             rows = compare_over(points, names, report)
-    title = f"{job.config.model.name} on {job.source}, {job.iterations} iterations"
+    of_batches = swept is not None and swept.name == "batch"
+    trained = f"{job.samples_of(job.iterations):,} samples" if of_batches else f"{job.iterations} iterations"
+    title = f"{job.config.model.name} on {job.source}, {trained}"
     if as_json:
         print_json(rows)
     else:

@@ -86,6 +86,13 @@ def found(monkeypatch, **slots):
     return compare().stdout
 
 
+def test_the_title_of_a_sweep_of_batches_tells_samples_as_iterations_differ(monkeypatch):
+    rows = [{"policy": "lru", "value": size, "cache_rows": 1, "exact": True, "promised": True} for size in "12"]
+    monkeypatch.setattr("bagpipe.compare.compare_over", lambda *_: rows)
+    assert "on tiny, 720 samples\n" in compare("--sweep", "batch=1,2").stdout
+    assert "on tiny, 6 iterations\n" in compare("--sweep", "cache=1,2").stdout
+
+
 def test_slots_are_shown_where_policies_differ_in_them(monkeypatch):
     differ = found(monkeypatch, lru=4000, ideal=123456, lfu=None)
     assert "slots" in differ
