@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerated.py"
+RESUMED = EXAMPLE.with_name("resumed.py")
 
 
 def launch(tmp_path, script, *words):
@@ -127,3 +128,30 @@ def test_trainers_that_leave_together_end_well_and_one_that_leaves_alone_ends_al
     assert done.returncode == code, done.stderr
     logs = "".join(path.read_text() for path in (tmp_path / "run").rglob("*.log"))
     assert said in done.stdout + done.stderr + logs
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_script_goes_on_from_its_checkpoints_in_a_second_launch_with_other_servers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def resumed(run, servers, *words):
+        words = ("--run-dir", run, "--servers", servers, *words)
+        return bagpipe("launch", "--trainers", "2", "--trainer-cores", "1", *words)
+
+    def printed(done):
+        return [line for line in done.stdout.splitlines() if " INFO " not in line]
+
+    refused = resumed("refused", "2", str(RESUMED), "kept", "parts.out")
+    assert refused.returncode == 1
+    assert "with --checkpoints DIR" in refused.stderr
+    whole = resumed("whole", "2", "--checkpoints", "all", str(RESUMED), "all/of/one", "whole.out")
+    assert whole.returncode == 0, whole.stderr
+    begins, *losses = printed(whole)
+    assert (begins, len(losses)) == ("begins", 3)
+    first = resumed("first", "2", str(RESUMED), "first/checkpoints", "parts.out", "27")
+    assert first.returncode == 3, first.stderr
+    second = resumed("second", "3", "--checkpoints", "first", str(RESUMED), "first/checkpoints", "parts.out")
+    assert second.returncode == 0, second.stderr
+    assert printed(second) == ["goes on after 20 iterations", *losses[1:]]
+    assert Path("parts.out").read_bytes() == Path("whole.out").read_bytes()

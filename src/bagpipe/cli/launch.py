@@ -33,6 +33,10 @@ TrainerGpus = Annotated[float, typer.Option(min=0.0, help="What each trainer res
 ResumedRun = Annotated[
     Path | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
 ]
+ScriptCheckpoints = Annotated[
+    Path | None,
+    typer.Option("--checkpoints", metavar="DIR", help="Where a script keeps its checkpoints; RUN/checkpoints."),
+]
 Script = Annotated[
     list[str] | None,
     typer.Argument(
@@ -52,6 +56,7 @@ def launch(
     interface: Interface = None,
     run_dir: RunDirectory = None,
     resume: ResumedRun = None,
+    checkpoints: ScriptCheckpoints = None,
     server_memory: ServerMemory = None,
     server_cores: ServerCores = 1.0,
     trainer_cores: TrainerCores = None,
@@ -82,6 +87,7 @@ def launch(
         resumed=resumed,
         script=Path(script[0]) if script else None,
         arguments=tuple(script[1:]) if script else (),
+        checkpoints=checkpoints,
         server_memory=memory,
         server_cores=server_cores,
         trainer_cores=trainer_cores,

@@ -262,7 +262,9 @@ class RayCrew(ABC, Generic[ResultT]):
         rows, recover = self.run_dir / "rows" / f"server-{number}", config.recovery.restarts_max > 0
         if rows.exists():
             shutil.rmtree(rows)  # of a process that is gone; the journal has what counts
-        limit = config.store_memory
+        limit, own = config.store_memory, self.checkpoints
+        # The run's own first: it was empty, and one who comes back finds nothing there that is of another run.
+        places = [own] if request.checkpoints is None else [own, request.checkpoints.resolve()]
         return ServerOptions(
             address=self.host(need.role),
             server=number,
@@ -275,7 +277,7 @@ class RayCrew(ABC, Generic[ResultT]):
             generation=self._generation,
             journal=str(self.run_dir / "journal" / f"server-{number}") if recover else None,
             history_max=memory_bytes("recovery.history", config.recovery.history) if recover else None,
-            checkpoints=(str(self.checkpoints),),
+            checkpoints=tuple(map(str, places)),
         )
 
 

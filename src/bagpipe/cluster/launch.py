@@ -80,7 +80,7 @@ def launch(
         except BaseException as error:
             _keep_logs(run_dir, not isinstance(error, Exception))
             if has_checkpoint(run_dir):
-                tell(f"go on from the last checkpoint with: bagpipe launch --resume {run_dir}")
+                tell(f"go on from the last checkpoint with: bagpipe launch {_way_on(request, run_dir)}")
             raise
         logs.finish()
         return launched
@@ -142,6 +142,13 @@ def _own_cores(request: Request) -> float:
     """All roles share this machine, as threads of one process do; only each trainer by itself is held to its cores."""
     trainers = request.trainers * min(request.threads, len(os.sched_getaffinity(0)))
     return trainers + request.servers * request.server_cores + 1 + request.processors
+
+
+def _way_on(request: Request, run_dir: Path) -> str:
+    """With which words a run that failed goes on from its directory; a script has to be told where it kept them."""
+    return (
+        f"--resume {run_dir}" if request.script is None else f"--checkpoints {run_dir / CHECKPOINTS} {request.script}"
+    )
 
 
 def _keep_logs(run_dir: Path, nothing: bool) -> None:

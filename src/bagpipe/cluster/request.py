@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.config import Config
 from bagpipe.errors import ConfigError
 from bagpipe.recovery import BEGINNING, Point
@@ -30,6 +31,8 @@ class Request:
     script: Path | None = None
     """Run by the trainer in place of the configuration's model and data."""
     arguments: tuple[str, ...] = ()
+    checkpoints: Path | None = None
+    """Where a script may keep checkpoints, in or below; it may do so in the run's own directory of them anyway."""
     server_memory: int | None = None
     """Bytes: reserved, and the most that a server takes. None: no limit, and a little is reserved."""
     server_cores: float = 1.0
@@ -48,6 +51,24 @@ class Request:
             raise ConfigError(
                 f"--resume {self.resumed.directory} and the script {self.script}: a script goes on from its own "
                 "checkpoints, with bagpipe.accelerate(..., checkpoint=..., resume='auto')"
+            )
+        if self.checkpoints is not None:
+            self._check_checkpoints(self.checkpoints)
+
+    def _check_checkpoints(self, directory: Path) -> None:
+        if self.script is None:
+            raise ConfigError(
+                f"--checkpoints {directory} goes with a script: checkpoints of a configuration are in RUN/{CHECKPOINTS}"
+            )
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"--checkpoints {directory} is a file: give a directory, which need not be there yet")
+        if self.run_dir is None:
+            return
+        run, own = self.run_dir.resolve(), self.run_dir / CHECKPOINTS
+        if directory.resolve().is_relative_to(run) and directory.resolve() != run / CHECKPOINTS:
+            raise ConfigError(
+                f"--checkpoints {directory} is in the directory of the run, {self.run_dir}, of which only logs and "
+                f"{CHECKPOINTS} stay if it fails: give another, or leave it out and use {own}"
             )
 
     @property

@@ -143,7 +143,7 @@ class Shard:
         allowed_ones = ", ".join(map(str, self._recording.checkpoints)) or "none"
         raise StoreError(
             f"checkpoints in {directory!r}: server {self._number_of[0]} was told at its start to use only what is in "
-            f"or below {allowed_ones}"
+            f"or below {allowed_ones}: start bagpipe launch, or bagpipe server, with --checkpoints DIR"
         )
 
     # Marks

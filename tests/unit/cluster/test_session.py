@@ -6,12 +6,19 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 import pytest
 
 from bagpipe.cluster import session
+from bagpipe.cluster.crew import ScriptCrew
+from bagpipe.cluster.launch import _way_on
 from bagpipe.cluster.request import Request
 from bagpipe.cluster.session import exit_codes_kept, join
+from bagpipe.cluster.settings import Wiring
+from bagpipe.cluster.watch import Watch
 from bagpipe.config import parse_config
 from bagpipe.errors import ClusterError, ConfigError
 
@@ -81,6 +88,41 @@ def test_a_launch_has_at_least_one_of_each_role(wrong):
 def test_a_script_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no script .*train.py"):
         Request(parse_config({}), script=tmp_path / "train.py")
+
+
+def test_checkpoints_elsewhere_are_for_scripts_and_not_where_a_run_that_fails_removes_them(tmp_path):
+    script, run = tmp_path / "train.py", tmp_path / "run"
+    script.touch()
+    for place in (tmp_path / "kept", run / "checkpoints", tmp_path):
+        Request(parse_config({}), script=script, run_dir=run, checkpoints=place)
+    for place in (run, run / "kept", tmp_path / "kept" / ".." / "run" / "logs"):
+        with pytest.raises(ConfigError, match=r"is in the directory of the run, .* use .*run/checkpoints"):
+            Request(parse_config({}), script=script, run_dir=run, checkpoints=place)
+    with pytest.raises(ConfigError, match=r"train.py is a file"):
+        Request(parse_config({}), script=script, checkpoints=script)
+    with pytest.raises(ConfigError, match=r"kept goes with a script"):
+        Request(parse_config({}), checkpoints=tmp_path / "kept")
+
+
+def test_the_servers_of_a_script_may_use_its_checkpoints_beside_those_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.touch()
+    for place, more in ((None, ()), (Path("kept"), (str(tmp_path / "kept"),))):
+        request = Request(parse_config({}), script=script, checkpoints=place)
+        crew = ScriptCrew(request, ModuleType("ray"), cast(Watch, None), tmp_path / "run")
+        crew.wiring = Wiring(bytes(16), None, None)
+        monkeypatch.setattr(crew, "host", lambda _: "127.0.0.1:0")
+        options = crew._server_options(0)
+        options.check()
+        assert options.checkpoints == (str(tmp_path / "run" / "checkpoints"), *more)
+
+
+def test_a_script_that_failed_is_told_another_way_on_than_a_configuration(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert _way_on(Request(parse_config({})), Path("run")) == "--resume run"
+    assert _way_on(Request(parse_config({}), script=script), Path("run")) == f"--checkpoints run/checkpoints {script}"
 
 
 def test_the_trainer_has_the_threads_that_are_configured():
