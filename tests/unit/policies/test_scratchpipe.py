@@ -151,6 +151,12 @@ def test_without_a_pipeline_every_fetch_waits_for_the_iteration_before() -> None
     assert any((plan.fetch.after < plan.iteration - 1).any() for plan in pipelined)
 
 
+def test_without_a_pipeline_no_row_is_held() -> None:
+    batches = [[row] for row in (0, 1, 2, 3, 4, 5, 6, 0)]
+    assert plans_of(batches, 6)[6].victims.ids.tolist() == [1], "the next batch holds row 0"
+    assert plans_of(batches, 6, pipelined=False)[6].victims.ids.tolist() == [0], "used longest ago"
+
+
 def test_random_victims_depend_on_the_seed_only() -> None:
     batches = some_batches(5)
     victims = [

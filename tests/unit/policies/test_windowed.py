@@ -100,6 +100,26 @@ def test_nothing_that_the_window_uses_leaves_before_its_end() -> None:
     assert gone > 50
 
 
+def test_a_window_ends_before_the_first_batch_of_the_next() -> None:
+    oracle, layout = made(64, lookahead=2, ways=1)
+    rival = 5 + int(layout.sets[0])
+    taken = plans_of(oracle, [[1], [5], [2], [rival], [5], [1]])[3]
+    assert taken.victims.ids.tolist() == [5], "its next use is in the window after this one"
+    assert (taken.rows.slots < layout.end).all()
+    oracle, _ = made(64, lookahead=2, ways=1)
+    kept = plans_of(oracle, [[1], [5], [rival], [5], [2], [1]])[2]
+    assert kept.victims.ids.tolist() == [], "its next use is the last batch of this window"
+    assert (kept.rows.slots >= layout.end).all()
+
+
+def test_every_iteration_draws_anew() -> None:
+    oracle, layout = made(400, lookahead=1, ways=8)
+    sets = int(layout.sets[0])
+    plans = plans_of(oracle, [[5 + number * sets] for number in range(40)])
+    first = int(layout.firsts[0]) + 5 * 8
+    assert {int(slot) for plan in plans for slot in plan.rows.slots} == set(range(first, first + 8)), "all ways"
+
+
 def test_conflicts_that_exceed_the_victim_table_take_what_is_needed_last() -> None:
     oracle, layout = made(16, lookahead=3, ways=1)
     sets = int(layout.sets[0])
