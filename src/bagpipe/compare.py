@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
+
+import numpy as np
 
 from bagpipe.config import Config, parse_config
 from bagpipe.data import generated
@@ -20,10 +23,12 @@ from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.job import Job
 from bagpipe.policies import POLICIES
 from bagpipe.training import train_accelerated, train_reference
+from bagpipe.types import Batch, Table
 
 KEYS = ("samples_per_second", "hit_rate", "fetched_rows", "written_rows", "stall_fraction")
 QUALITY = ("peak_rows", "lookahead", "cache_rows", "loss", "log_loss", "auc")
-WARM_UP_ITERATIONS = 2
+WARM_UP_ITERATIONS = 8
+WARM_UP_SAMPLES = 64
 
 Report = Callable[[int, str], None]
 Swept = Literal["cache", "lookahead", "batch", "skew"]
@@ -124,11 +129,29 @@ def _run(job: Job, report: Report, expected: str) -> Row:
 
 
 def _warm_up(job: Job) -> None:
-    """Two iterations that are not counted: kernels are compiled or loaded when they are first called."""
-    few = min(job.config.batch_size, job.held_out.num_samples)
-    iterations = min(WARM_UP_ITERATIONS, job.iterations)
-    short = replace(job, iterations=iterations, held_out=job.held_out.part(0, few), run_dir=job.run_dir / "warm-up")
-    train_accelerated(short, lambda *_: None)
+    """A few small iterations that are not counted: kernels are compiled or loaded when they are first called.
+
+    The cache holds the largest of their batches and no more, so that those which choose who leaves are among them.
+    """
+    config = job.config
+    size = max(config.trainers, min(config.batch_size, WARM_UP_SAMPLES))
+    reading = config.data.model_dump() | {"processes": 0}
+    few = job.held_out.part(0, min(size, job.held_out.num_samples))
+    short = replace(
+        _changed(job, batch_size=size, data=reading),
+        iterations=WARM_UP_ITERATIONS,
+        held_out=few,
+        run_dir=job.run_dir / "warm-up",
+    )
+    least = max(_num_rows(batch, job.train.tables) for batch in short.batches())
+    with suppress(CapacityError):  # who must keep more than a batch was under way by then
+        train_accelerated(_changed(short, cache=least), lambda *_: None)
+
+
+def _num_rows(batch: Batch, tables: Sequence[Table]) -> int:
+    """The different rows of a batch."""
+    ids = ([batch.sparse[name].values.numpy().ravel() for name in table.features] for table in tables)
+    return sum(len(np.unique(np.concatenate(own))) for own in ids)
 
 
 def _data_key(job: Job) -> tuple[int, int]:

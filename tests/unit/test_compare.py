@@ -10,7 +10,7 @@ from bagpipe.compare_page import compare_page
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
 from bagpipe.job import prepare
-from bagpipe.policies import POLICIES
+from bagpipe.policies import POLICIES, base, belady
 
 SETTINGS = {
     "data": {"preset": "tiny", "samples": 1200},
@@ -54,6 +54,29 @@ def test_a_run_with_other_bits_is_not_exact(job, monkeypatch):
     monkeypatch.setattr(comparison, "train_accelerated", with_another_seed)
     (row,) = compare(job, ["lru"], ignore)
     assert row["exact"] is False
+
+
+def test_kernels_that_choose_who_leaves_are_called_before_the_run_that_counts(job, monkeypatch):
+    """Though that one may get far before its cache is full."""
+    chosen_by, calls = [], []
+
+    def noted(worth, count, slots):
+        calls.append(count)
+        return lowest(worth, count, slots)
+
+    def counted(job, report):
+        before = len(calls)
+        found = trained(job, report)
+        chosen_by.append((job.config.policy, job.run_dir.name == "warm-up", len(calls) > before))
+        return found
+
+    lowest, trained = base.lowest, comparison.train_accelerated
+    monkeypatch.setattr(base, "lowest", noted)
+    monkeypatch.setattr(belady, "lowest", noted)
+    monkeypatch.setattr(comparison, "train_accelerated", counted)
+    names = ["belady", "frequency"]
+    compare(job, names, ignore)
+    assert chosen_by == [(name, warm, warm) for name in names for warm in (True, False)]
 
 
 def test_a_policy_that_does_not_fit_is_listed_with_the_reason(tmp_path):
