@@ -178,7 +178,7 @@ class Posts(SimulatedNetwork):
     def _listening(self, address):
         """Act as who listens there, if anybody does; its death ends the block."""
         life = self.owners.get(address)
-        if life is None or not life.alive or life.cut_off:
+        if life is None or not life.alive or life.cut_off or address not in self._listeners:
             yield False
             return
         with living(life):
