@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.cluster.settings import Wiring
 from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.failpoints import Killed, acting_as, armed
 from bagpipe.oracle.service import OracleService
@@ -31,6 +32,11 @@ from scheduled import Attempt, Life, Plot, Posts, ScheduledOutbox, Thread, curre
 
 RUN = bytes(range(16))
 DISK = ("create", "append", "open", "make_directory", "rename", "unlink", "remove_directory", "sync_directory")
+
+
+def session(generation):
+    """What oracles and trainers call the run in a generation, as those of a launch do."""
+    return Wiring(RUN, None, None).session(generation)
 
 
 class ServedRows(RemoteStore):
@@ -216,7 +222,7 @@ class _Oracle:
         first = crew.settings.first_needed(self.start)
         batches = RemoteBatches(crew.network, crew.processors, crew.order, run=RUN, start=first)
         listen = partial(crew.network.listen, "oracle")
-        service = OracleService(listen, batches, crew.settings, run=RUN, done=self.start)
+        service = OracleService(listen, batches, crew.settings, run=session(crew.generation), done=self.start)
         service._outbox = self.outbox
         service._listening = crew.network.listen("oracle", service.handle)
         with closing(service._listening):
@@ -235,7 +241,8 @@ class _Trainer:
     def run(self):
         crew, rank, outbox = self.crew, self.rank, self.oracle.outbox
         self.driver.wait(Wait("the oracle", lambda: outbox.has(rank)))
-        plans = RemotePlans(crew.network, "oracle", run=RUN, trainer=rank, done=self.point.done)
+        run = session(crew.generation)
+        plans = RemotePlans(crew.network, "oracle", run=run, trainer=rank, done=self.point.done)
         self.driver.also["plan"] = lambda: outbox.has(rank, plans._answers.next)
         store = ServedRows(
             self.job.model()[2], crew.server_roles, crew.network, run=RUN, generation=crew.generation, trainer=rank,
