@@ -188,7 +188,7 @@ def acknowledges_too_early(patch):
         while True:
             yield Wait("an update", pipeline._has_work)
             if pipeline._victims:
-                yield from pipeline._write(pipeline._victims.popleft())
+                yield from pipeline._write(pipeline._victims.popleft()[1])
             elif pipeline._trained:
                 plan = pipeline._trained.popleft()
                 leaving = pipeline._copy_out(plan.evict)
@@ -214,7 +214,7 @@ def acknowledges_before_the_victims(patch):
                 yield from pipeline._write(leaving)
                 pipeline.points.acknowledged = plan.iteration
             elif pipeline._victims:
-                yield from pipeline._write(pipeline._victims.popleft())
+                yield from pipeline._write(pipeline._victims.popleft()[1])
             else:
                 yield from pipeline._flush()
                 return

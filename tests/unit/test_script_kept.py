@@ -95,7 +95,7 @@ def test_a_script_that_attached_nothing_makes_no_marks(expected):
     script = Script("recovery.every=1", attach=False, recovers=True)
     assert_identical(expected["contiguous"], script.run())
     assert script.trainers.store.marks() == []
-    with pytest.raises((CheckpointError, PipelineError), match="attach"):
+    with pytest.raises((CheckpointError, PipelineError), match=r"attach|left the training loop"):  # or its peer's
         Script(attach=False).run(checkpoint=bagpipe.Checkpointing("unused", every=1))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from bagpipe.errors import ConfigError
 from bagpipe.policies.base import Policy
 from bagpipe.policies.belady import BeladyPolicy
@@ -14,7 +17,7 @@ from bagpipe.policies.nocache import NoCachePolicy
 from bagpipe.policies.scratchpipe import ScratchPipePolicy
 from bagpipe.policies.static import StaticPolicy
 from bagpipe.policies.windowed import WindowedPolicy
-from bagpipe.policy_options import DEFAULTS, PolicyOptions
+from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
@@ -33,8 +36,9 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def make_policy(name: str, options: PolicyOptions = DEFAULTS) -> Policy:
-    """A policy by its name."""
+def make_policy(name: str, options: PolicyOptions | Mapping[str, Any] = DEFAULTS) -> Policy:
+    """A policy by its name; options may be as they have travelled."""
+    options = as_options(options)
     if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"there is no policy {name!r}: choose one of {', '.join(POLICIES)}")
     policy = POLICIES[name]()
