@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, redirect_stdout, suppress
+from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from bagpipe.cluster.session import OwnRay, disconnect, exit_codes_kept, join
 from bagpipe.cluster.trainer_role import Trained
 from bagpipe.cluster.watch import Watch
 from bagpipe.config import Config
-from bagpipe.job import Job, claim, open_job, prepare
+from bagpipe.job import Job, claim, discard, open_job, prepare
 from bagpipe.recovery import Incident, Supervisor
 from bagpipe.results import Summary, joined_summary, write_summary
 from bagpipe.resuming import CONFIG_NAME, has_checkpoint, holding, note_config
@@ -161,6 +161,4 @@ def _keep_logs(run_dir: Path, nothing: bool) -> None:
     if logs.exists():
         LogPlace(logs, "").finish()
     if not kept and (nothing or not logs.exists() or not any(logs.iterdir())):
-        shutil.rmtree(run_dir, ignore_errors=True)
-        with suppress(OSError):
-            Path("runs").rmdir()  # if no other run is in it
+        discard(run_dir)
