@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from threading import Lock
 from types import SimpleNamespace
 
 import pytest
@@ -111,13 +110,6 @@ def test_roles_over_the_wire_end_with_the_parameters_of_one_process(servers, tmp
 
 
 def test_two_trainers_meet_and_end_with_the_parameters_of_threads_of_one_process(servers, tmp_path, monkeypatch):
-    make, making = Job.model, Lock()
-
-    def model(job):
-        with making:  # of PyTorch's one random generator, where trainers are threads
-            return make(job)
-
-    monkeypatch.setattr(Job, "model", model)
     config, wiring = parse_config(SETTINGS | {"trainers": 2, "batch_size": 33}), servers.wiring
     job = prepare(config, tmp_path / "run")
     processor, oracle = ProcessorRole("processor 0"), OracleRole("oracle")
@@ -129,9 +121,14 @@ def test_two_trainers_meet_and_end_with_the_parameters_of_threads_of_one_process
     hosts, meeting = ("127.0.0.1", "127.0.0.1"), trainers[0].meet("127.0.0.1")
     tasks = [TrainerTask(wiring, servers.addresses, plans, Team(rank, hosts, meeting)) for rank in range(2)]
     boards = [Board(), Board()]
+    # Made before: trainers that are threads have one random generator, which the first one's evaluation uses too.
+    made = [job.model() for _ in range(4)]
+    monkeypatch.setattr(Job, "model", lambda _: made.pop())
     ended = run_threads([partial(trainers[rank].train, tasks[rank], boards[rank]) for rank in range(2)], 100)
     assert all(isinstance(trained, Trained) for trained in ended), ended
+    assert not made
 
+    monkeypatch.undo()
     alone = train(prepare(config, tmp_path / "alone"), lambda *_: None)
     summary = joined_summary([trained.summary for trained in ended])
     assert summary["parameters_sha256"] == alone["parameters_sha256"]
