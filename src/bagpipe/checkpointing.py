@@ -164,13 +164,12 @@ def keep_script(
 ) -> Kept:
     """How a loop that a script has asked for is kept, and where it goes on; refused if it is that of another model."""
     checkpoint, start, mark, marks_every = None, None, None, None
+    if launch is not None and checkpointing is not None:
+        _check_place(Path(checkpointing.directory), launch.checkpoints)
     if launch is not None and launch.recovers:
         marks_every = launch.config.recovery.every
     if launch is not None and launch.done:  # a fault was recovered from: not where the script began
-        if launch.checkpoints is not None:
-            start = start_of(Checkpoints(launch.checkpoints).open(launch.done))
-        else:
-            mark = launch.done
+        mark = launch.done
     else:
         directory = None if checkpointing is None else checkpointing.directory
         if launch is not None and launch.generation and directory is not None:
@@ -191,6 +190,15 @@ def keep_script(
     if start is not None:
         start.check(model, [layer.module for layer in binding.layers])
     return Kept(facts, checkpointing, checkpoint, start, marks_every, mark)
+
+
+def _check_place(directory: Path, places: Sequence[str]) -> None:
+    """ConfigError if the servers of a launch would refuse to write there, at the first checkpoint."""
+    if places and not any(directory.resolve().is_relative_to(Path(place).resolve()) for place in places):
+        raise ConfigError(
+            f"checkpoint.directory is {directory}: servers of this launch use only what is in or below "
+            f"{', '.join(places)}: start bagpipe launch with --checkpoints DIR"
+        )
 
 
 def find_checkpoint(resume: Resume, directory: str | Path | None) -> Checkpoint | None:

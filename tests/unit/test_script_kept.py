@@ -9,7 +9,7 @@ from torch import nn
 import bagpipe
 from bagpipe.api import accelerate
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.errors import CheckpointError, PipelineError
+from bagpipe.errors import CheckpointError, ConfigError, PipelineError
 from bagpipe.state import of_store
 from scripts import Trainers
 from support import TABLES, assert_identical, initial, make_batches, make_model
@@ -84,11 +84,23 @@ def test_it_may_also_go_on_from_the_checkpoint_of_that_point(tmp_path, expected)
     with pytest.raises((KeyError, PipelineError)):
         lost.run(stop=5, checkpoint=bagpipe.Checkpointing(tmp_path, every=2))
     store = lost.trainers.store
-    done = Checkpoints(tmp_path).latest().done
-    store.load(done, tmp_path, [table.name for table in TABLES])
-    again = Script(store=store, recovers=True, done=done, checkpoints=tmp_path)
+    checkpoint = Checkpoints(tmp_path).latest()
+    store.load(checkpoint.done, tmp_path, [table.name for table in TABLES])
+    for name in checkpoint.blobs():  # as a server does that comes back
+        store.keep(checkpoint.done, name, checkpoint.blob(name))
+    again = Script(store=store, recovers=True, done=checkpoint.done)
     assert_identical(expected["contiguous"], again.run(checkpoint=bagpipe.Checkpointing(tmp_path, every=2)))
     assert [each.done for each in Checkpoints(tmp_path).list()] == [2, 4, 6]
+
+
+def test_a_directory_that_servers_would_refuse_is_refused_before_anything_is_trained(tmp_path):
+    script = Script(checkpoints=(str(tmp_path / "run"), str(tmp_path / "kept")))
+    with pytest.raises(ConfigError, match=r"in or below .*run, .*kept: start bagpipe launch with --checkpoints DIR"):
+        script.run(checkpoint=bagpipe.Checkpointing(tmp_path / "kept" / ".." / "elsewhere"))
+    assert script.trained == [0, 0]
+    assert not [*tmp_path.iterdir()]
+    Script(checkpoints=(str(tmp_path / "run"),)).run(checkpoint=bagpipe.Checkpointing(tmp_path / "run" / "below"))
+    assert Checkpoints(tmp_path / "run" / "below").latest().done == 6
 
 
 def test_a_script_that_attached_nothing_makes_no_marks(expected):

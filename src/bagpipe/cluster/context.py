@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bagpipe.cluster.attempt import Attempt
@@ -60,8 +59,8 @@ class Launch:
     """Ends waits for servers and other trainers when the generation is over."""
     done: int = 0
     """Iterations that are over where this attempt begins: the rows of the servers are those of that point."""
-    checkpoints: Path | None = None
-    """Where what trainers kept is, if not with the servers."""
+    checkpoints: Sequence[str] = ()
+    """Where servers may keep checkpoints, in or below; empty: they say so themselves."""
     meetings: Iterator[int] = field(default_factory=count, compare=False)
     """Numbers them: all trainers meet equally often."""
 

@@ -136,6 +136,13 @@ class RayCrew(ABC, Generic[ResultT]):
         """Where checkpoints of the run are."""
         return self.run_dir / CHECKPOINTS
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where servers may keep checkpoints, in or below."""
+        more = self.request.checkpoints
+        # The run's own first: it was empty, and one who comes back finds nothing there that is of another run.
+        return (str(self.checkpoints), *(() if more is None else (str(more.resolve()),)))
+
     def stop(self) -> None:
         """The run is over: have all end in order."""
         stopping = {role: self.watch.ask(role, "stop") for role in reversed(self.watch.members)}
@@ -262,9 +269,7 @@ class RayCrew(ABC, Generic[ResultT]):
         rows, recover = self.run_dir / "rows" / f"server-{number}", config.recovery.restarts_max > 0
         if rows.exists():
             shutil.rmtree(rows)  # of a process that is gone; the journal has what counts
-        limit, own = config.store_memory, self.checkpoints
-        # The run's own first: it was empty, and one who comes back finds nothing there that is of another run.
-        places = [own] if request.checkpoints is None else [own, request.checkpoints.resolve()]
+        limit = config.store_memory
         return ServerOptions(
             address=self.host(need.role),
             server=number,
@@ -277,7 +282,7 @@ class RayCrew(ABC, Generic[ResultT]):
             generation=self._generation,
             journal=str(self.run_dir / "journal" / f"server-{number}") if recover else None,
             history_max=memory_bytes("recovery.history", config.recovery.history) if recover else None,
-            checkpoints=tuple(map(str, places)),
+            checkpoints=self.places,
         )
 
 
@@ -343,8 +348,9 @@ class ScriptCrew(RayCrew[list[int]]):
         board, servers = watch.members[self.board].actor, self.addresses()
         for role, team in self.teams().items():
             task = ScriptTask(
-                wiring, servers, script, request.arguments, here, settings, request.threads, team, generation, done
-            )
+                wiring, servers, script, request.arguments, here, settings, request.threads, team, generation, done,
+                self.places,
+            )  # fmt: skip
             self.working[role] = watch.ask(role, "run_script", task, board)
         following = dict(self.working)
         return [

@@ -108,3 +108,5 @@ class ScriptTask:
     team: Team = Team()
     generation: int = 0
     done: int = 0
+    checkpoints: tuple[str, ...] = ()
+    """Where servers may keep checkpoints, in or below; empty: they say so themselves."""

@@ -192,6 +192,7 @@ class TrainerRole(Role):
             generation=task.generation,
             attempt=attempt,
             done=task.done,
+            checkpoints=task.checkpoints if isinstance(task, ScriptTask) else (),
             meetings=count(task.generation << 20),
         )
 
