@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, TableEntry
@@ -11,8 +12,8 @@ from bagpipe.server.shard import Recording
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
 from bagpipe.wire.simulated import SimulatedNetwork
+from remote_world import RUN, Rows
 
-RUN = bytes(16)
 WIDTHS = {"ad": 3, "user": 2}
 NAMES = list(WIDTHS)
 FACTS = Facts(
@@ -21,16 +22,6 @@ FACTS = Facts(
     )
 )
 PATIENT = Patience(retry_s=0.5, deadline_s=10_000.0)
-
-
-class Rows:
-    """Rows that begin as their id."""
-
-    def __init__(self, width):
-        self.width = width
-
-    def initialise(self, ids, out):
-        out[:] = (ids % 1000).astype(np.float32)[:, None]
 
 
 TABLES = tuple(map(Rows, WIDTHS.values()))
@@ -131,6 +122,27 @@ class Marking:
         for server in self.servers:
             if server is not None:
                 server.close()
+
+
+@pytest.fixture(name="worlds")
+def fixture_worlds(tmp_path):
+    made = []
+
+    def make(*arguments, **options):
+        made.append(Marking(tmp_path / f"run-{len(made)}", *arguments, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def rows(*numbers):
+    return np.array(numbers, np.int64)
+
+
+def full(number, num_rows, table=0):
+    return np.full((num_rows, TABLES[table].width), number, np.float32)
 
 
 def some_rows(rng, num_ids=40):
