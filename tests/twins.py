@@ -19,15 +19,6 @@ ROWS = {"user": 30, "item": 20}
 loss_fn = nn.BCEWithLogitsLoss()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """Matrices this small gain nothing from a second thread, and where cores are few they wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Net(nn.Module):
     """Two tables, one with a feature of its own, one with bags; called on a dict."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from bagpipe.failpoints import Fault
 from faults import (
@@ -37,14 +36,6 @@ WORLDS = {
     "samples by rows": World(2, 2, 1, ("assign=aware",)),
     "adam": World(2, 2, 1, ("row_optimizer.name=adam", "dense_optimizer.name=adam")),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 import pytest
-import torch
 
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.remote_plans import RemotePlans
@@ -93,8 +92,6 @@ def processes():
 def test_processes_that_are_killed_and_replaced_do_not_change_a_bit(processes, tmp_path):
     job = make_job(tmp_path / "run", "cache=300", "lookahead=2", "threads=1", *LONG)
     order = asdict(job.data_order())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     processor = processes.start(PROCESSOR, order=order, address="tcp://127.0.0.1:0")
     where = processes.address(processor)
     oracle = processes.start(ORACLE, order=order, processors=[where], settings=asdict(job.plan_settings()))
@@ -109,7 +106,6 @@ def test_processes_that_are_killed_and_replaced_do_not_change_a_bit(processes, t
             assert processes.address(processes.start(PROCESSOR, order=order, address=where)) == where
 
     found, summary = train_remote(job, plans, MemoryStore(job.model()[2]), kill)
-    torch.set_num_threads(threads)
     network.close()
     assert expected.differing(found) == []
     assert summary["plan_bytes"] > 0

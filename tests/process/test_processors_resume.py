@@ -9,7 +9,7 @@ import pytest
 from bagpipe.data import Loader, generated
 from bagpipe.data.processors import pool
 from resumed import BATCH, EPOCHS, SAMPLES, Session, assert_same_end
-from twins import nothing_left, one_torch_thread  # noqa: F401
+from twins import nothing_left  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -66,7 +66,7 @@ def reference():
     return found
 
 
-def test_the_example_on_two_trainers_ends_with_the_bits_of_the_reference(tmp_path, one_thread):
+def test_the_example_on_two_trainers_ends_with_the_bits_of_the_reference(tmp_path):
     path = tmp_path / "model.safetensors"
     done = launch(tmp_path, EXAMPLE, str(path))
     assert done.returncode == 0, done.stderr
@@ -79,15 +79,6 @@ def test_the_example_on_two_trainers_ends_with_the_bits_of_the_reference(tmp_pat
     subprocess.run([sys.executable, str(EXAMPLE), str(alone)], check=True, capture_output=True)
     for name, value in load_file(alone).items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
-
-
-@pytest.fixture
-def one_thread():
-    """As the trainers have: the bits of a matrix product depend on it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SCRIPT = """

@@ -30,15 +30,6 @@ OTHERS = make_batches(2, seed=99)
 EXPECTED = {}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """Matrices this small gain nothing from a second thread, and where cores are few they wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def expected(model, optimizer):
     if (model, optimizer) not in EXPECTED:
         EXPECTED[model, optimizer] = train_reference(BATCHES, OPTIMIZERS[optimizer](), model)[0]

@@ -6,7 +6,6 @@ import random
 import re
 
 import pytest
-import torch
 
 from bagpipe.errors import ClusterError
 from bagpipe.failpoints import Fault
@@ -27,14 +26,6 @@ from faults import (
 )
 
 LOSSY = {"delay": (0.0, 0.003), "loss": 0.03, "duplicate": 0.1, "reorder": 0.2}
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", USUALLY)

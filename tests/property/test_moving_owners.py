@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -17,15 +16,6 @@ from trainer_events import train_with_events
 
 BATCHES = make_batches(9, size=5, last=2)
 REFERENCES = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """Matrices this small gain nothing from a second thread, and where cores are few they wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def expected(world, trained=None):

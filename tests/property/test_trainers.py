@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -30,15 +29,6 @@ CHOICES = {
     "last": ((), ("write-back",), ("prefetch",), ("sync",), ((0, LOOP),), ((0, "sync"),), ((1, "write-back"),)),
 }
 ROWS = {"tight": 40, "roomy": 300}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """Matrices this small gain nothing from a second thread, and where cores are few they wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def impossible(two):

@@ -19,15 +19,6 @@ from support import assert_identical, make_batches
 BATCHES = make_batches(7, size=5, last=2)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """Matrices this small gain nothing from a second thread, and where cores are few they wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_close(expected, found, tolerance=1e-5):
     """Equal rows and parameters, to float tolerance."""
     assert expected.dense.keys() == found.dense.keys()

@@ -19,7 +19,6 @@ from twins import (
     loss_fn,
     make_batches,
     make_net,
-    one_torch_thread,  # noqa: F401
     train_fast,
     train_plain,
 )

@@ -28,7 +28,6 @@ from twins import (
     make_batches,
     make_net,
     nothing_left,  # noqa: F401
-    one_torch_thread,  # noqa: F401
     threads_left,
 )
 

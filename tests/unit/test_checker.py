@@ -23,7 +23,6 @@ from twins import (
     loss_of,
     make_batches,
     make_net,
-    one_torch_thread,  # noqa: F401
     sgd,
 )
 
@@ -337,7 +336,7 @@ def undisturbed():
 
 
 @pytest.fixture(autouse=True)
-def computed_before(one_torch_thread):  # noqa: F811
+def computed_before():
     undisturbed()
 
 

@@ -18,7 +18,7 @@ from bagpipe.data import Loader, generated
 from bagpipe.errors import CheckpointError, ConfigError, ModelError, StoreError
 from bagpipe.store import MemoryStore
 from kept import BATCH, DATA, EPOCHS, STORED, Noisy, Run, assert_same_end, undisturbed
-from twins import nothing_left, one_torch_thread  # noqa: F401
+from twins import nothing_left  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from bagpipe.cache import RowCache
 from bagpipe.errors import BagpipeError, ConsistencyError
@@ -19,14 +18,6 @@ from support import assert_identical, make_batches
 
 BATCHES = make_batches(8, size=5)
 WORLD = World(BATCHES, trainers=3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def with_barrier(one):

@@ -21,7 +21,6 @@ from twins import (
     loss_of,
     make_batches,
     make_net,
-    one_torch_thread,  # noqa: F401
     sgd,
     train_fast,
     train_plain,

@@ -25,14 +25,6 @@ from support import assert_identical, make_batches
 BATCHES = make_batches(7, size=6)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def fails(prove, *arguments):
     """With the mistake in, the property does not hold; the checker is off, so that nothing else sees it."""
     with pytest.raises((AssertionError, BagpipeError)):

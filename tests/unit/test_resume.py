@@ -15,7 +15,7 @@ import bagpipe
 from bagpipe.data import Loader, generated
 from bagpipe.errors import BatchError, ConfigError, ModelError
 from resumed import BATCH, EPOCHS, SAMPLES, Session, assert_same_end
-from twins import loss_of, make_batches, make_net, nothing_left, one_torch_thread, sgd  # noqa: F401
+from twins import loss_of, make_batches, make_net, nothing_left, sgd  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -19,7 +19,6 @@ from twins import (
     make_batches,
     make_net,
     nothing_left,  # noqa: F401
-    one_torch_thread,  # noqa: F401
     train_fast,
     train_plain,
 )

@@ -33,14 +33,6 @@ class Planned(Exception):
     """What the tests let fail."""
 
 
-@pytest.fixture(autouse=True)
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def chain(error):
     """An error and what led to it."""
     while error is not None:

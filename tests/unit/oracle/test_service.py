@@ -6,7 +6,6 @@ import threading
 from itertools import islice
 
 import pytest
-import torch
 
 from bagpipe.data.generator import Generated
 from bagpipe.data.service import DataProcessorService, RemoteBatches
@@ -39,15 +38,6 @@ from served import FAULTS, LONG, RUN, Served, make_job, quiet
 def small_groups(monkeypatch):
     """Two batches are read at once, so that few batches are many groups."""
     monkeypatch.setattr("bagpipe.data.dataset.GROUP_BATCHES", 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small models are not worth waking threads for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import random
 from dataclasses import asdict
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,15 +29,6 @@ VARIANTS: dict[str, tuple[str, PolicyOptions]] = {
 }
 BATCHES = make_batches(14, last=3)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """Matrices this small gain nothing from a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

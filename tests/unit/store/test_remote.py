@@ -29,7 +29,6 @@ from remote_world import (
     values,
 )
 from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
-from twins import one_torch_thread  # noqa: F401
 
 # Exactness
 

@@ -26,15 +26,6 @@ from support import TABLES, assert_identical, dense_sgd, initial, make_batches, 
 from support import train_accelerated as train_here
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small models are not worth waking threads for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Loop:
     """A model that trains on the plans of an oracle which reads these batches."""
 

@@ -407,7 +407,6 @@ def test_threads_that_do_not_end_after_a_failure_are_named_beside_it():
 
 @pytest.mark.parametrize("run", [run_threads, lambda functions: Together(0).run(functions)], ids=["threads", "seeded"])
 def test_loops_compute_with_the_bits_of_the_thread_that_runs_them(run):
-    before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(700, 900, generator=generator), torch.randn(900, 500, generator=generator)
 
@@ -415,16 +414,13 @@ def test_loops_compute_with_the_bits_of_the_thread_that_runs_them(run):
         product = a @ b
         return torch.get_num_threads(), product, product.sum()
 
-    try:
-        torch.set_num_threads(2)
-        expected = compute()
-        thread = threading.Thread(target=torch.set_num_threads, args=(3,))  # what a new thread begins with from now on
-        thread.start()
-        thread.join(60)
-        assert torch.get_num_threads() == 2
-        for found in run([compute, compute]):
-            assert found[0] == expected[0]
-            assert torch.equal(found[1], expected[1])
-            assert torch.equal(found[2], expected[2])
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(2)
+    expected = compute()
+    thread = threading.Thread(target=torch.set_num_threads, args=(3,))  # what a new thread begins with from now on
+    thread.start()
+    thread.join(60)
+    assert torch.get_num_threads() == 2
+    for found in run([compute, compute]):
+        assert found[0] == expected[0]
+        assert torch.equal(found[1], expected[1])
+        assert torch.equal(found[2], expected[2])

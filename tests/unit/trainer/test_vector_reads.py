@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from bagpipe.cache import RowCache
 from bagpipe.store.views import StoreView
@@ -14,15 +13,6 @@ from several import DESIGNS, World, run
 from support import assert_identical, make_batches
 
 BATCHES = make_batches(9, size=9, last=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """Matrices this small gain nothing from a second thread, and where cores are few they wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
