@@ -46,6 +46,7 @@ def test_figure_11_of_the_paper() -> None:
 
 
 def test_the_hold_mask_shows_three_past_and_two_future_batches() -> None:
+    assert (PAST, FUTURE) == (3, 2), "section IV-C"
     oracle = Oracle([OracleTable("only", 10_000)], [12], policy="scratchpipe")
     policy = oracle.policy
     assert isinstance(policy, ScratchPipePolicy)
@@ -57,8 +58,8 @@ def test_the_hold_mask_shows_three_past_and_two_future_batches() -> None:
         if x:
             worth = policy.keys(x, policy.facts[0])
             held = (worth >= HOLD) & (worth < HELD)
-            around = {row for batch in FIGURE_11[max(0, x - PAST) : x] for row in batch}
-            around |= {row for batch in FIGURE_11[x + 1 : x + 1 + FUTURE] for row in batch if row in slot_of}
+            around = {row for batch in FIGURE_11[max(0, x - 3) : x] for row in batch}
+            around |= {row for batch in FIGURE_11[x + 1 : x + 3] for row in batch if row in slot_of}
             of_batch = {row for row in FIGURE_11[x] if row in slot_of}
             assert {row for row, slot in slot_of.items() if held[slot]} == around | of_batch
         plan = oracle.emit()
@@ -67,13 +68,22 @@ def test_the_hold_mask_shows_three_past_and_two_future_batches() -> None:
             oracle.read([batches[x + 3]])
 
 
+def test_the_hold_mask_is_as_wide_as_that_and_no_wider() -> None:
+    """As batch 6 is planned, row 2 was used four batches ago, and of the others only row 1 is older."""
+    past = [[1], [1], [2], [3], [4], [5], [6]]
+    assert plans_of([*past, [7], [1]], 5)[6].victims.ids.tolist() == [2], "row 1 is held: needed in two batches"
+    assert plans_of([*past, [7], [8], [1]], 5)[6].victims.ids.tolist() == [1], "not held: needed in three"
+    often = [[1], [2], [2], [3], [4], [5], [6], [1], [7]]
+    assert plans_of(often, 5, replacement="lfu")[6].victims.ids.tolist() == [2], "row 3 is held: used three ago"
+
+
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
 def test_held_rows_never_leave_a_cache_of_the_least_size(replacement: str) -> None:
     for seed in range(40):
         batches = some_batches(seed)
         for plan in plans_of(batches, least_cache_rows(batches), replacement=replacement, seed=seed):
             x = plan.iteration
-            held = {row for batch in batches[max(0, x - PAST) : x + FUTURE + 1] for row in batch}
+            held = {row for batch in batches[max(0, x - 3) : x + 3] for row in batch}
             assert held.isdisjoint(plan.victims.ids.tolist())
 
 
@@ -81,8 +91,9 @@ def test_with_one_slot_less_a_held_row_must_leave() -> None:
     batches = [[number % 6] for number in range(12)]
     assert least_cache_rows(batches) == 6
     assert not any(len(plan.victims) for plan in plans_of(batches, 6))
-    (victim,) = plans_of(batches, 5)[5].victims.ids.tolist()
-    assert victim in [2, 3, 4, 0, 1], "all five are held"
+    for replacement in REPLACEMENTS:
+        victims = plans_of(batches, 5, replacement=replacement)[5].victims.ids.tolist()
+        assert victims == [0], "all five are held, and row 0 was used longest ago"
     assert least_cache_rows([]) == 0
 
 
