@@ -185,7 +185,8 @@ def accelerate(
         binding.tables, tuple(widths), cache, lookahead, policy, accumulate, options=options, move_costs=costs
     )
     wanted = {"epochs": epochs, "rows": [_wanted(layout) for layout in layouts]}
-    return share_batches(launch, source, binding, settings, wanted, used_driver, make)
+    point = "" if kept is None else kept.point
+    return share_batches(launch, source, binding, settings, wanted, point, used_driver, make)
 
 
 def _bind(

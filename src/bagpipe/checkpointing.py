@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import MANIFEST, Facts, InitialEntry, TableEntry, VocabularyEntry
+from bagpipe.checkpoint.manifest import MANIFEST, Facts, InitialEntry, TableEntry, VocabularyEntry, encode_manifest
 from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.cluster.context import Launch
 from bagpipe.errors import CheckpointError, ConfigError
@@ -36,6 +36,8 @@ from bagpipe.trainer.source import Source
 Resume = bool | Literal["auto"] | str | Path | None
 NAME = "checkpoints"
 """Of the directory of checkpoints in a run's directory."""
+LAUNCH = "written_by_launch"
+"""What manifests note of the launch that wrote them; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,16 @@ class Kept:
         """Whether marks are made, or gone on from."""
         return (self.checkpointing, self.start, self.mark, self.marks_every) != (None, None, None, None)
 
+    @property
+    def point(self) -> str:
+        """Where it goes on: the same text on two trainers only if they have found the same."""
+        if self.mark is not None:
+            return f"mark {self.mark}"
+        if self.checkpoint is None:
+            return "the beginning"
+        _, checksum = encode_manifest(self.checkpoint.manifest)
+        return f"the checkpoint after {self.checkpoint.done} iterations with checksum {checksum}"
+
     def open(self, store: Store, rank: int) -> tuple[Store, Keeping | None]:
         """A store that was just opened as one that can be kept, with the rows to go on with, and what keeps a loop."""
         if not self.is_kept:
@@ -138,9 +150,13 @@ class Kept:
         if self.checkpointing is None:
             return None
         checkpoints = self.checkpointing.open()
-        if self.start is not None and self.start.done in [each.done for each in checkpoints.list()]:
+        found = [each.done for each in checkpoints.list()]
+        if self.start is not None and self.start.done in found:
             from_there = self.checkpoint is None or _parent(self.checkpoint) == checkpoints.directory.resolve()
             checkpoints.continue_from(self.start.done if from_there else None)
+            if self.checkpoint is not None and from_there and found[-1] > self.start.done:
+                # Else who goes on before there is another one would do so from the future that was left.
+                checkpoints.discard_after(self.start.done)
         compress = self.checkpointing.compress
         return Writer(checkpoints, store, self.facts, compress=compress, forget=self.marks_every is None)
 
@@ -173,7 +189,7 @@ def keep_script(
     else:
         directory = None if checkpointing is None else checkpointing.directory
         if launch is not None and launch.generation and directory is not None:
-            checkpoint = Checkpoints(directory).latest()  # written by this very run, before a fault
+            checkpoint = _written_by(launch, directory)
         checkpoint = checkpoint or find_checkpoint(resume, directory)
         start = start_of(checkpoint)
     facts = make_facts(
@@ -184,12 +200,19 @@ def keep_script(
         accumulate=accumulate,
         checkpointing=checkpointing,
         first_ids=source.first_ids,
+        launch="" if launch is None else launch.name,
     )
     if checkpoint is not None:
         check_same_run(checkpoint, facts)
     if start is not None:
         start.check(model, [layer.module for layer in binding.layers])
     return Kept(facts, checkpointing, checkpoint, start, marks_every, mark)
+
+
+def _written_by(launch: Launch, directory: str | Path) -> Checkpoint | None:
+    """The newest that this launch has written, before a fault; not what lay there when it began."""
+    own = [each for each in Checkpoints(directory).list() if each.manifest.config.get(LAUNCH) == launch.name]
+    return own[-1] if own else None
 
 
 def _check_place(directory: Path, places: Sequence[str]) -> None:
@@ -207,12 +230,7 @@ def find_checkpoint(resume: Resume, directory: str | Path | None) -> Checkpoint 
     A path is that of a checkpoint, of a directory of them, or of a run.
     """
     if resume is None or resume is False:
-        found = [] if directory is None else Checkpoints(directory).numbers()
-        if found:
-            raise ConfigError(
-                f"{directory} holds checkpoints of a run already, the last after {found[-1]} iterations: go on "
-                "from it with resume=True, or give another directory"
-            )
+        _refuse_held(directory, "go on from it with resume=True")
         return None
     if resume is True or resume == "auto":
         if directory is None:
@@ -223,7 +241,13 @@ def find_checkpoint(resume: Resume, directory: str | Path | None) -> Checkpoint 
         return latest
     if not isinstance(resume, str | Path):
         raise ConfigError(f"resume is {resume!r}: give True, False, 'auto', or a path")
-    path = Path(resume)
+    checkpoint = _at(Path(resume))
+    if directory is not None and _parent(checkpoint) != Path(directory).resolve():
+        _refuse_held(directory, f"resume names another, {checkpoint.directory}: go on from its own with resume=True")
+    return checkpoint
+
+
+def _at(path: Path) -> Checkpoint:
     if (path / MANIFEST).is_file():
         if not path.resolve().name.isdecimal():
             raise CheckpointError(f"{path} is not the name of a checkpoint, which is its number of iterations")
@@ -235,6 +259,16 @@ def find_checkpoint(resume: Resume, directory: str | Path | None) -> Checkpoint 
     return latest
 
 
+def _refuse_held(directory: str | Path | None, remedy: str) -> None:
+    """ConfigError if there are checkpoints: they would be written over, or taken for those of the run that begins."""
+    found = [] if directory is None else Checkpoints(directory).numbers()
+    if found:
+        raise ConfigError(
+            f"{directory} holds checkpoints of a run already, the last after {found[-1]} iterations: {remedy}, or give "
+            "another directory"
+        )
+
+
 def make_facts(
     layouts: Sequence[RowLayout],
     binding: Binding,
@@ -244,6 +278,7 @@ def make_facts(
     accumulate: int = 1,
     checkpointing: Checkpointing | None = None,
     first_ids: Callable[[], Mapping[str, npt.NDArray[np.int64]]] | None = None,
+    launch: str = "",
 ) -> Facts:
     """What a run tells of itself in its checkpoints."""
     told = checkpointing or Checkpointing(Path())
@@ -253,6 +288,7 @@ def make_facts(
         "row_optimizers": {layout.table.name: _settings(layout) for layout in layouts},
         "first_rows": {layout.table.name: first_values(layout) for layout in layouts},
         "first_batch": "" if first_ids is None else f"{_checksum(first_ids()):08x}",
+        LAUNCH: launch,
     }
     return Facts(
         tables=table_entries(layouts, binding),

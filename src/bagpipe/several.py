@@ -8,7 +8,7 @@ before anything is trained (I8), and one that fails tells the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,6 +19,7 @@ from bagpipe._version import __version__
 from bagpipe.cluster.context import Launch
 from bagpipe.config import cache_size
 from bagpipe.data.tree_wire import types_in
+from bagpipe.errors import CheckpointError
 from bagpipe.layers import Binding
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
@@ -48,12 +49,14 @@ def share_batches(
     binding: Binding,
     settings: PlanSettings,
     wanted: Mapping[str, object],
+    point: str,
     driver: Driver,
     make: Make,
 ) -> Batches:
     """Join the other trainers, see that all want the same, and make the training loop.
 
-    `wanted` is what must be the same on all trainers, beside the settings of plans.
+    `wanted` is what must be the same on all trainers, beside the settings of plans; `point` is where this one has found
+    that the run goes on.
     """
     config = launch.config
     settings = replace(
@@ -73,9 +76,10 @@ def share_batches(
             served = _serve(launch, source, binding, settings)
             stack.callback(served.close)
         address = "" if served is None else served.address
-        said = {"address": address, "wanted": _described(settings) | dict(wanted)}
+        said = {"address": address, "point": point, "wanted": _described(settings) | dict(wanted)}
         told = [json.loads(text) for text in tell_all(groups.critical, driver, json.dumps(said), "what is trained")]
         check_same([each["wanted"] for each in told])
+        _check_points([each["point"] for each in told])
         peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.deterministic, config.sync.moving)
         plans: PlanSource
         if served is not None:
@@ -119,6 +123,16 @@ def _join(launch: Launch, source: Source, address: str) -> ScriptPlans:
     except BaseException:
         network.close()
         raise
+
+
+def _check_points(points: Sequence[str]) -> None:
+    """CheckpointError if a trainer would go on from elsewhere: each has looked for itself."""
+    for rank, point in enumerate(points):
+        if point != points[0]:
+            raise CheckpointError(
+                f"trainer 0 would go on from {points[0]}, trainer {rank} from {point}: give all the same resume, and "
+                "see that their machines see the same files"
+            )
 
 
 def _ending(binding: Binding) -> list[str]:

@@ -121,6 +121,33 @@ def test_going_back_to_an_earlier_checkpoint_writes_the_later_ones_anew(tmp_path
         assert_same_end(expected, Run(resume=each.directory).train().end())
 
 
+def test_a_run_that_goes_back_never_goes_on_from_the_future_that_it_has_left(tmp_path):
+    Run(checkpoint=every(tmp_path, 2)).train().end()
+    back = Run(checkpoint=every(tmp_path, 4), resume=tmp_path / "00000004", lr=0.5)
+    back.train(2).end()  # ends before its first checkpoint
+    assert Checkpoints(tmp_path).numbers() == [2, 4]
+    expected = Run(resume=tmp_path / "00000004", lr=0.5).train().end()
+    assert_same_end(expected, Run(checkpoint=every(tmp_path, 4), resume=True, lr=0.5).train().end())
+
+
+def test_where_the_checkpoint_to_go_back_to_is_damaged_the_later_ones_stay(tmp_path):
+    Run(checkpoint=every(tmp_path, 4)).train().end()
+    rows = next((tmp_path / "00000004").glob("rows-*"))
+    rows.write_bytes(rows.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"00000004"):
+        Run(checkpoint=every(tmp_path, 4), resume=tmp_path / "00000004")
+    assert Checkpoints(tmp_path).numbers() == [4, 8, 9]
+
+
+def test_a_run_that_goes_on_from_elsewhere_wants_a_directory_without_checkpoints(tmp_path):
+    for name in ("one", "other"):
+        Run(checkpoint=every(tmp_path / name, 4)).train().end()
+    for path in ("one", "one/00000004"):
+        with pytest.raises(ConfigError, match=r"other holds checkpoints .* after 9 iterations: resume names another"):
+            Run(checkpoint=every(tmp_path / "other", 4), resume=tmp_path / path)
+    assert Checkpoints(tmp_path / "other").numbers() == [4, 8, 9]
+
+
 def test_which_checkpoint_is_meant_must_be_clear(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no checkpoint to go on from: begin anew"):
         Run(checkpoint=every(tmp_path), resume=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +121,43 @@ def test_a_run_that_has_no_mark_left_goes_on_from_its_own_checkpoint(tmp_path, e
     again = Script(recovers=True, generation=1)  # servers that have lost everything
     assert_identical(expected["contiguous"], again.run(checkpoint=checkpoint))
     assert again.trained == [2, 2]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_launch_that_goes_back_takes_after_a_fault_only_a_checkpoint_of_its_own(tmp_path, expected, written):
+    """Nothing else tells them from those of the future that it has left."""
+    Script(name="one").run(checkpoint=bagpipe.Checkpointing(tmp_path, every=1, keep=99))
+    checkpoint = bagpipe.Checkpointing(tmp_path, every=3)
+    if written:
+        lost = Script("recovery.every=100", name="other", recovers=True)
+        with pytest.raises((KeyError, PipelineError)):
+            lost.run(stop=3, checkpoint=checkpoint, resume=tmp_path / "00000002")
+        assert Checkpoints(tmp_path).numbers() == [1, 2, 3]
+    again = Script(name="other", recovers=True, generation=1)  # servers that have lost everything
+    assert_identical(expected["contiguous"], again.run(checkpoint=checkpoint, resume=tmp_path / "00000002"))
+    assert again.trained == ([3, 3] if written else [4, 4])
+    assert [each.done for each in Checkpoints(tmp_path).list()][-2:] == [3, 6]
+
+
+@pytest.mark.parametrize("resume", [None, False])
+def test_a_launch_that_begins_anew_does_not_take_checkpoints_of_others_after_a_fault(tmp_path, resume):
+    checkpoint = bagpipe.Checkpointing(tmp_path, every=2)
+    Script(name="one").run(checkpoint=checkpoint)
+    again = Script(name="other", recovers=True, generation=1)
+    with pytest.raises((ConfigError, PipelineError), match="holds checkpoints of a run already"):
+        again.run(checkpoint=checkpoint, resume=resume)
+    assert Checkpoints(tmp_path).numbers() == [2, 4, 6]
+
+
+@pytest.mark.parametrize("other", ["older", "of another run"])
+def test_trainers_that_find_different_checkpoints_are_refused_before_anything_is_trained(tmp_path, other):
+    """As where a machine still sees an old listing of a network file system."""
+    for name in ("one", "other"):
+        Script().run(checkpoint=bagpipe.Checkpointing(tmp_path / name, every=3))
+    paths = tmp_path / "one" / "00000006", tmp_path / ("one/00000003" if other == "older" else "other/00000006")
+    script = Script()
+    failures = script.trainers.failures(lambda rank: script.train(rank, None, {"resume": paths[rank]}))
+    words = r"trainer 0 would go on from .* after 6 iterations .*, trainer 1 from .* after {} iterations with checksum"
+    assert all(isinstance(failure, CheckpointError) for failure in failures), failures
+    assert re.search(words.format(3 if other == "older" else 6), str(failures[1]))
+    assert script.trained == [0, 0]

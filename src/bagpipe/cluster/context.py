@@ -61,6 +61,8 @@ class Launch:
     """Iterations that are over where this attempt begins: the rows of the servers are those of that point."""
     checkpoints: Sequence[str] = ()
     """Where servers may keep checkpoints, in or below; empty: they say so themselves."""
+    name: str = ""
+    """Tells this launch from all others; the same in all of its generations."""
     meetings: Iterator[int] = field(default_factory=count, compare=False)
     """Numbers them: all trainers meet equally often."""
 

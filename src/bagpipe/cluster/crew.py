@@ -6,6 +6,7 @@ more (I2). So that nobody is mistaken for another, an actor of Ray is one proces
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -53,7 +54,7 @@ class RayCrew(ABC, Generic[ResultT]):
 
     def __init__(self, request: Request, ray: ModuleType, watch: Watch, run_dir: Path) -> None:
         self.request, self.ray, self.watch = request, ray, watch
-        self.run_dir = run_dir.resolve()
+        self.run_dir, self.name = run_dir.resolve(), os.urandom(8).hex()
         self.reached_at = {"ray": time.time()}
         """When it had come so far, by the clock of this machine."""
         self.servers = [
@@ -349,7 +350,7 @@ class ScriptCrew(RayCrew[list[int]]):
         for role, team in self.teams().items():
             task = ScriptTask(
                 wiring, servers, script, request.arguments, here, settings, request.threads, team, generation, done,
-                self.places,
+                self.places, self.name,
             )  # fmt: skip
             self.working[role] = watch.ask(role, "run_script", task, board)
         following = dict(self.working)

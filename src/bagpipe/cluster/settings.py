@@ -110,3 +110,5 @@ class ScriptTask:
     done: int = 0
     checkpoints: tuple[str, ...] = ()
     """Where servers may keep checkpoints, in or below; empty: they say so themselves."""
+    name: str = ""
+    """Of the launch."""

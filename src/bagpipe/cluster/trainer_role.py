@@ -193,6 +193,7 @@ class TrainerRole(Role):
             attempt=attempt,
             done=task.done,
             checkpoints=task.checkpoints if isinstance(task, ScriptTask) else (),
+            name=task.name if isinstance(task, ScriptTask) else "",
             meetings=count(task.generation << 20),
         )
 
