@@ -1,11 +1,12 @@
-"""cDLRM: windows of n batches, and a set-associative cache in which nothing leaves that the current window uses.
+"""cDLRM: windows of n batches, and a set-associative cache in which the rows of the current one keep their ways.
 
 A row of a large table may be in the ways of one set, id modulo a prime; rows of small tables have a place each. A row
 that the window needs and that is not there draws one of its set's ways that the window does not use. If there is none,
 or another row has drawn the same, it is a *conflict victim*: it is fetched for its batch into the victim table, and
-leaves right after (sections 3.2 and 5.2). Rows are placed with the first batch of the window that uses them, not all at
-its beginning: the executor fetches ahead anyway. As published a read does not wait for the row's last write-back, which
-can lose an update; that is mode `stale`, and not exact.
+leaves right after (sections 3.2 and 5.2). The paper's victim table holds a batch. Here it is a part of the cache, and
+where a batch has more conflict victims, the rows needed last make room, be they of the window. Rows are placed with the
+first batch of the window that uses them, not all at its beginning: the executor fetches ahead anyway. As published a
+read does not wait for the row's last write-back, which can lose an update; that is mode `stale`, and not exact.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class WindowedPolicy(RankingPolicy):
         free.free(victims, -1)
         slot_after[~demand.passing] = free.claim(placed)
         num_conflicts = demand.num_misses - len(placed)
-        lacking = num_conflicts - free.num_free  # the victim table is too small: the farthest next uses make room
+        lacking = num_conflicts - free.num_free  # by so many the victim table is too small: even pinned rows make room
         more, used = self.make_room(demand, max(0, lacking))
         free.free(more, -1)
         slots[demand.passing] = free.oldest(num_conflicts, layout.end)

@@ -87,7 +87,7 @@ def test_rows_of_other_sets_do_not_collide() -> None:
     assert len(plans[1].fetch) == 0
 
 
-def test_nothing_that_the_window_uses_leaves_before_its_end() -> None:
+def test_nothing_that_the_window_uses_leaves_before_its_end_while_the_victim_table_has_room() -> None:
     random = np.random.default_rng(0)
     batches = [random.integers(0, 60, 6).tolist() for _ in range(60)]
     oracle, _ = made(40, lookahead=5, ways=2)
@@ -121,26 +121,32 @@ def test_every_iteration_draws_anew() -> None:
 
 
 def test_conflicts_that_exceed_the_victim_table_take_what_is_needed_last() -> None:
-    oracle, layout = made(16, lookahead=3, ways=1)
+    oracle, layout = made(16, lookahead=6, ways=1)
     sets = int(layout.sets[0])
-    num_rivals = 14
-    rivals = [3 + number * sets for number in range(num_rivals)]
-    assert num_rivals > 16 - layout.end
-    plans = plans_of(oracle, [list(range(sets)), rivals, list(range(sets))])
-    assert len(plans[1].fetch) >= num_rivals - 1
-    assert len(plans[1].victims) > 0
+    assert (sets, layout.end) == (13, 13), "so the victim table has three places"
+    rivals = [3 + number * sets for number in range(1, 7)]
+    plans = plans_of(oracle, [list(range(sets)), rivals, [0, 1, 3, 4], [5, 6, 7, 8], [9, 10], [11, 12]])
+    assert plans[1].fetch.ids.tolist() == rivals
+    assert plans[1].victims.ids.tolist() == [2, 11, 12], "2 is not needed again, and 11 and 12 are by the last batch"
+    assert sorted(plans[1].fetch.slots.tolist()) == sorted([13, 14, 15, *plans[1].victims.slots.tolist()])
+    assert plans[1].evict.ids.tolist() == rivals
 
 
-def trained(options: PolicyOptions, seed: int) -> tuple[list[float], list[float]]:
+CROWDED = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1]]
+
+
+def trained(
+    options: PolicyOptions, seed: int, batches: Sequence[Sequence[int]] = CROWDED, capacity: int = 4
+) -> tuple[list[float], list[float]]:
     """Every row counts its uses, with write-backs as late as can be; what the store has, and what it should have."""
-    batches = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1]]
-    oracle = Oracle([OracleTable("only")], [4], 2, "windowed", options)
+    num_rows = 1 + max(row for batch in batches for row in batch)
+    oracle = Oracle([OracleTable("only")], [capacity], 2, "windowed", options)
     plans = oracle.plans(([np.array(batch)], None) for batch in batches)
     store = MemoryStore([RowLayout(Table("only"), (2,), optim.SGD(0.1), Constant(0.0))])
-    cache = RowCache([2], [4], torch.device("cpu"))
+    cache = RowCache([2], [capacity], torch.device("cpu"))
     driver = Seeded(seed, eagerness=20.0, last=frozenset(["write-back"]))
     pipeline = Pipeline(((plan, None) for plan, _ in plans), cache, store, driver)  # type: ignore[arg-type]
-    counted = np.zeros(4)
+    counted = np.zeros(num_rows)
     while pipeline.wait():
         plan, _ = pipeline.take()
         ids, slots = plan.rows.of_table(0)
@@ -149,8 +155,8 @@ def trained(options: PolicyOptions, seed: int) -> tuple[list[float], list[float]
         cache.mark_updated(0, slots)
         pipeline.updated(plan)
     pipeline.close()
-    values = np.empty((4, 2), np.float32)
-    store.read(0, np.arange(4), values)
+    values = np.empty((num_rows, 2), np.float32)
+    store.read(0, np.arange(num_rows), values)
     return values[:, 0].tolist(), counted.tolist()
 
 
@@ -163,6 +169,29 @@ def test_the_stale_mode_loses_updates_and_the_strict_one_does_not() -> None:
         assert all(a <= b for a, b in zip(found, expected, strict=True))
         lost += found != expected
     assert lost > 0
+
+
+def test_a_row_of_every_other_window_can_come_back_stale() -> None:
+    """Section 5.3 of the paper: in windows w and w + 2, and evicted in w + 1 by a row of its set."""
+    row, rival = 5, 18
+    batches = [[row], [1], [2], [rival], [row], [3]]
+    fetched: dict[str, int] = {}
+    for mode in ("strict", "stale"):
+        oracle, layout = made(16, lookahead=2, ways=1, mode=mode)
+        assert rival % layout.sets[0] == row
+        plans = plans_of(oracle, batches)
+        assert plans[3].victims.ids.tolist() == [row]
+        assert plans[4].fetch.ids.tolist() == [row]
+        fetched[mode] = int(plans[4].fetch.after[0])
+    assert fetched == {"strict": 3, "stale": -1}, "the iteration that evicts it, or no wait"
+    lost = 0
+    for seed in range(10):
+        found, expected = trained(PolicyOptions(mode="strict", ways=1), seed, batches, 16)
+        assert found == expected
+        found, expected = trained(PolicyOptions(mode="stale", ways=1), seed, batches, 16)
+        assert found[:row] + found[row + 1 :] == expected[:row] + expected[row + 1 :]
+        lost += int(expected[row] - found[row])
+    assert lost > 0, "the first use of the row, by the second"
 
 
 def test_the_stale_mode_is_marked_inexact() -> None:
