@@ -81,9 +81,21 @@ class AddressedSlots(Slots):
 
     def oldest(self, count: int, first: int) -> Int32s:
         """So many free slots: those from `first` on before others, and of these what was freed longest ago."""
-        free = np.flatnonzero(~self._taken)
-        order = np.lexsort((self._freed_by[free], free < first)) if count else free[:0]
-        return free[order[:count]].astype(np.int32)
+        behind = self._longest_free(count, first, self.capacity)
+        before = self._longest_free(count - len(behind), 0, first)
+        return np.concatenate([behind, before])
+
+    def _longest_free(self, count: int, first: int, stop: int) -> Int32s:
+        """At most so many of the free slots in a range; of those freed by one plan the lowest. Sorts no others."""
+        if not count:
+            return np.empty(0, np.int32)
+        free = (first + np.flatnonzero(~self._taken[first:stop])).astype(np.int32)
+        if len(free) > count:
+            freed_by = self._freed_by[free]
+            last = np.partition(freed_by, count - 1)[count - 1]
+            earlier = free[freed_by < last]
+            free = np.concatenate([earlier, free[freed_by == last][: count - len(earlier)]])
+        return free[np.argsort(self._freed_by[free], kind="stable")]
 
     def free(self, slots: Int32s, plan: int) -> None:
         """Let go of slots, as freed by this plan."""

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from bagpipe.oracle.slots import Group, Slots
+from bagpipe.oracle.slots import AddressedSlots, Group, Slots
 from bagpipe.oracle.window import Window
 
 
@@ -28,6 +28,24 @@ def test_slots_are_a_queue(capacity: int) -> None:
         twin.extend((slot, plan) for slot in leaving)
         assert slots.num_free == len(twin)
         assert slots.num_resident == len(used)
+
+
+@pytest.mark.parametrize("first", [0, 5, 17, 20])
+def test_addressed_slots_that_were_freed_longest_ago_come_first(first: int) -> None:
+    random = np.random.default_rng(first)
+    slots, freed_by, used = AddressedSlots(20), dict.fromkeys(range(20), -1), set[int]()
+    for plan in range(200):
+        free = sorted(set(range(20)) - used, key=lambda slot: (slot < first, freed_by[slot], slot))
+        for count in range(len(free) + 1):
+            assert slots.oldest(count, first).tolist() == free[:count]
+        chosen = slots.oldest(int(random.integers(0, len(free) + 1)), first)
+        assert chosen.dtype == np.int32
+        assert slots.claim(chosen).tolist() == [freed_by[slot] for slot in chosen.tolist()]
+        used |= set(chosen.tolist())
+        leaving = random.permutation(sorted(used))[: random.integers(0, len(used) + 1)].astype(np.int32)
+        slots.free(leaving, plan // 3)
+        used -= set(leaving.tolist())
+        freed_by |= dict.fromkeys(leaving.tolist(), plan // 3)
 
 
 def test_a_group_collects_and_spreads_the_parts_of_its_tables() -> None:
