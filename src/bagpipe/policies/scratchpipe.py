@@ -42,8 +42,9 @@ class ScratchPipePolicy(RankingPolicy):
         The hold mask: as the batch of an iteration is planned, the slots of the past three and the next two batches.
         """
         if self.options.replacement == "random":
-            draws = np.random.Generator(np.random.Philox(key=self.options.seed, counter=[0, 0, 0, iteration]))
-            worth = facts.keys(draws.integers(0, NEVER, len(facts.last), np.int32))
+            source = np.random.Philox(key=self.options.seed, counter=[0, 0, self.facts.index(facts), iteration])
+            draws = np.random.Generator(source).integers(0, NEVER, len(facts.last), np.int32)
+            worth = facts.keys(draws)
         else:
             worth = facts.keys(facts.uses if self.options.replacement == "lfu" else facts.last)
         if self.options.pipelined:  # else fetches wait for the iteration before, and nothing needs to be held

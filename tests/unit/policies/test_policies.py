@@ -16,7 +16,7 @@ from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.oracle.uses import Uses
-from bagpipe.policies import POLICIES, make_policy
+from bagpipe.policies import POLICIES, PolicyOptions, make_policy
 from bagpipe.policies.base import Lookahead
 from bagpipe.policies.lookahead import AUTO_MAX, RAMP
 
@@ -95,6 +95,20 @@ def test_the_order_of_use_survives_compaction() -> None:
         slots = np.concatenate([victims, hits])
         uses.push(slots, iteration)
         last |= {int(slot): (iteration, position) for position, slot in enumerate(slots)}
+
+
+@pytest.mark.parametrize("name", ["scratchpipe", "windowed"])
+def test_policies_that_draw_victims_draw_for_each_group_anew(name: str) -> None:
+    random = np.random.default_rng(0)
+    options = PolicyOptions(replacement="random")
+    tables = [OracleTable(f"of group {group}", 1000, group=group, width=8 + group) for group in (0, 1)]
+    oracle = Oracle(tables, [60, 60], lookahead=3, policy=name, options=options)
+    batches = [random.integers(0, 1000, 8) for _ in range(60)]
+    plans = [plan for plan, _ in oracle.plans(([batch, batch], None) for batch in batches)]
+    pairs = [[plan.victims.of_table(table)[0].tolist() for table in (0, 1)] for plan in plans[:-1]]
+    drawn = [one != other for one, other in pairs if one or other]
+    assert len(drawn) > 30
+    assert sum(drawn) > len(drawn) // 2, "the same ids, but other victims"
 
 
 def test_lookahead_fetches_no_more_than_lru_with_the_same_cache() -> None:
