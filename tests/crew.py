@@ -153,9 +153,8 @@ class Crew:
             found[role] = set(marks) & set(usable)
         return found
 
-    def checkpoint(self):
-        latest = Checkpoints(self.checkpoints).latest()
-        return None if latest is None else latest.done
+    def saved(self):
+        return [checkpoint.done for checkpoint in Checkpoints(self.checkpoints).list()]
 
     def return_to(self, point):
         done = None if point.kind == "beginning" else point.done

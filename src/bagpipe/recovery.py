@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
-from bagpipe.errors import ClusterError
+from bagpipe.errors import CheckpointError, ClusterError, StoreError
 from bagpipe.failpoints import reach
 
 _log = logging.getLogger(__name__)
@@ -91,11 +91,14 @@ class Crew(Protocol[ResultT_co]):
     def marks(self) -> Mapping[str, Collection[int]]:
         """For each server the marks that it can return to; only those that all blobs are kept of."""
 
-    def checkpoint(self) -> int | None:
-        """The last complete checkpoint, by the iterations that were over."""
+    def saved(self) -> Collection[int]:
+        """The complete checkpoints, by the iterations that were over."""
 
     def return_to(self, point: Point) -> None:
-        """Return when the rows of all servers are as they were there."""
+        """Return when the rows of all servers are as they were there.
+
+        StoreError or CheckpointError if a journal or a checkpoint is damaged: another point may then be asked for.
+        """
 
 
 class Supervisor(Generic[ResultT]):
@@ -153,23 +156,36 @@ class Supervisor(Generic[ResultT]):
         reach("recovery.ended")
         self._crew.restart(lost)
         reach("recovery.restarted")
-        point = self._newest(start)
-        reach("recovery.chosen")
-        self._log(f"going back to {point}")
-        self._crew.return_to(point)
+        point = self._go_back(start)
         reach("recovery.returned")
         return point
 
-    def _newest(self, start: Point) -> Point:
-        """The newest point that all can go back to: a mark of all servers, a checkpoint, or where the run began."""
+    def _go_back(self, start: Point) -> Point:
+        """Return rows to the newest point at which nothing is damaged; what is shows only when it is read."""
+        points, damaged = self._points(start), set[Point]()
+        while True:
+            # Of equal ones the mark, which needs no file.
+            point = max(points, key=lambda point: (point.done, point.kind == "mark"))
+            reach("recovery.chosen")
+            self._log(f"going back to {point}")
+            try:
+                self._crew.return_to(point)
+            except (StoreError, CheckpointError) as error:
+                damaged.add(point)
+                points = self._points(start) - damaged  # some servers have returned there, and may have fewer now
+                if not points:
+                    raise
+                self._log(f"{point} can't be returned to: {error}")
+            else:
+                return point
+
+    def _points(self, start: Point) -> set[Point]:
+        """All that may be gone back to: marks that all servers have, checkpoints, and where the run began."""
         marks = [set(of_server) for of_server in self._crew.marks().values()]
-        points = [start]
-        checkpoint = self._crew.checkpoint()
-        if checkpoint is not None:
-            points.append(Point(checkpoint, "checkpoint"))
-        if marks and (common := set.intersection(*marks)):
-            points.append(Point(max(common), "mark"))
-        return max(reversed(points), key=lambda point: point.done)  # of equal ones the mark, which needs no file
+        points = {Point(done, "mark") for done in (set.intersection(*marks) if marks else ())}
+        points |= {Point(done, "checkpoint") for done in self._crew.saved()}
+        # What was before its start may be of another number of trainers, and so of other bits.
+        return {start} | {point for point in points if point.done >= start.done}
 
     def _went_on(self) -> None:
         """An iteration was finished: what was lost before is made good."""

@@ -9,6 +9,7 @@ import pytest
 
 from bagpipe.errors import ClusterError
 from bagpipe.failpoints import Fault
+from crew import Crew
 from faults import (
     AFTERWARDS,
     LARGE,
@@ -125,6 +126,25 @@ def test_without_room_for_old_values_rows_come_back_from_the_journal():
 def test_without_a_journal_and_room_for_old_values_all_go_back_to_a_checkpoint():
     fault = Fault("trainer.step.updated", at=8, role="trainer-1")
     ended = survives(USUAL, fault, history=0, journals=False)
+    assert ended.incidents[0].done_after == 4
+
+
+def test_a_lost_server_whose_journal_is_damaged_takes_all_back_to_an_earlier_point(monkeypatch):
+    start, damaged = Crew.start, []
+
+    def damaging(crew, role):
+        path = crew.directory / "journal" / role / "000000000004.writes"
+        if path.exists():
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+            damaged.append(role)
+        start(crew, role)
+
+    monkeypatch.setattr(Crew, "start", damaging)
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, victims={fault.name: ["server-1"]})
+    assert damaged == ["server-1"]
     assert ended.incidents[0].done_after == 4
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bagpipe.errors import ClusterError
+from bagpipe.errors import CheckpointError, ClusterError, StoreError
 from bagpipe.recovery import BEGINNING, Incident, Point, RolesLost, Supervisor
 
 ROLES = ("trainer 0", "trainer 1", "server 0", "server 1", "oracle", "processor 0")
@@ -15,8 +15,10 @@ ROLES = ("trainer 0", "trainer 1", "server 0", "server 1", "oracle", "processor 
 class ScriptedCrew:
     """Does what it is asked in no time; `faults` says who is lost in which call, counted from 0."""
 
-    def __init__(self, faults=(), marks=((), ()), checkpoint=None):
-        self.faults, self.of_servers, self.of_files = dict(faults), marks, checkpoint
+    def __init__(self, faults=(), marks=((), ()), checkpoint=None, damaged=None):
+        """`damaged` says which points can't be returned to after all, and why."""
+        self.faults, self.of_servers, self.damaged = dict(faults), marks, damaged or {}
+        self.of_files = [] if checkpoint is None else [checkpoint]
         self.calls = []
         self.done = 0
         self.now = 0.0
@@ -45,11 +47,13 @@ class ScriptedCrew:
         self.call("marks")
         return {f"server {number}": marks for number, marks in enumerate(self.of_servers)}
 
-    def checkpoint(self):
+    def saved(self):
         return self.of_files
 
     def return_to(self, point):
         self.call("return", point)
+        if point in self.damaged:
+            raise self.damaged[point]
 
 
 def supervise(crew, restarts_max=3, start=BEGINNING):
@@ -119,6 +123,49 @@ def test_the_point_is_the_newest_that_all_servers_can_return_to(marks, checkpoin
     assert ("return", expected) in crew.calls
     assert crew.calls[0] == ("attempt", 0, start)
     assert ("attempt", 1, expected) in crew.calls
+
+
+MARK, OLDER, FILES = Point(8, "mark"), Point(4, "mark"), Point(6, "checkpoint")
+ROTTEN, TORN = StoreError("server 1: the journal is damaged"), CheckpointError("server 0: rows-0 is damaged")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "expected"),
+    [
+        ({MARK: ROTTEN}, [MARK, FILES]),
+        ({MARK: ROTTEN, FILES: TORN}, [MARK, FILES, OLDER]),
+        ({MARK: ROTTEN, FILES: TORN, OLDER: ROTTEN}, [MARK, FILES, OLDER, BEGINNING]),
+    ],
+)
+def test_where_a_journal_or_a_checkpoint_is_damaged_an_earlier_point_is_used(damaged, expected):
+    crew = ScriptedCrew({1: ["server 1"]}, marks=((4, 8), (4, 8)), checkpoint=6, damaged=damaged)
+    supervisor, result, said = supervise(crew)
+    assert result == "all of generation 1"
+    assert [words[1] for words in crew.calls if words[0] == "return"] == expected
+    assert ("attempt", 1, expected[-1]) in crew.calls
+    assert [incident.done_after for incident in supervisor.incidents] == [expected[-1].done]
+    assert "iteration 8 can't be returned to: server 1: the journal is damaged" in said
+
+
+def test_marks_that_servers_have_lost_in_a_return_that_failed_are_not_tried():
+    class Losing(ScriptedCrew):
+        def return_to(self, point):
+            if point == FILES:  # one has loaded it and forgot all marks, the other could not
+                self.of_servers = ((6,), (4, 8))
+            super().return_to(point)
+
+    crew = Losing({1: ["server 1"]}, marks=((4, 8), (4, 8)), checkpoint=6, damaged={MARK: ROTTEN, FILES: TORN})
+    supervise(crew)
+    assert [words[1] for words in crew.calls if words[0] == "return"] == [MARK, FILES, BEGINNING]
+
+
+def test_a_run_that_was_resumed_never_returns_to_before_its_start():
+    start = Point(6, "checkpoint")
+    crew = ScriptedCrew({1: ["server 1"]}, marks=((4, 8), (4, 8)), damaged={MARK: ROTTEN, start: TORN})
+    crew.of_files = [2, 6]
+    with pytest.raises(CheckpointError, match="rows-0 is damaged"):
+        supervise(crew, start=start)
+    assert [words[1] for words in crew.calls if words[0] == "return"] == [MARK, start]
 
 
 def test_a_role_is_started_again_up_to_the_limit_and_then_named():

@@ -118,19 +118,22 @@ class RayCrew(ABC, Generic[ResultT]):
         calls = {need.role: self.watch.ask(need.role, "marks", self.request.trainers) for need in self.servers}
         return self.watch.gather(calls, "tell its marks", START_S)
 
-    def checkpoint(self) -> int | None:
-        """The last complete checkpoint of the run."""
-        latest = Checkpoints(self.checkpoints).latest() if self.checkpoints.is_dir() else None
-        return None if latest is None else latest.done
+    def saved(self) -> Collection[int]:
+        """The complete checkpoints of the run."""
+        return [checkpoint.done for checkpoint in Checkpoints(self.checkpoints).list()]
 
     def return_to(self, point: Point) -> None:
-        """Have all servers return there."""
+        """Have all servers return there; an error of one is raised when all have answered."""
         done = None if point.kind == "beginning" else point.done
         files = str(self.checkpoints) if point.kind == "checkpoint" else None
         calls = {
             need.role: self.watch.ask(need.role, "recover", self._generation, done, files) for need in self.servers
         }
-        self.watch.gather(calls, f"return to {point}", RETURN_S)
+        try:
+            self.watch.gather(calls, f"return to {point}", RETURN_S)
+        except BagpipeError:
+            self.gather_all(calls, f"return to {point}", RETURN_S)
+            raise
 
     @property
     def checkpoints(self) -> Path:
