@@ -32,6 +32,11 @@ LOST_S = 3.0
 """How long to look for a role that was lost, when another one complains."""
 STUCK_S = 30.0
 
+LOST_CONTACT = re.compile(r"see what that trainer reports|it lost the connection for")
+"""What `bagpipe.trainer.backend_group` says of a peer that has left and told no reason; all others name theirs."""
+OWN_FAULT = re.compile(r"left the training loop|is at another exchange|numbers, \d+ were expected")
+"""What makes trainers lose each other by itself, and would again."""
+
 Show = Callable[[str, str], None]
 """Told the name of a role and how it is."""
 
@@ -230,7 +235,8 @@ class _Following:
     def _blame_others(self, failed: str, error: BagpipeError) -> None:
         """Raise what another role has told since, or that it was lost, if that is why a role failed.
 
-        Those who work are told to leave off. All others must answer once more: who can't is lost.
+        Those who work are told to leave off. All others must answer once more: who can't is lost. Where all are well,
+        and only the connection between two of them broke, the one that was missed is ended, and lost.
         """
         watch, now = self._watch, time.monotonic()
         missed = isinstance(error, PipelineError | DeadlineError)
@@ -243,7 +249,7 @@ class _Following:
         }
         if self._board in watch.members:
             watch.ask(self._board, "end_generation", self._generation)
-        told: list[BagpipeError] = []
+        told = {failed: error}
         while (others or self._reports) and time.monotonic() < until:
             watch.check()
             done, _ = watch.ray.wait([*others.values(), *self._reports.values()], timeout=WAIT_S)
@@ -253,13 +259,27 @@ class _Following:
                 try:
                     watch.take(role, others.pop(role))
                 except BagpipeError as other:
-                    told.append(other)
+                    told[role] = other
         if missed:
             late = [*self._reports, *(others if self._heed else ())]
             watch.end(late, f"it did not answer for {watch.stuck_s:g} s and was ended")
-        cause = next((each for each in told if not isinstance(each, PipelineError)), None)
+        own = [each for each in told.values() if f"generation {self._generation} is over" not in str(each)]
+        cause = next((each for each in own if not isinstance(each, PipelineError)), None)
         if isinstance(error, PipelineError) and cause is not None:
             raise cause
+        if len(told) == len(self._calls) > 1 and all(map(_is_lost_contact, own)):
+            watch.end([_missed(error, failed)], f"its connection to another trainer broke and it was ended: {error}")
+
+
+def _is_lost_contact(error: BagpipeError) -> bool:
+    """Whether a trainer has only lost the connection to another; what its own script or model did is no such thing."""
+    return bool(LOST_CONTACT.search(str(error))) and not OWN_FAULT.search(str(error))
+
+
+def _missed(error: BagpipeError, failed: str) -> str:
+    """The trainer that another one complains about."""
+    found = re.search(r"(?:from|to) (trainer \d+)", str(error))
+    return failed if found is None else found[1]
 
 
 def named(failure: Failure, role: str, log: Path) -> BagpipeError:
