@@ -194,21 +194,38 @@ class RowCache:
         self.tenant_id[group][slots] = ids
         self.dirty[group][slots] = changed
 
-    def take_dirty(self) -> Iterator[TableRows]:
+    def take_dirty(self, most: int = UNLIMITED) -> Iterator[list[TableRows]]:
         """Updated rows of all tables, which stay in their slots and count as written from now on.
 
-        Copies that another trainer flushes only count as written.
+        They come in blocks of at most `most` rows, each table once in a block, as they are when it is asked for: rows
+        may leave in between. Copies that another trainer flushes only count as written.
         """
+        block: list[TableRows] = []
+        room = most
         for group, dirty in enumerate(self.dirty):
-            slots = np.flatnonzero(dirty).astype(np.int32)
-            if self._shared:
-                others = self._shared[group][slots] & (slots % self._copies != self._rank)
-                dirty[slots[others]] = False
-                slots = slots[~others]
-            tables = self.tenant_table[group][slots]
-            for table in np.unique(tables).tolist():
-                chosen = slots[tables == table]
-                yield self.copy_kept(table, self.tenant_id[group][chosen], chosen)
+            first = 0
+            for stop in range(most, len(dirty) + most, most):
+                begin = stop - most
+                if np.count_nonzero(dirty[begin:stop]) > room:
+                    block += self._take_dirty(group, first, begin)
+                    yield block
+                    block, room, first = [], most, begin
+                room -= int(np.count_nonzero(dirty[begin:stop]))
+            block += self._take_dirty(group, first, len(dirty))
+        yield block
+
+    def _take_dirty(self, group: int, first: int, stop: int) -> Iterator[TableRows]:
+        """Those in a range of slots."""
+        dirty = self.dirty[group]
+        slots = (first + np.flatnonzero(dirty[first:stop])).astype(np.int32)
+        if self._shared:
+            others = self._shared[group][slots] & (slots % self._copies != self._rank)
+            dirty[slots[others]] = False
+            slots = slots[~others]
+        tables = self.tenant_table[group][slots]
+        for table in np.unique(tables).tolist():
+            chosen = slots[tables == table]
+            yield self.copy_kept(table, self.tenant_id[group][chosen], chosen)
 
     def read(self, group: int, slots: Slots) -> Floats:
         """What is in these slots now."""

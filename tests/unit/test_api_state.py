@@ -152,7 +152,8 @@ def test_a_barrier_that_forgets_rows_on_their_way_to_the_store_is_noticed(monkey
 
     def flush(pipeline):
         yield Wait("its turn", lambda: True)
-        yield from pipeline._write(list(pipeline._cache.take_dirty()))
+        for block in pipeline._cache.take_dirty():
+            yield from pipeline._write(block)
 
     monkeypatch.setattr(Pipeline, "_flush", flush)
     assert any(evaluate_now_and_then(seed) for seed in range(20))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -42,10 +44,10 @@ def test_only_rows_that_were_updated_come_out():
     out = cache.copy_out(0, np.array([10, 11]), slots(5, 0))
     assert out.ids.tolist() == [11]
     assert out.values.tolist() == [[3, 4, 5]]
-    dirty = list(cache.take_dirty())
+    (dirty,) = cache.take_dirty()
     assert [(part.table, part.ids.tolist()) for part in dirty] == [(2, [10, 12])]
     assert dirty[0].values.tolist() == rows(2, 3, 50).tolist()
-    assert list(cache.take_dirty()) == []
+    assert list(cache.take_dirty()) == [[]]
 
 
 def test_a_new_tenant_is_clean():
@@ -53,7 +55,7 @@ def test_a_new_tenant_is_clean():
     cache.insert(1, np.array([1]), slots(3), rows(1, 2))
     cache.mark_updated(1, slots(3))
     cache.insert(1, np.array([2]), slots(3), rows(1, 2, 7))
-    assert list(cache.take_dirty()) == []
+    assert list(cache.take_dirty()) == [[]]
     assert cache.read(1, slots(3)).tolist() == [[7, 8]]
 
 
@@ -87,7 +89,38 @@ def test_a_kept_row_counts_as_written_and_stays():
     assert cache.copy_kept(1, np.array([1, 2]), slots(3, 0)).ids.tolist() == [2]
     assert cache.copy_kept(1, np.array([1, 2]), slots(3, 0)).ids.tolist() == []
     cache.mark_updated(1, slots(3))
-    assert [part.ids.tolist() for part in cache.take_dirty()] == [[1]]
+    assert [part.ids.tolist() for block in cache.take_dirty() for part in block] == [[1]]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 9, 100])
+def test_updated_rows_come_in_blocks_of_bounded_size(most):
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        cache = RowCache([3, 2, 3], [17, 6], torch.device("cpu"))
+        tables, expected = random.choice([0, 2], 17), set()
+        for table, own in ((0, np.flatnonzero(tables == 0)), (2, np.flatnonzero(tables == 2)), (1, np.arange(6))):
+            cache.insert(table, own * 10, own.astype(np.int32), rows(len(own), cache.widths[cache.group[table]]))
+            updated = own[random.random(len(own)) < random.random()]
+            cache.mark_updated(table, updated.astype(np.int32))
+            expected |= {(table, row) for row in (updated * 10).tolist()}
+        blocks = list(cache.take_dirty(most))
+        sizes = [sum(len(part.ids) for part in block) for block in blocks]
+        assert sorted((part.table, row) for block in blocks for part in block for row in part.ids) == sorted(expected)
+        assert max(sizes) <= most
+        assert all(one + other > most for one, other in pairwise(sizes)), "no more than needed"
+        assert all(len({part.table for part in block}) == len(block) for block in blocks)
+
+
+def test_a_row_that_leaves_between_two_blocks_is_in_none():
+    cache = make()
+    cache.insert(0, np.arange(6), np.arange(6, dtype=np.int32), rows(6, 3))
+    cache.mark_updated(0, np.arange(6, dtype=np.int32))
+    blocks = cache.take_dirty(2)
+    found = next(blocks)
+    assert cache.copy_out(0, np.arange(1, 4), slots(1, 2, 3)).ids.tolist() == [2, 3]
+    cache.insert(2, np.array([70, 71]), slots(2, 3), rows(2, 3))
+    found += [part for block in blocks for part in block]
+    assert [(part.table, part.ids.tolist()) for part in found] == [(0, [0, 1]), (0, [4, 5])]
 
 
 def test_a_size_in_rows_and_in_bytes_is_divided_as_the_first_batch_is():

@@ -259,7 +259,7 @@ def copies_evictions_out_before_the_update(patch):
 
 def forgets_rows_at_the_end(patch):
     take_dirty = RowCache.take_dirty
-    patch.setattr(RowCache, "take_dirty", lambda cache: list(take_dirty(cache))[1:])
+    patch.setattr(RowCache, "take_dirty", lambda cache, most: (block[1:] for block in take_dirty(cache, most)))
 
 
 SMALL = {"cache": 16, "lookahead": 3}

@@ -5,16 +5,16 @@ An iteration passes four points: trained, updated, copied out, acknowledged. The
   1. copy-out of an eviction waits until the iteration of the row's last update is updated;
   2. an insertion waits until the slot's last tenant is copied out;
   3. a fetch waits until all iterations up to its `after` are acknowledged.
-Queues are bounded by `depth` plans (I5).
+Queues are bounded by `depth` plans, and rows on their way by blocks of STAGED_ROWS (I5).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from bagpipe.failpoints import reach
 from bagpipe.oracle.plan import Fetch, Plan
 from bagpipe.oracle.row_list import RowList
 from bagpipe.store.base import NO_ITERATION, Store
+from bagpipe.trainer.observer import Observer
 from bagpipe.trainer.stages import Driver, Stage, Wait
 from bagpipe.trainer.traffic import Traffic
 
@@ -35,32 +36,7 @@ Part = tuple[int, Ids, Slots, int]
 
 DEPTH = 8
 STAGED_ROWS = 1 << 17
-"""Rows that are on their way from the store to their slots at once: larger fetches come in blocks of so many."""
-
-
-class Observer(Protocol):
-    """Is told of every movement of rows; the checker is one."""
-
-    def fetched(self, plan: Plan, rows: TableRows) -> None:
-        """Rows were read from the store for this plan."""
-
-    def inserted(self, plan: Plan, table: int, ids: Ids, slots: Slots) -> None:
-        """Rows are about to take their slots."""
-
-    def copied_out(self, table: int, ids: Ids, slots: Slots, rows: TableRows) -> None:
-        """Rows left their slots; `rows` are those of them that must be written."""
-
-    def copied(self, rows: TableRows) -> None:
-        """Updated rows were copied from their slots, where they stay; they will be written."""
-
-    def flushed(self) -> None:
-        """Nothing that this trainer has to write is left in the cache."""
-
-    def dropped(self, table: int, ids: Ids, slots: Slots) -> None:
-        """These rows left their slots, if they were there, and another trainer writes them."""
-
-    def written(self, rows: TableRows) -> None:
-        """The store has these rows."""
+"""Rows that are on their way between the store and their slots at once: what is larger comes in blocks of so many."""
 
 
 @dataclass(slots=True)
@@ -196,15 +172,8 @@ class Pipeline(Generic[Payload]):
             staged, *others = self._blocks(late)
             fetched = early + self._read(plan, staged, after)  # while the victims may still be in use
             reach("trainer.fetch.read")
-            last = plan.victims.evict_after
-            if last >= 0:  # also if they are another trainer's to write: their slots are about to be taken
-                yield self._until(f"iteration {last} to be updated", self._reached("updated", last))  # wait 1
-                yield self._until(f"the flush of iteration {barrier}", self._reached("acknowledged", barrier))
-                if self._ended():
-                    break
-                with self._cache.moving:
-                    self._victims.append((plan.iteration, self._copy_out(plan.victims)))
-                    self._drop(None if plan.sync is None else plan.sync.drop_victims)
+            if plan.victims.evict_after >= 0:  # also if another trainer writes them: their slots are about to be taken
+                yield from self._make_room(plan, barrier)
             freed = int(plan.fetch.slot_after.max(initial=-1))
             yield self._until(f"evictions of iteration {freed} to leave", self._reached("copied_out", freed))  # wait 2
             if self._ended():
@@ -223,23 +192,29 @@ class Pipeline(Generic[Payload]):
             self._ready.append((plan, payload))
         self._all_ready = True
 
+    def _make_room(self, plan: Plan, barrier: int) -> Stage:
+        """The victims of a plan leave; when there are many, the next ones once the last are in the store."""
+        last, room = plan.victims.evict_after, self._depth
+        yield self._until(f"iteration {last} to be updated", self._reached("updated", last))  # wait 1
+        yield self._until(f"the flush of iteration {barrier}", self._reached("acknowledged", barrier))
+        blocks = blocks_of(plan.victims)
+        while blocks:
+            yield self._until("victims to be in the store", self._has_room(room))
+            if self._ended():
+                return
+            with self._cache.moving:
+                self._victims.append((plan.iteration, self._copy_out(blocks.pop(0))))
+                if not blocks:
+                    self._drop(None if plan.sync is None else plan.sync.drop_victims)
+            room = 1
+
     def _write_back(self) -> Stage:
         while True:
             yield Wait("an update", self._has_work)
             if self._victims_first():
-                yield from self._write(self._victims.popleft()[1])
+                yield from self._write_victims()
             elif self._trained:
-                plan = self._trained.popleft()
-                leaving = self._copy_out(plan.evict)  # wait 1: only updated plans come here
-                self._drop(None if plan.sync is None else plan.sync.drop)
-                kept = self._observed(self._cache.copy_kept(*part) for part in tables_of(plan.flush))
-                self.points.copied_out = plan.iteration
-                reach("trainer.evict.copied")
-                if kept:
-                    yield from self._write(kept)
-                yield from self._write(leaving, plan.iteration)
-                reach("trainer.evict.written")
-                self.points.acknowledged = plan.iteration
+                yield from self._retire(self._trained.popleft())
             elif self._flush_wanted > self._flush_done:
                 wanted = self._flush_wanted
                 yield from self._flush()
@@ -247,6 +222,25 @@ class Pipeline(Generic[Payload]):
             else:
                 yield from self._flush()
                 return
+
+    def _retire(self, plan: Plan) -> Stage:
+        """Rows leave whose stay ends with a plan, and those that it flushes are copied: all of them are written."""
+        *first, last = blocks_of(plan.evict)
+        for block in first:
+            yield from self._write(self._copy_out(block))  # wait 1: only updated plans come here
+        leaving = self._copy_out(last)
+        self._drop(None if plan.sync is None else plan.sync.drop)
+        *first, last = blocks_of(plan.flush)
+        for block in first:
+            yield from self._write(self._copy_kept(block))
+        kept = self._copy_kept(last)
+        self.points.copied_out = plan.iteration
+        reach("trainer.evict.copied")
+        if kept:
+            yield from self._write(kept)
+        yield from self._write(leaving, plan.iteration)
+        reach("trainer.evict.written")
+        self.points.acknowledged = plan.iteration
 
     def _has_next(self) -> bool:
         return (bool(self._ready) or self._all_ready) and self.points.acknowledged >= self._barrier
@@ -259,6 +253,9 @@ class Pipeline(Generic[Payload]):
     def _victims_first(self) -> bool:
         """An iteration is acknowledged after the victims of its plan, and before those of later ones: fetches wait."""
         return bool(self._victims) and not (self._trained and self._trained[0].iteration < self._victims[0][0])
+
+    def _has_room(self, blocks: int) -> Callable[[], bool]:
+        return lambda: len(self._victims) < blocks
 
     def _ended(self) -> bool:
         return self._closing
@@ -360,23 +357,47 @@ class Pipeline(Generic[Payload]):
             leaving = []  # and only then may other trainers read them
         self._store.write_many(leaving, passed)
 
+    def _write_victims(self) -> Stage:
+        """Those that wait longest; they count as waiting until the store has them."""
+        yield from self._write(self._victims[0][1])
+        self._victims.popleft()
+
     def _flush(self) -> Stage:
         yield Wait("its turn", lambda: True)
-        with self._cache.moving:  # victims that left since the last look are updates so far as well
-            groups = [self._victims.popleft()[1] for _ in range(len(self._victims))]
-            groups.append(self._observed(self._cache.take_dirty()))
-            if self._observer:
-                self._observer.flushed()
-        for rows in groups:
-            yield from self._write(rows)
+        blocks = self._cache.take_dirty(STAGED_ROWS)
+        block: list[TableRows] | None = []
+        while block is not None:
+            with self._cache.moving:  # victims that left since the last look are updates so far as well
+                num_victims = len(self._victims)
+                block = next(blocks, None)
+                self._observe(block or [])
+                if block is None and self._observer:
+                    self._observer.flushed()
+            for _ in range(num_victims):
+                yield from self._write_victims()
+            if block is not None:
+                yield from self._write(block)
 
-    def _observed(self, copied: Iterable[TableRows]) -> list[TableRows]:
+    def _copy_kept(self, staying: RowList) -> list[TableRows]:
+        return self._observe([self._cache.copy_kept(*part) for part in tables_of(staying)])
+
+    def _observe(self, copied: list[TableRows]) -> list[TableRows]:
         """Rows that will be written and stay."""
-        parts = list(copied)
         if self._observer:
-            for part in parts:
+            for part in copied:
                 self._observer.copied(part)
-        return parts
+        return copied
+
+
+def blocks_of(rows: RowList) -> list[RowList]:
+    """A list in blocks of at most STAGED_ROWS rows; at least one."""
+    if len(rows) <= STAGED_ROWS:
+        return [rows]
+    blocks = []
+    for first in range(0, len(rows), STAGED_ROWS):
+        part = slice(first, first + STAGED_ROWS)
+        blocks.append(RowList(rows.ids[part], rows.slots[part], np.clip(rows.bounds - first, 0, STAGED_ROWS)))
+    return blocks
 
 
 def tables_of(rows: RowList) -> Iterator[tuple[int, Ids, Slots]]:

@@ -90,7 +90,7 @@ def test_rows_that_move_bring_their_state_and_whether_they_are_to_be_written():
     assert torch.equal(theirs.data[theirs.group[0]][1], torch.ones(6))
     assert torch.equal(theirs.data[theirs.group[2]][7], torch.full((10,), 2.0))
     assert (theirs.data[theirs.group[0]][4] == torch.tensor([1.0] * 3 + [-1.0] * 3)).all(), "sent, but not moved"
-    [rows] = theirs.take_dirty()
+    [[rows]] = theirs.take_dirty()
     assert (rows.table, rows.ids.tolist()) == (0, [41])
     assert theirs.tenant_id[theirs.group[2]][7] == 70
 

@@ -104,23 +104,56 @@ def test_a_pipeline_that_never_began_can_be_closed():
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "static"])
-def test_large_fetches_come_in_blocks_of_bounded_size(policy, monkeypatch):
-    sizes = []
-    read_many = MemoryStore.read_many
+def test_large_fetches_and_write_backs_come_in_blocks_of_bounded_size(policy, monkeypatch):
+    reads, writes = [], []
+    read_many, write_many = MemoryStore.read_many, MemoryStore.write_many
 
-    def noting(store, parts, after=-1):
-        sizes.append(sum(len(ids) for _, ids, _ in parts))
+    def reading(store, parts, after=-1):
+        reads.append(sum(len(ids) for _, ids, _ in parts))
         read_many(store, parts, after)
 
-    monkeypatch.setattr(MemoryStore, "read_many", noting)
+    def writing(store, parts, passed=-1):
+        writes.append(sum(len(ids) for _, ids, _ in parts))
+        write_many(store, parts, passed)
+
+    monkeypatch.setattr(MemoryStore, "read_many", reading)
+    monkeypatch.setattr(MemoryStore, "write_many", writing)
     for staged in (1, 2, 3):
         monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", staged)
-        sizes.clear()
+        reads.clear()
+        writes.clear()
         for seed in range(5):
-            found, expected = run(seed, policy)
-            assert (found == expected).all()
-        assert max(sizes) == staged
-        assert min(sizes) >= 1, "no empty blocks"
+            for flushes, stop in (((), None), ((2, 3, 9), None), ((), 6)):
+                found, expected = run(seed, policy, flushes, stop)
+                assert (found == expected).all()
+        assert max(reads) == max(writes) == staged
+        assert min(reads) >= 1, "no empty blocks"
+
+
+def test_victims_of_a_plan_leave_block_by_block_as_the_store_takes_them(monkeypatch):
+    monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", 2)
+    left = []
+    copy_out = Pipeline._copy_out
+
+    def noting(pipeline, leaving):
+        waiting = sum(len(rows.ids) for _, parts in pipeline._victims for rows in parts)
+        left.append((len(leaving), waiting))
+        return copy_out(pipeline, leaving)
+
+    monkeypatch.setattr(Pipeline, "_copy_out", noting)
+    batches = [np.arange(7), np.arange(7, 12)]
+    cache, driver = RowCache([2], [SLOTS], torch.device("cpu")), Seeded(0, last=frozenset({"write-back"}))
+    store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
+    pipeline = Pipeline(plans(batches, "lru", ()), cache, store, driver)
+    for _ in batches:
+        assert pipeline.wait()
+        plan, _ = pipeline.take()
+        cache.data[0].numpy()[plan.rows.slots] += 1
+        cache.mark_updated(0, plan.rows.slots)
+        pipeline.updated(plan)
+    pipeline.close()
+    assert [each for each in left if each[0]] == [(2, 0), (2, 0), (1, 0), (2, 0), (2, 0), (2, 0), (1, 0)]
+    assert (stored(store) == 1).all()
 
 
 def test_rows_are_read_while_the_victims_of_their_plan_are_still_in_use(monkeypatch):
