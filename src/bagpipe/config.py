@@ -20,6 +20,7 @@ from bagpipe.errors import ConfigError
 from bagpipe.optim import RowOptimizer
 from bagpipe.policy_options import WAYS_MAX, PolicyOptions
 from bagpipe.store.residency import RESIDENT_BYTES_MIN
+from bagpipe.table import Table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -177,8 +178,9 @@ class RecoveryConfig(Section):
 class PolicyOptionsConfig(Section):
     """Settings of policies; docs/policies.md tells which policy uses which."""
 
-    sample: Positive = 64
-    """Batches that are looked at before the first iteration, to learn how often rows are used (static, frequency)."""
+    sample: Annotated[int, Field(ge=0)] = 64
+    """Batches that are looked at before the first iteration, to learn how often rows are used; 0: all data is read once
+    more, and only counted (static, frequency)."""
     replacement: Literal["lru", "lfu", "random"] = "lru"
     """Which row leaves first of those that are not held (scratchpipe)."""
     pipelined: bool = True
@@ -208,15 +210,39 @@ class Size:
     num_bytes: int
 
 
-def cache_size(value: int | str) -> int | Size:
-    """A number of rows, or bytes from a text such as "2GB" (decimal units)."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of the rows of all tables."""
+
+    per_cent: float
+
+    def num_rows(self, tables: Iterable[Table]) -> int:
+        """So many rows; ConfigError if a table has no known size."""
+        total = 0
+        for table in tables:
+            if table.rows is None:
+                raise ConfigError(
+                    f"cache is {self.per_cent:g}%, and table {table.name!r} has no known size: give rows or bytes "
+                    "such as '2GB'"
+                )
+            total += table.rows
+        return max(1, round(self.per_cent / 100 * total))
+
+
+def cache_size(value: int | str) -> int | Size | Share:
+    """A number of rows, bytes from a text such as "2GB" (decimal units), or a share of all rows such as "1.5%"."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise ConfigError(f"cache is {value!r}: give at least 1 row, or bytes such as '2GB'")
         return value
+    share = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", str(value))
+    if share is not None:
+        if not 0 < float(share[1]) <= 100:
+            raise ConfigError(f"cache is {value!r}: give a share of the rows above 0% and up to 100%, such as '1.5%'")
+        return Share(float(share[1]))
     size = _bytes_in(value)
     if size is None:
-        raise ConfigError(f"cache is {value!r}: give a number of rows, or bytes such as '500MB' or '2GB'")
+        raise ConfigError(f"cache is {value!r}: give a number of rows, bytes such as '500MB' or '2GB', or '1.5%'")
     return Size(size)
 
 
@@ -260,7 +286,8 @@ class Config(Section):
     lookahead: Positive | Literal["auto"] = "auto"
     """How many batches the oracle reads ahead, the current one included; auto fills the cache."""
     cache: int | str = "256MB"
-    """Size of a trainer's cache: rows, or bytes such as "2GB", optimizer state included."""
+    """Size of a trainer's cache: rows, bytes such as "2GB", optimizer state included, or a share of all rows such as
+    "1.5%", where every table has a known size."""
     policy: Literal[
         "lookahead",
         "belady",

@@ -17,7 +17,8 @@ class PolicyOptions:
     """Settings of policies; what a policy does not use is ignored."""
 
     sample: int = 64
-    """Batches that are looked at before the first plan, to learn how often each row is used (static, frequency)."""
+    """Batches that are looked at before the first plan, to learn how often each row is used; 0: all data is read once
+    more, and only counted (static, frequency)."""
     replacement: Replacement = "lru"
     """Which row that is not held leaves first (scratchpipe)."""
     pipelined: bool = True
@@ -49,7 +50,7 @@ SAMPLE_MAX = 4096
 WAYS_MAX = 4096
 SEED_MAX = 2**63 - 1
 BOUNDS = (
-    ("sample", 1, SAMPLE_MAX, ", as its batches lie in memory"),
+    ("sample", 0, SAMPLE_MAX, ", as its batches lie in memory, or 0 for all data"),
     ("ways", 1, WAYS_MAX, ", as all of a set are looked at for each row"),
     ("seed", 0, SEED_MAX, ""),
 )

@@ -22,7 +22,7 @@ Optimizer = Annotated[str, typer.Option(help="Row optimizer, whose state lies be
 Iterations = Annotated[
     int | None, typer.Option(min=1, help="Batches to replay. Default: all; of a preset, twice the longest lookahead.")
 ]
-Cache = Annotated[str | None, typer.Option(metavar="SIZE", help="The cache you have: rows, or bytes such as 2GB.")]
+Cache = Annotated[str | None, typer.Option(metavar="SIZE", help="The cache you have: rows, 2GB, or 1.5%.")]
 Tables = Annotated[bool, typer.Option("--tables", help="Add the hit rate of each table.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of a preset's samples.")]
 
@@ -44,8 +44,8 @@ def plan(
     from bagpipe.replay import LOOKAHEADS, advised, forecast
 
     row_bytes = 4 * (dim + build(optimizer, lr=0.1).state_width((dim,)))
-    capacity = None if cache is None else _rows(cache, row_bytes)
     source, is_preset = _open(data, seed)
+    capacity = None if cache is None else _rows(cache, row_bytes, source)
     batches = -(-source.num_samples // batch_size)
     lookaheads = [n for n in LOOKAHEADS if n <= batches] if lookahead is None else _numbers(lookahead)
     if iterations is not None or is_preset:
@@ -138,10 +138,12 @@ def _numbers(text: str) -> list[int]:
         raise ConfigError(f"--lookahead {text!r}: give whole numbers with commas between, such as 1,10,100") from None
 
 
-def _rows(cache: str, row_bytes: int) -> int:
-    from bagpipe.config import cache_size
+def _rows(cache: str, row_bytes: int, source: Dataset) -> int:
+    from bagpipe.config import Share, cache_size
 
     size = cache_size(int(cache) if cache.strip().isdigit() else cache)
+    if isinstance(size, Share):
+        return size.num_rows(source.tables)
     return size if isinstance(size, int) else size.num_bytes // row_bytes
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.cache import divide, group_by_width
-from bagpipe.config import Size
+from bagpipe.config import Share, Size
 from bagpipe.embedding import check_range
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.tables import OracleTable
@@ -20,7 +20,7 @@ from bagpipe.types import Table
 def make_oracle(
     tables: Sequence[Table],
     widths: Sequence[int],
-    size: int | Size,
+    size: int | Size | Share,
     first: Mapping[str, NDArray[np.int64]],
     *,
     lookahead: Lookahead,
@@ -36,6 +36,8 @@ def make_oracle(
     for table in tables:
         check_range(table, [first[name] for name in table.features])
     needed = [len(np.unique(np.concatenate([first[name] for name in table.features]))) for table in tables]
+    if isinstance(size, Share):
+        size = size.num_rows(tables)
     capacity = divide(size, widths, needed, [table.rows for table in tables], whole=policy == "ideal")
     return Oracle(
         [

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bagpipe.kernels.plan import HALF
 from bagpipe.oracle.plan import Fetch
 from bagpipe.oracle.slots import Group
-from bagpipe.oracle.tables import DirectRows
+from bagpipe.oracle.tables import DirectRows, MappedRows
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.policies.base import Policy
 
@@ -26,6 +26,8 @@ def warm_up(policy: Policy, groups: Sequence[Group], tenants: Tenants, iteration
     found: list[tuple[Int64s, Int64s, Int32s]] = []
     for group in groups:
         tables, ids = policy.hottest(group)
+        chosen = np.flatnonzero(_can_be_noted(tenants, tables, ids))
+        tables, ids = tables[chosen], ids[chosen]
         entries = _entries(tenants, tables, ids)
         absent = np.flatnonzero(_places(tenants, tables, entries) <= 0)[: group.slots.num_free]
         slots, freed_by = np.empty((2, len(absent)), np.int32)
@@ -35,7 +37,7 @@ def warm_up(policy: Policy, groups: Sequence[Group], tenants: Tenants, iteration
             own = tables[absent] == t
             tenants.noted[t].places[entries[absent][own]] = slots[own] + 1
             tenants.codes[tenants.begins[t] + slots[own]] = (t << HALF) | entries[absent][own]
-        policy.warmed(iteration, group, absent, slots)
+        policy.warmed(iteration, group, chosen[absent], slots)
         found.append((tables[absent], ids[absent], slots))
     tables, ids, slots = (np.concatenate(part) for part in zip(*found, strict=True))
     all_tables = np.concatenate([np.repeat(np.arange(len(fetch.bounds) - 1), np.diff(fetch.bounds)), tables])
@@ -50,8 +52,18 @@ def warm_up(policy: Policy, groups: Sequence[Group], tenants: Tenants, iteration
     )
 
 
+def _can_be_noted(tenants: Tenants, tables: Int64s, ids: Int64s) -> NDArray[np.bool_]:
+    """Rows of tables with arrays, and of others those of the window: their maps have room for no more."""
+    can: NDArray[np.bool_] = np.ones(len(ids), np.bool_)
+    for t in np.unique(tables).tolist():
+        noted, own = tenants.noted[t], tables == t
+        if isinstance(noted, MappedRows):
+            can[own] = np.isin(ids[own], noted.keys[np.flatnonzero(noted.words)])
+    return can
+
+
 def _entries(tenants: Tenants, tables: Int64s, ids: Int64s) -> Int64s:
-    """Where rows of the window are noted."""
+    """Where these rows are noted."""
     entries = np.empty(len(ids), np.int64)
     for t in np.unique(tables).tolist():
         noted, own = tenants.noted[t], tables == t

@@ -54,6 +54,8 @@ class Policy:
     long enough that their write-backs were acknowledged anyway."""
     samples: ClassVar[bool] = False
     """Whether `learn` wants the batches that are read before the first plan."""
+    scans: bool = False
+    """Whether it must `know` how often all data uses each row, before the first plan."""
     next_uses: Int32s | None = None
     """Of the tenants of all slots, group by group: when the window needs them next, or NEVER. The oracle enters what
     later batches show of rows that were planned; None: the policy does not want to know."""
@@ -80,6 +82,9 @@ class Policy:
         self.groups = groups
         if not self.options.pipelined:
             self.horizon = 0
+
+    def know(self, counts: Sequence[TableSample]) -> None:
+        """How often all data uses each row of each table, if the policy `scans`."""
 
     def learn(self, sample: Sequence[TableSample]) -> None:
         """The rows of the batches read before the first plan, if the policy `samples`."""

@@ -1,7 +1,8 @@
 """The frequency-aware cache: rows are known from hot to cold before training, and the coldest not in use leave first.
 
-Frequencies come from a sample, the batches that are read before the first plan, which brings the hottest rows with it.
-Unlike LFU nothing is counted while training runs, so a row that was hot in the sample never has to prove itself.
+Frequencies come from a sample, the batches that are read before the first plan, or from a scan of all data (section 4.2
+of the paper). The first plan brings the hottest rows with it. Unlike LFU nothing is counted while training runs, so a
+row that was hot before never has to prove itself.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from bagpipe.oracle.slots import Group
 from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
 from bagpipe.policies.popularity import Popularity
 
+BATCHES = 64
+"""Read before the first plan where all data was scanned."""
+
 
 class SamplingPolicy(RankingPolicy):
-    """Ranks rows by what a sample of the data shows of them."""
+    """Ranks rows by what a sample of the data shows of them, or all of it."""
 
     samples = True
 
@@ -23,11 +27,19 @@ class SamplingPolicy(RankingPolicy):
         """Begin a run: the first plan waits for the sample."""
         super().bind(groups, lookahead, ahead)
         self._ahead = ahead
-        self.target = self.target_max = max(2, self.options.sample)
+        self.scans = self.options.sample == 0
+        self._counts: Sequence[TableSample] | None = None
+        self.target = self.target_max = max(2, BATCHES if self.scans else self.options.sample)
+
+    def know(self, counts: Sequence[TableSample]) -> None:
+        """Keep them until the first plan."""
+        self._counts = counts
 
     def learn(self, sample: Sequence[TableSample]) -> None:
         """Rank the rows; from now on one batch at a time is read."""
-        self.popularity = Popularity(self.groups, sample)
+        assert self._counts is not None or not self.scans, "the scan comes before the first plan"
+        self.popularity = Popularity(self.groups, sample if self._counts is None else self._counts)
+        self._counts = None
 
     def hottest(self, group: Group) -> tuple[Int64s, Int64s]:
         """Rows of the sample from hot to cold, as many as there are slots."""

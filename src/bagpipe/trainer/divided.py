@@ -42,6 +42,7 @@ class Divided(Source):
 
     def divided(self, oracle: Oracle, partition: Partition) -> Iterator[tuple[Division, list[Part]]]:
         """For each iteration its plan, and each trainer's samples; what went wrong with the loader comes after them."""
+        self.scan(oracle)
         yield from partition.plans(oracle.plans(self._iterations_of_parts()))
         if self._error is not None:
             raise self._error

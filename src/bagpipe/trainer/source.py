@@ -16,11 +16,13 @@ import torch
 
 from bagpipe.adapt import Adapter
 from bagpipe.data.batch_wire import nothing
+from bagpipe.data.loader import Loader
 from bagpipe.embedding import check_range
-from bagpipe.errors import ValueRangeError
+from bagpipe.errors import ConfigError, ValueRangeError
 from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
+from bagpipe.policies.scan import RowScan
 from bagpipe.trainer.reading import LookBack, Reading
 from bagpipe.types import Table
 
@@ -86,6 +88,10 @@ class Source:
         self.tables: tuple[Table, ...] = ()
         """Whose ids are taken; set before the first plan."""
         self.reading = Reading(loader, epochs, look_back)
+        self._loader = loader if isinstance(loader, Loader) else None
+        self._kind = type(loader).__name__
+        self.interrupted = False
+        """Ends a scan early."""
         self._accumulate = accumulate
         self._iterations = 0
         """Iterations of the run before this reading began."""
@@ -109,9 +115,32 @@ class Source:
 
     def planned(self, oracle: Oracle) -> Generator[tuple[Plan, Group], None, None]:
         """For each iteration its plan and its batches; what went wrong with the loader comes after them."""
+        self.scan(oracle)
         yield from oracle.plans(self._groups())
         if self._error is not None:
             raise self._error
+
+    def scan(self, oracle: Oracle) -> None:
+        """Count the rows of all data, where the oracle's policy wants to know; one more reading, and nothing is kept.
+
+        ConfigError if the loader is not known to give the same batches again.
+        """
+        if not oracle.policy.scans:
+            return
+        if self._loader is None:
+            raise ConfigError(
+                f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: give "
+                "a bagpipe.data.Loader, or the number of batches to look at"
+            )
+        counts = RowScan([table.features for table in self.tables])
+        batches = self._loader.dataset.batches(self._loader.batch_size, workers=self._loader.workers)
+        for number, batch in enumerate(batches):
+            if self.interrupted:
+                break
+            ids = self.adapter.extract(batch, self.features, number)
+            self._check(ids, number)
+            counts.add(ids)
+        oracle.policy.know(counts.samples())
 
     def close(self) -> None:
         """Let go of the loader, so that its worker processes can end."""
@@ -199,7 +228,8 @@ class LocalPlans:
         self._source.resume(position)
 
     def interrupt(self) -> None:
-        """A loader can't be interrupted: it is waited for."""
+        """End a scan; a loader can't be interrupted otherwise: it is waited for."""
+        self._source.interrupted = True
 
     def close(self) -> None:
         """Let go of the loader and of the oracle's threads."""

@@ -124,8 +124,8 @@ def test_options_are_checked_by_name() -> None:
     assert as_options({"sample": 3}).sample == 3
     for wrong, message in (
         ({"samples": 3}, "no policy option 'samples': choose from sample, replacement"),
-        ({"sample": 0}, "sample is 0"),
-        ({"sample": 5000}, "at most 4096"),
+        ({"sample": -1}, "sample is -1: give a whole number, at least 0"),
+        ({"sample": 5000}, "at most 4096, as its batches lie in memory, or 0 for all data"),
         ({"ways": True}, "ways is True"),
         ({"ways": 2**62}, f"ways is {2**62}: give at most 4096"),
         ({"seed": 2**63}, f"seed is {2**63}: give at most {2**63 - 1}"),
