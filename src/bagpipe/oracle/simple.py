@@ -1,7 +1,8 @@
 """The oracle once more, with dictionaries and lists: slow, short, and meant to be obviously right.
 
 It emits the same plans as `oracle.lookahead` and is compared with it plan by plan in the tests; nothing else uses it.
-It knows the policies that the paper and the baselines have; what others choose is tested against brute force.
+It knows the policies that the paper and the baselines have. Of others what `belady`, `frequency` and `lfu` choose has
+short twins in tests/unit/policies; `scratchpipe`, `windowed` and `static` are tested by examples and what they promise.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def random_batches(seed: int, num_batches: int, reach: int, size: int) -> Batche
     return tuple(frozenset(chance.choices(range(reach), k=chance.randint(0, size))) for _ in range(num_batches))
 
 
-def test_no_cache_of_this_size_moves_fewer_rows() -> None:
-    """With the whole future in the window; write-backs counted in."""
+def test_no_cache_of_this_size_moves_fewer_rows_where_none_are_prefetched() -> None:
+    """With the whole future in the window, and no slots kept for prefetches; write-backs counted in."""
     for seed in range(150):
         batches = random_batches(seed, 3 + seed % 6, 3 + seed % 5, 3)
         most = max(1, *map(len, batches))

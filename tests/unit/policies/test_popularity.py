@@ -106,6 +106,63 @@ def test_static_gives_up_its_coldest_rows_where_a_batch_needs_the_room() -> None
     assert plans[3].fetch.ids.tolist() == [2, 3]
 
 
+def some_batches(seed: int, num_batches: int = 40, rows: int = 30) -> list[list[int]]:
+    chance = np.random.default_rng(seed)
+    return [(chance.zipf(1.4, chance.integers(0, 7)) % rows).tolist() for _ in range(num_batches)]
+
+
+def prepare_cache(cached: list[int], ids: Sequence[int], idx_map: dict[int, int], capacity: int) -> list[int]:
+    """Algorithm 1 of the paper, line by line: which rows of `cached`, known by their place from hot to cold, leave."""
+    cpu_row_idxs = sorted({idx_map[row] for row in ids})
+    missing = [index for index in cpu_row_idxs if index not in cached]
+    evict_num = len(missing) - (capacity - len(cached))
+    others = [index for index in cached if index not in cpu_row_idxs]  # the batch's own are masked
+    evicted = sorted(others, reverse=True)[: max(0, evict_num)]
+    cached[:] = [index for index in cached if index not in evicted] + missing
+    return evicted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frequency_is_algorithm_1_of_its_paper(seed: int) -> None:
+    batches, capacity = some_batches(seed), 9
+    rows, counts = np.unique(np.concatenate(batches).astype(np.int64), return_counts=True)
+    by_index = rows[np.argsort(-counts, kind="stable")].tolist()
+    idx_map = {row: index for index, row in enumerate(by_index)}
+    plans, _ = plans_of("frequency", batches, capacity, sample=len(batches))
+    cached: list[int] = []
+    num_evicted = 0
+    for plan, batch in zip(plans, batches, strict=True):
+        evicted = prepare_cache(cached, batch, idx_map, capacity)
+        assert sorted(plan.victims.ids.tolist()) == sorted(by_index[index] for index in evicted)
+        num_evicted += len(evicted)
+        if plan.iteration == 0:  # warm-up: the hottest rows fill what is free
+            cached += [index for index in range(len(by_index)) if index not in cached][: capacity - len(cached)]
+            assert sorted(plan.fetch.ids.tolist()) == sorted(by_index[index] for index in cached)
+    assert num_evicted > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lfu_is_its_twin_with_dictionaries(seed: int) -> None:
+    batches, capacity = some_batches(seed), 9
+    uses: dict[int, int] = {}
+    last: dict[int, int] = {}
+    slot_of: dict[int, int] = {}
+    num_victims = 0
+    for plan in plans_of("lfu", batches, capacity)[0]:
+        batch = set(batches[plan.iteration])
+        lacking = len(batch - set(slot_of)) - (capacity - len(slot_of))
+        others = sorted(set(slot_of) - batch, key=lambda row: (uses[row], last[row], slot_of[row]))
+        victims = others[: max(0, lacking)]
+        assert sorted(plan.victims.ids.tolist()) == sorted(victims)
+        num_victims += len(victims)
+        for row in victims:
+            del slot_of[row], uses[row]
+        slot_of |= dict(zip(plan.rows.ids.tolist(), plan.rows.slots.tolist(), strict=True))
+        for row in batch:
+            uses[row], last[row] = uses.get(row, 0) + 1, plan.iteration
+    assert num_victims > 0
+
+
 def test_several_trainers_get_no_rows_beyond_their_batches() -> None:
     oracle = Oracle([OracleTable("only", 9)], [8], policy="frequency", options=PolicyOptions(sample=3), trainers=2)
     batches = [CutIds([np.array([1, 2])], np.array([[0, 1, 2]])), CutIds([np.array([3, 4])], np.array([[0, 1, 2]]))]
