@@ -39,8 +39,8 @@ from bagpipe.wire.endpoint import Address, parse_address
 
 START_S = 180.0
 STOP_S = 30.0
-LEAVE_OFF_S = 10.0
-"""How long a trainer may take to leave off; then its process is replaced."""
+CLEAR_S = 5.0
+"""How long servers of a run that failed may take to remove their files."""
 RETURN_S = 1800.0
 """How long servers may take to read a checkpoint and their journals."""
 SERVER_BYTES = 500_000_000
@@ -73,6 +73,7 @@ class RayCrew(ABC, Generic[ResultT]):
         self.wiring: Wiring | None = None
         self._one_machine = True
         self._generation = 0
+        self._stopped = False
         self._placement: Placement | None = None
         self.spare = Spare(ray, wanted=request.keeps_spare)
 
@@ -98,16 +99,21 @@ class RayCrew(ABC, Generic[ResultT]):
         self._generation = generation
         watch = self.watch
         calls = {need.role: watch.ask(need.role, "abandon", generation) for need in self.servers if self._is_up(need)}
-        self.gather_all(calls, "leave off", START_S)
+        failed = self.gather_all(calls, "leave off", START_S)
+        # Such a one may still write what is of an earlier generation, while others return.
+        watch.end([*failed], f"it could not leave off and was ended: {'; '.join(map(str, failed.values()))}")
         calls = {need.role: watch.ask(need.role, "leave_off") for need in self.others if need.role in watch.members}
         self.leave_off()
         self.gather_all(calls, "leave off", START_S)
 
     def leave_off(self) -> None:
-        """Return when no trainer works any more; what they say does not matter."""
+        """Return when no trainer works any more; what they say does not matter.
+
+        Who is late is replaced too, and not lost: an iteration or a checkpoint of a trainer that is well may take long.
+        """
         calls = {role: call for role, call in self.working.items() if role in self.watch.members}
         self.working = dict(calls)
-        self.gather_all(calls, "leave off", LEAVE_OFF_S, heard=self.working.pop)
+        self.gather_all(calls, "leave off", self.watch.stuck_s, heard=self.working.pop, is_loss=False)
 
     def restart(self, roles: Collection[str]) -> None:  # noqa: ARG002 - it knows itself who is missing
         """Give all who are missing a new process."""
@@ -152,22 +158,43 @@ class RayCrew(ABC, Generic[ResultT]):
         stopping = {role: self.watch.ask(role, "stop") for role in reversed(self.watch.members)}
         with suppress(RolesLost):  # who died now is not needed any more
             self.watch.gather(stopping, "stop", STOP_S)
+        self._stopped = True
 
     def close(self) -> None:
         """End every process, whatever state it is in, and give everything back."""
-        for role in list(self.watch.members):
-            self.watch.members[role].dismiss(self.ray)
-            self.watch.forget(role)
-        self.spare.close()
-        if self._placement is not None:
-            self._placement.close()
-        shutil.rmtree(self.run_dir / "journal", ignore_errors=True)
+        try:
+            if not self._stopped:
+                self._clear_servers()
+        finally:
+            for role in list(self.watch.members):
+                self.watch.members[role].dismiss(self.ray)
+                self.watch.forget(role)
+            self.spare.close()
+            if self._placement is not None:
+                self._placement.close()
+            shutil.rmtree(self.run_dir / "journal", ignore_errors=True)
+
+    def _clear_servers(self) -> None:
+        """Have those who still answer remove what they keep on their machines, where nobody else would."""
+        with suppress(Exception):  # they, or all of Ray, may be gone
+            calls = {need.role: self.watch.ask(need.role, "stop") for need in self.servers if self._is_up(need)}
+            self.gather_all(calls, "stop", CLEAR_S)
 
     def gather_all(
-        self, calls: Mapping[str, Any], what: str, deadline_s: float, heard: Callable[[str], object] = lambda _: None
-    ) -> None:
-        """Return when all have answered, whatever they say; then who was lost or late is told of."""
+        self,
+        calls: Mapping[str, Any],
+        what: str,
+        deadline_s: float,
+        *,
+        heard: Callable[[str], object] = lambda _: None,
+        is_loss: bool = True,
+    ) -> dict[str, BagpipeError]:
+        """Return when all have answered, with the errors of those who had one; then who was lost is told of.
+
+        Who is late is ended, which counts as lost too unless told otherwise.
+        """
         losses: dict[str, str] = {}
+        failed: dict[str, BagpipeError] = {}
         left, until = dict(calls), time.monotonic() + deadline_s
         while left and time.monotonic() < until:
             done, _ = self.ray.wait([*left.values()], timeout=WAIT_S)
@@ -176,15 +203,16 @@ class RayCrew(ABC, Generic[ResultT]):
                     self.watch.take(role, left.pop(role))
                 except RolesLost as loss:
                     losses |= loss.losses
-                except BagpipeError:
-                    pass  # it was cut short, or could not begin
+                except BagpipeError as error:
+                    failed[role] = error  # it was cut short, or could not begin
                 heard(role)
         try:
             self.watch.end([*left], f"it did not {what} within {deadline_s:g} s")
         except RolesLost as loss:
-            losses |= loss.losses
+            losses |= loss.losses if is_loss else {}
         if losses:
             raise RolesLost(losses)
+        return failed
 
     def teams(self) -> dict[str, Team]:
         """For each trainer where all of them are, and where they meet: at the first one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from bagpipe.cluster.role import Role, told
@@ -12,6 +13,7 @@ from bagpipe.cluster.settings import Failure, Wiring
 from bagpipe.errors import BagpipeError, ClusterError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.process import Ready, ServerOptions, serve
+from bagpipe.store.journal import Journal
 
 READY_S = 120.0
 STOP_S = 30.0
@@ -31,8 +33,13 @@ class ServerRole(Role):
 
     @told
     def start(self, options: ServerOptions, wiring: Wiring) -> str | Failure:
-        """Listen; the address. A second call does nothing more."""
+        """Listen; the address. A second call does nothing more.
+
+        In the first generation a journal is that of an earlier launch, which died before it could remove it.
+        """
         if self._thread is None:
+            if options.generation == 0 and options.journal is not None and Path(options.journal).is_dir():
+                _clear_journal(Path(options.journal))
             self._thread = threading.Thread(
                 target=self._serve, args=(options, wiring), name="bagpipe-server", daemon=True
             )
@@ -99,3 +106,9 @@ class ServerRole(Role):
     def _announce(self, ready: Ready) -> None:
         self._address = ready.address
         self._ready.set()
+
+
+def _clear_journal(directory: Path) -> None:
+    """StoreError if somebody still uses it, or it can't be removed."""
+    with closing(Journal(directory)) as journal:
+        journal.restart(None)

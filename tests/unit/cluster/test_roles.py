@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from bagpipe.cluster import context, trainer_role
 from bagpipe.cluster.oracle_role import OracleRole
@@ -19,6 +21,7 @@ from bagpipe.job import Job, prepare
 from bagpipe.opening import open_rows
 from bagpipe.results import joined_summary
 from bagpipe.server.process import ServerOptions
+from bagpipe.store.journal import Journal
 from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.together import run_threads
 from bagpipe.training import train
@@ -168,6 +171,31 @@ def test_a_server_that_can_not_start_says_why(servers):
     assert isinstance(failure, Failure)
     assert failure.kind == "WireError"
     assert "in use" in failure.message
+
+
+def test_a_journal_that_an_earlier_launch_has_left_is_cleared_before_a_server_starts(servers, tmp_path):
+    left = Journal(tmp_path)
+    left.begin([1])
+    left.append([(0, np.arange(2), np.ones((2, 1), np.float32))])
+    left.mark(4)
+    options = ServerOptions(address=HERE, run=servers.wiring.run, journal=str(tmp_path))
+    failure = ServerRole("server 0").start(options, servers.wiring)
+    assert isinstance(failure, Failure)
+    assert "in use" in failure.message  # by an earlier launch that still goes on: its journal stays
+    assert left.marks() == [4]
+    left.close()
+
+    later = ServerRole("server 0")  # one that takes the place of a server that has died
+    assert isinstance(later.start(replace(options, generation=1), servers.wiring), str)
+    assert later.marks(0) == [4]
+    later._stop.set()
+    later._thread.join(30)
+    role = ServerRole("server 0")
+    assert isinstance(role.start(options, servers.wiring), str)
+    assert role.marks(0) == []
+    assert not [*tmp_path.glob("*.writes")]
+    assert role.stop() is None
+    assert not tmp_path.exists()
 
 
 def test_a_role_keeps_word_of_another_until_it_is_asked():

@@ -11,13 +11,13 @@ import pytest
 
 from bagpipe.cluster import watch as module
 from bagpipe.cluster.log import LogPlace
-from bagpipe.cluster.member import Member
 from bagpipe.cluster.role import machine
 from bagpipe.cluster.settings import Failure, Introduction, Report
 from bagpipe.cluster.watch import Watch, reason
 from bagpipe.errors import BagpipeError, ClusterError, DataError, PipelineError, StoreError
 from bagpipe.recovery import RolesLost
 from bagpipe.trainer.backend_group import BackendGroup
+from played import Actor, Call, Played, RayError, members, reports
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: ServerRole
@@ -31,62 +31,6 @@ ModuleNotFoundError: No module named 'bagpipe'"""
 NODE = """The actor died unexpectedly before finishing this task.
 The actor died because its node has died. Node Id: 03f4
 \tthe actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats"""
-
-
-class RayError(Exception):
-    pass
-
-
-class Call:
-    """An answer that is there after it was asked for so many times."""
-
-    def __init__(self, answer, after=0):
-        self.answer, self.after = answer, after
-
-
-class Played:
-    """As much of Ray as the watch uses; each wait is a moment."""
-
-    exceptions = SimpleNamespace(RayError=RayError)
-
-    def __init__(self, clock):
-        self.clock = clock
-
-    def wait(self, calls, num_returns=1, timeout=None):
-        self.clock[0] += timeout or 0.0
-        for call in calls:
-            call.after -= 1
-        done = [call for call in calls if call.after < 0]
-        return done, [call for call in calls if call not in done]
-
-    def get(self, call, timeout=None):
-        if isinstance(call.answer, Exception):
-            raise call.answer
-        return call.answer
-
-    def kill(self, actor, no_restart):
-        actor.killed = True
-
-
-class Actor:
-    """Gives the answers of each method in turn, the last one for ever; to what it does not know, None."""
-
-    killed = False
-
-    def __init__(self, **answers):
-        self.answers = {name: list(given) for name, given in answers.items()}
-        self.ask = SimpleNamespace(remote=self._next)
-        self.asked = []
-
-    def _next(self, method, *arguments):
-        self.asked.append((method, *arguments))
-        given = self.answers.get(method, [Call(None)])
-        return given.pop(0) if len(given) > 1 else Call(given[0].answer, given[0].after)
-
-
-def members(**actors):
-    """Roles by name, such as server_0."""
-    return {role.replace("_", " "): Member(actor) for role, actor in actors.items()}
 
 
 @pytest.fixture
@@ -112,10 +56,6 @@ def quiet_trainers(watch, number):
     trainers = {f"trainer_{rank}": Actor(report=[reports(f"trainer {rank}", "is done")]) for rank in range(number)}
     watch.members = members(server_0=board, **trainers)
     return board
-
-
-def reports(role, line, printed=b""):
-    return Call({role: Report(line, printed)})
 
 
 def test_answers_are_gathered_by_role_however_long_each_takes(watch):
