@@ -250,6 +250,10 @@ class Pending:
         """The checkpoint that this one builds on: only rows written since are wanted; None: all."""
         return None if self._base is None else self._base.done
 
+    def num_files(self) -> int:
+        """How many files are there by now, those of a writer elsewhere included; OSError once it has its name."""
+        return len(self._disk.files(self.directory))
+
     def add(self, entries: Iterable[FileEntry]) -> None:
         """Files that `write_rows` has written into the directory."""
         self._files += entries

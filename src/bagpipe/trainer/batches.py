@@ -146,15 +146,16 @@ class Batches:
             return
         self.closed, stuck = True, False
         try:
-            with nullcontext() if self._keeping is None else self._keeping.ending():
+            with nullcontext() if self._keeping is None else self._keeping.ending(self):
                 self._leave_loop()
                 self.cache.release()
                 if self._checker is not None:
                     self._checker.finished()
                 self.store.sync()
                 self._joint.end(early=not self._ended)
-        except DeadlineError:
-            stuck = True  # a stage may still read plans
+        except Exception as error:
+            stuck = isinstance(error, DeadlineError)  # a stage may still read plans
+            self._joint.give_up(error)
             raise
         finally:
             if not stuck:
@@ -326,6 +327,11 @@ class Batches:
     def meet(self, what: str) -> None:
         """Return when all trainers are here."""
         self._joint.barrier(what)
+
+    def anywhere(self, flag: bool, what: str) -> bool:
+        """Whether the flag is set on any trainer, once all are here."""
+        sync = self._joint.sync
+        return flag if sync is None else sync.any_other(flag, what)
 
     def barrier(self) -> None:
         """Return when the store has every update so far."""

@@ -1,7 +1,8 @@
 """When a training loop is kept, and how it goes on: marks of the store with what each trainer keeps, and checkpoints.
 
 At a mark all trainers flush, meet, let the first one ask the store for it, meet again and go on (I2). What is written
-to files is written beside training, one checkpoint at a time; what goes wrong there is raised in the loop (I6).
+to files is written beside training, one checkpoint at a time; what goes wrong there is raised in the loop (I6). Where
+the first one has to wait for it, all meet again and again, so that nobody's wait comes to its deadline (I7).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.directory import Checkpoints, Pending
 from bagpipe.checkpoint.manifest import Facts
 from bagpipe.checkpoint.shards import Compression
 from bagpipe.checkpoint.tree import pack_tree, unpack_tree
@@ -38,6 +39,9 @@ from bagpipe.trainer.kept import (
     set_tensors,
 )
 
+ROUND_S = 10.0
+"""From one meeting to the next while the first trainer waits for its files: well below the deadline of an exchange."""
+
 
 class Loop(Protocol):
     """What is kept: a training loop between two iterations."""
@@ -55,6 +59,9 @@ class Loop(Protocol):
 
     def meet(self, what: str) -> None:
         """Return when all trainers are here."""
+
+    def anywhere(self, flag: bool, what: str) -> bool:
+        """Whether the flag is set on any trainer, once all are here."""
 
     def progress(self) -> Tree:
         """Where the loop is: counters of row optimizers, and the position in the data."""
@@ -113,6 +120,12 @@ class Writer:
         """With `forget` marks are there for checkpoints only, and dropped when these are written."""
         self._checkpoints, self._store, self._facts = checkpoints, store, facts
         self._compress, self._forget = compress, forget
+        self._pending: Pending | None = None
+
+    def progress(self) -> int:
+        """Changes as files of the checkpoint under way come to be."""
+        pending = self._pending
+        return 0 if pending is None else pending.num_files()
 
     def write(self, done: int, blobs: Mapping[str, bytes]) -> None:
         """Write the checkpoint of a mark; CheckpointError if that can't be done, and then there is none."""
@@ -128,7 +141,7 @@ class Writer:
 
     def _write(self, done: int, blobs: Mapping[str, bytes]) -> None:
         names = [table.name for table in self._facts.tables]
-        pending = self._checkpoints.begin(done)
+        pending = self._pending = self._checkpoints.begin(done)
         try:
             pending.add(self._store.save(done, pending.directory, names, since=pending.base, compress=self._compress))
             reach("checkpoint.rows.written")
@@ -158,11 +171,13 @@ class Keeping:
         start: Start | None = None,
         shares_process: bool = False,
         threads: bool = True,
+        round_s: float = ROUND_S,
     ) -> None:
         """Periods are in iterations; the first trainer has a `writer` where there are checkpoints.
 
         With `shares_process` other trainers are threads of the same process, whose generators the first one keeps.
-        Without `threads` what is otherwise done beside training is done at once.
+        Without `threads` what is otherwise done beside training is done at once. `round_s` is how long the first one
+        lets the others wait at once for what it writes.
         """
         self._store, self._rank, self._trainers = store, rank, trainers
         self._marks_every, self._checkpoints_every, self._writer = marks_every, checkpoints_every, writer
@@ -173,6 +188,7 @@ class Keeping:
         self._saved: dict[str, Any] | None = None
         """States of attached objects to be restored, while the loop has not begun."""
         self._begun = self._off = False
+        self._round_s = round_s
         self._sending = Background("bagpipe-keep", threads=threads)
         self._writing = Background("bagpipe-checkpoint", threads=threads)
         self._in_writing: int | None = None
@@ -235,15 +251,13 @@ class Keeping:
                 self._mark(loop, checkpoint)
 
     def end(self, loop: Loop) -> None:
-        """The data has ended: write a last checkpoint, and return when all is written."""
+        """The data has ended: begin to write a last checkpoint, unless there is one."""
         if self._checkpoints_every is not None and loop.done > self._last_written:
             self._mark(loop, checkpoint=True)
-        self._sending.wait()
-        self._writing.wait()
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """After the block nothing is under way; what went wrong is raised, unless the block raises something."""
+    def ending(self, loop: Loop) -> Iterator[None]:
+        """After the block nothing is under way, on any trainer; what went wrong is raised, unless the block raises."""
         try:
             yield
         except BaseException:
@@ -252,7 +266,7 @@ class Keeping:
                     background.wait()
             raise
         try:
-            self._sending.wait()
+            self._meet(loop, f"what is kept of {loop.done} iterations to be written", self._sending, self._writing)
         finally:
             self._writing.wait()
 
@@ -267,11 +281,10 @@ class Keeping:
         if self._rank:
             self._store.keep(done, blob_name(self._rank), pack_tree(tree))
             reach("mark.kept")
-        loop.meet(f"all trainers to be done with {done} iterations")
+        before = (self._sending, self._writing) if checkpoint else (self._sending,)
+        self._meet(loop, f"all trainers to be done with {done} iterations", *before)
         reach("mark.met")
         if self._rank == 0:
-            if checkpoint:
-                self._writing.wait()
             self._store.mark(done)
             reach("mark.asked")
         loop.meet(f"the mark of {done} iterations")
@@ -280,11 +293,16 @@ class Keeping:
         if self._rank == 0:
             self._send(done, tree, checkpoint)
 
+    def _meet(self, loop: Loop, what: str, *works: Background) -> None:
+        """Return when all trainers are here and the first one is done with what it does beside training."""
+        while loop.anywhere(any(work.is_busy(self._round_s) for work in works), what):
+            pass
+
     def _send(self, done: int, tree: Tree, checkpoint: bool) -> None:
         """Have what this trainer keeps go where it belongs, beside training."""
         if checkpoint:
             self._in_writing = done
-            self._writing.start(f"the checkpoint of iteration {done}", lambda: self._write(done, tree))
+            self._writing.start(f"the checkpoint of iteration {done}", lambda: self._write(done, tree), self._progress)
         if self._marks_every is not None:
             self._sending.start(f"what is kept of iteration {done}", lambda: self._keep(done, tree))
 
@@ -303,6 +321,9 @@ class Keeping:
             raise CheckpointError(f"the checkpoint of iteration {done} lacks what {missing} should have kept")
         self._writer.write(done, blobs | {FIRST: pack_tree(tree)})
         self._in_writing = None
+
+    def _progress(self) -> object:
+        return None if self._writer is None else self._writer.progress()
 
     def _captured(self, loop: Loop) -> Tree:
         """Everything of this trainer that the next iteration depends on."""
