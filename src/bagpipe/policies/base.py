@@ -171,12 +171,13 @@ class SlotFacts:
         """The number of batches that have used each tenant since it came."""
         self.rank: Int32s = np.zeros(capacity, np.int32)
         """How many rows are used more often than each tenant, for policies that sample."""
-        self._keys: Int64s = np.empty(capacity, np.int64)
+        self.worth: Int64s = np.empty(capacity, np.int64)
+        """The keys made last."""
 
     def keys(self, values: Int32s, largest_first: bool = False) -> Int64s:
         """Keys by these values of slots, then by the last use; HELD for free slots. Valid until the next call."""
-        rank(values, largest_first, self.last, self._keys)
-        return self._keys
+        rank(values, largest_first, self.last, self.worth)
+        return self.worth
 
 
 class RankingPolicy(KeepingPolicy):

@@ -4,18 +4,20 @@ Six batches are on their way at once (load, plan, collect, exchange, insert, tra
 the three before it are being collected, exchanged and inserted, and those of the two behind it will be collected before
 what it evicts is written back: the slots of all of them are *held* (section IV-C; its RAW hazards 2, 3 and 4). Of the
 others LRU, LFU or chance picks victims. Here collect, exchange and insert are the prefetch stage, which keeps its waits
-by itself: where fewer slots are free of holds than are needed, held rows leave too, and training waits.
+by itself: where fewer slots are free of holds than are needed, held rows leave too, training waits, and a warning says
+so once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from bagpipe.kernels.victims import HELD, NEVER, hold
 from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Int64s, Lookahead, RankingPolicy, SlotFacts
+from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
 
 PAST = 3
 """Batches between planning and training."""
@@ -35,6 +37,22 @@ class ScratchPipePolicy(RankingPolicy):
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
         self.target = self.target_max = 1 + FUTURE
+        self._warned: set[int] = set()
+
+    def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
+        """The slots with the smallest keys; the first time that held rows are among them, say which cache has room."""
+        victims, evict_after = super().make_room(demand, needed)
+        group = demand.group
+        worth = self.facts[group.number].worth
+        if group.number not in self._warned and (worth[victims] >= HOLD).any():
+            self._warned.add(group.number)
+            held = int(np.count_nonzero((worth >= HOLD) & (worth < HELD))) + len(demand.hits) + demand.num_misses
+            logging.getLogger("bagpipe").warning(
+                "policy 'scratchpipe' holds %s rows of %s for the six batches around iteration %d, and the cache has "
+                "places for %s: held rows leave, and training waits for them; raise `cache` to at least %s rows of "
+                "this width", f"{held:,}", group.label, demand.iteration, f"{group.slots.capacity:,}", f"{held:,}",
+            )  # fmt: skip
+        return victims, evict_after
 
     def keys(self, iteration: int, facts: SlotFacts) -> Int64s:
         """What the replacement policy says; of held rows, which leave only if nobody else can, the last use.

@@ -97,6 +97,24 @@ def test_with_one_slot_less_a_held_row_must_leave() -> None:
     assert least_cache_rows([]) == 0
 
 
+def test_a_cache_that_is_too_small_is_told_its_least_size_once(caplog: pytest.LogCaptureFixture) -> None:
+    batches = [[number % 6] for number in range(24)]
+    plans_of(batches, 6)
+    plans_of(batches, 5, pipelined=False)
+    assert not caplog.messages
+    plans_of(batches, 5)
+    (message,) = caplog.messages
+    assert (
+        "holds 6 rows of table 'only' for the six batches around iteration 5, and the cache has places for 5" in message
+    )
+    assert message.endswith(f"raise `cache` to at least {least_cache_rows(batches)} rows of this width")
+    for seed in range(20):
+        caplog.clear()
+        batches = some_batches(seed)
+        plans_of(batches, least_cache_rows(batches))
+        assert not caplog.messages
+
+
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
 def test_six_stages_in_lockstep_are_right_without_waits(replacement: str) -> None:
     for seed in range(30):
