@@ -15,13 +15,12 @@ import os
 import statistics
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,9 +28,9 @@ import numpy as np
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.bench import Benchmark, Results
 from bagpipe.bench.children import child, end_with_parent, heard, say, tell
-from bagpipe.bench.idle import wait_until_idle
 from bagpipe.bench.namespaces import SERVERS, TRAINER, NamespaceError, Namespaces, counted_bytes, joined_namespaces
 from bagpipe.bench.train import CACHE_SHARE, Ours, Size, Work
+from bagpipe.bench.turns import Contestant, Link, take_turns
 from bagpipe.data import Dataset, Generated, find_preset
 from bagpipe.errors import PipelineError
 from bagpipe.layout import RowLayout
@@ -96,19 +95,6 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 
     limit: int = -1
     results: list[dict[str, Any]] = []
-
-
-class Link(Protocol):
-    """The trainer's side of the link."""
-
-    def open_store(self, name: str, layouts: Sequence[RowLayout]) -> Store:
-        """The servers of a system."""
-
-    def limit(self, bits_per_second: int | None) -> None:
-        """From now on each direction carries so much."""
-
-    def counted(self) -> tuple[int, int]:
-        """Bytes sent and received so far."""
 
 
 def run(quick: bool) -> Results:
@@ -235,52 +221,22 @@ class CompactWork(Work):
     tables: Sequence[Table] = ()
 
 
-class Contestant:
-    """A system that takes turns on the link, and what it took for them."""
-
-    def __init__(self, name: str, work: CompactWork, link: Link) -> None:
-        system = SYSTEMS[name]
-        served = system.servers is not None
-        self.turn = max(1, round(work.size.turn[work.model] * system.share))
-        self.seconds: list[float] = []
-        self.moved = np.zeros(2, np.int64)
-        table_rows = sum(table.rows or 0 for table in work.data.tables)
-        self.ours = Ours(
-            work,
-            system.policy,
-            cache_rows=8 * work.size.batch_size if work.size is QUICK else round(CACHE_SHARE * table_rows),
-            store=partial(link.open_store, name) if served else "memory",
-            filled=served,  # a row that was never written would not travel
-        )
-        if system.policy != "nocache":
-            self.ours.skip(work.size.batches)  # all of them once: caches are warm, and the next is again the first
-        self.ours.train(1)
-        self.before = self.ours.batches.stats()
-
-    def take_turn(self, link: Link) -> None:
-        """Train some iterations, and count what they take."""
-        moved, start = np.array(link.counted()), time.perf_counter()
-        self.ours.train(self.turn)
-        self.seconds.append((wait_until_idle(link.counted) - start) / self.turn)
-        self.moved += np.array(link.counted()) - moved
-
-    def figures(self) -> dict[str, Any]:
-        """Of an iteration, and of all turns."""
-        iterations = self.turn * len(self.seconds)
-        after = self.ours.batches.stats()
-
-        def more(key: str) -> float:
-            return float(after[key] - self.before[key])
-
-        return {
-            "iteration_ms": 1e3 * statistics.median(self.seconds),
-            "bytes_sent": int(self.moved[0]) // iterations,
-            "bytes_received": int(self.moved[1]) // iterations,
-            "fetched_rows": more("fetched_rows") / more("iterations"),
-            "written_rows": more("written_rows") / more("iterations"),
-            "stall_fraction": more("stall_seconds") / (self.turn * sum(self.seconds)),
-            "cache_rows": after["cache_rows"],
-        }
+def enter(name: str, work: CompactWork, link: Link) -> Contestant:
+    """A system that is ready for its turns."""
+    system = SYSTEMS[name]
+    served = system.servers is not None
+    table_rows = sum(table.rows or 0 for table in work.data.tables)
+    ours = Ours(
+        work,
+        system.policy,
+        cache_rows=8 * work.size.batch_size if work.size is QUICK else round(CACHE_SHARE * table_rows),
+        store=partial(link.open_store, name) if served else "memory",
+        filled=served,  # a row that was never written would not travel
+    )
+    if system.policy != "nocache":
+        ours.skip(work.size.batches)  # all of them once: caches are warm, and the next is again the first
+    ours.train(1)
+    return Contestant(ours, max(1, round(work.size.turn[work.model] * system.share)))
 
 
 def measure(model: str, names: Sequence[str], quick: bool, link: Link) -> Results:
@@ -289,16 +245,9 @@ def measure(model: str, names: Sequence[str], quick: bool, link: Link) -> Result
     with ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
         for name in names:
-            contestants[name] = Contestant(name, work, link)
+            contestants[name] = enter(name, work, link)
             stack.callback(contestants[name].ours.close)
-        link.limit(BITS_PER_SECOND)
-        stack.callback(link.limit, None)  # to close means to write back what is cached
-        wait_until_idle(link.counted)
-        order = list(contestants.values())
-        for _ in range(work.size.rounds[model]):
-            for contestant in order:
-                contestant.take_turn(link)
-            order = order[1:] + order[:1]
+        take_turns(list(contestants.values()), work.size.rounds[model], link, BITS_PER_SECOND)
         return [_described(work) | {"system": name} | _compared(name, contestants) for name in contestants]
 
 
@@ -314,19 +263,29 @@ def _described(work: CompactWork) -> dict[str, Any]:
 
 def _compared(name: str, contestants: dict[str, Contestant]) -> dict[str, Any]:
     system, ideal = contestants[name], contestants[IDEAL]
-    to_nocache = _ratio(system, contestants[NOCACHE])
+    to_nocache = system.ratio_to(contestants[NOCACHE])
     losses = zip(system.ours.losses, ideal.ours.losses, strict=False)
-    figures = system.figures() | {
-        "time_ratio_to_ideal": _ratio(system, ideal),
+    figures = _figures(system) | {
+        "time_ratio_to_ideal": system.ratio_to(ideal),
         "time_ratio_to_nocache": to_nocache,
         "speedup_over_nocache": 1 / to_nocache,
         "loss_difference_max": max(math.fabs(a - b) for a, b in losses),
     }
-    return figures | ({"time_ratio_to_no_keys": _ratio(system, contestants[OURS])} if name == OURS_WITH_KEYS else {})
+    return figures | ({"time_ratio_to_no_keys": system.ratio_to(contestants[OURS])} if name == OURS_WITH_KEYS else {})
 
 
-def _ratio(ours: Contestant, theirs: Contestant) -> float:
-    return statistics.median(mine / other for mine, other in zip(ours.seconds, theirs.seconds, strict=True))
+def _figures(system: Contestant) -> dict[str, Any]:
+    """Of an iteration, and of all turns."""
+    iterations = system.turn * len(system.seconds)
+    return {
+        "iteration_ms": 1e3 * statistics.median(system.seconds),
+        "bytes_sent": int(system.moved[0]) // iterations,
+        "bytes_received": int(system.moved[1]) // iterations,
+        "fetched_rows": system.more("fetched_rows") / system.more("iterations"),
+        "written_rows": system.more("written_rows") / system.more("iterations"),
+        "stall_fraction": system.stall_fraction,
+        "cache_rows": system.after["cache_rows"],
+    }
 
 
 def _work(model: str, size: Size) -> CompactWork:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,9 +25,9 @@ import numpy as np
 
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.bench import Benchmark, Results
-from bagpipe.bench.idle import wait_until_idle
 from bagpipe.bench.overlap import BITS_PER_SECOND, CompactWork, SimulatedLink, renumber
 from bagpipe.bench.train import Ours, Size
+from bagpipe.bench.turns import Contestant, take_turns
 from bagpipe.cache import VACANT
 from bagpipe.data import Generated, find_preset
 from bagpipe.data.popularity import PowerLaw, TopShare
@@ -200,45 +199,24 @@ def measure(trace: Trace, scale: Scale) -> Results:
     return results
 
 
-class Contestant:
-    """A policy that takes turns on the link, and what it took for them."""
-
-    def __init__(self, name: str, work: CompactWork, scale: Scale, cache_rows: int, link: SimulatedLink) -> None:
-        policy, options = SYSTEMS[name]
-        served = policy != "ideal"
-        self.turn = scale.turn
-        self.seconds: list[float] = []
-        self.ours = Ours(
-            work,
-            policy,
-            cache_rows=cache_rows,
-            store=partial(link.open_store, name) if served else "memory",
-            filled=served,  # a row that was never written would not travel
-            options=replace(options, sample=scale.warm_up),
-        )
-        self.ours.skip(scale.warm_up)
-        self.ours.train(1)
-        cache = self.ours.batches.cache
-        for dirty, tenants in zip(cache.dirty, cache.tenant_table, strict=True):
-            dirty[tenants != VACANT] = True  # as if the warm-up had trained them: they are written back when they leave
-
-    def begin(self) -> None:
-        """What moves from now on counts."""
-        self.before = self.ours.batches.stats()
-
-    def take_turn(self, link: SimulatedLink) -> None:
-        """Train some iterations, and count what they take."""
-        start = time.perf_counter()
-        self.ours.train(self.turn)
-        self.seconds.append((wait_until_idle(link.counted) - start) / self.turn)
-
-    def finish(self) -> None:
-        """Look at what the turns have moved, before closing moves more."""
-        self.after = self.ours.batches.stats()
-
-    def more(self, key: str) -> float:
-        """Of the turns."""
-        return float(self.after[key] - self.before[key])
+def enter(name: str, work: CompactWork, scale: Scale, cache_rows: int, link: SimulatedLink) -> Contestant:
+    """A policy that is ready for its turns."""
+    policy, options = SYSTEMS[name]
+    served = policy != "ideal"
+    ours = Ours(
+        work,
+        policy,
+        cache_rows=cache_rows,
+        store=partial(link.open_store, name) if served else "memory",
+        filled=served,  # a row that was never written would not travel
+        options=replace(options, sample=scale.warm_up),
+    )
+    ours.skip(scale.warm_up)
+    ours.train(1)
+    cache = ours.batches.cache
+    for dirty, tenants in zip(cache.dirty, cache.tenant_table, strict=True):
+        dirty[tenants != VACANT] = True  # as if the warm-up had trained them: they are written back when they leave
+    return Contestant(ours, scale.turn)
 
 
 def _take_turns(work: CompactWork, scale: Scale, names: Sequence[str], cache_rows: int) -> dict[str, Contestant | str]:
@@ -249,37 +227,26 @@ def _take_turns(work: CompactWork, scale: Scale, names: Sequence[str], cache_row
         stack.callback(link.close)
         for name in names:
             try:
-                contestant = Contestant(name, work, scale, cache_rows, link)
+                contestant = enter(name, work, scale, cache_rows, link)
             except CapacityError as error:
                 entered[name] = str(error)
                 continue
             stack.callback(contestant.ours.close)
             entered[name] = contestant
-        link.limit(BITS_PER_SECOND)
-        stack.callback(link.limit, None)  # to close means to write back what is cached
-        wait_until_idle(link.counted)
         order = [contestant for contestant in entered.values() if isinstance(contestant, Contestant)]
-        for contestant in order:
-            contestant.begin()
-        for _ in range(scale.rounds):
-            for contestant in order:
-                contestant.take_turn(link)
-            order = order[1:] + order[:1]
-        for contestant in order:
-            contestant.finish()
+        take_turns(order, scale.rounds, link, BITS_PER_SECOND)
     return entered
 
 
 def _figures(contestant: Contestant | str, entered: dict[str, Contestant | str]) -> dict[str, Any]:
     if isinstance(contestant, str):
         return {"reason": contestant}
-    iterations, stalled = contestant.more("iterations"), contestant.more("stall_seconds")
     others = [other for other in entered.values() if isinstance(other, Contestant)]
     losses = [zip(contestant.ours.losses, other.ours.losses, strict=True) for other in others]
     return {
         "iteration_ms": 1e3 * statistics.median(contestant.seconds),
-        "written_rows": contestant.more("written_rows") / iterations,
-        "stall_fraction": stalled / (contestant.turn * sum(contestant.seconds)),
+        "written_rows": contestant.more("written_rows") / contestant.more("iterations"),
+        "stall_fraction": contestant.stall_fraction,
         "cache_rows": contestant.after["cache_rows"],
         "peak_rows": contestant.after["peak_rows"],
         "time_ratio_to_ideal": _ratio(contestant, entered["ideal"]),
@@ -292,7 +259,7 @@ def _ratio(one: Contestant | str, other: Contestant | str) -> float | None:
     """Of their times, turn by turn; None if one could not take any."""
     if isinstance(one, str) or isinstance(other, str):
         return None
-    return statistics.median(ours / theirs for ours, theirs in zip(one.seconds, other.seconds, strict=True))
+    return one.ratio_to(other)
 
 
 def claims(results: Results, scale: Scale) -> Results:
