@@ -54,7 +54,7 @@ def unpack_tree(blob: bytes | bytearray | memoryview) -> Any:
         )
     try:
         return _build(json.loads(metadata["tree"]), tensors, 0)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError, struct.error) as error:
         raise CheckpointError(f"a tree whose structure is damaged ({error}): use another checkpoint") from error
 
 

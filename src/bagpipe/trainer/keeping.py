@@ -17,7 +17,7 @@ from torch import nn
 from bagpipe.checkpoint.directory import Checkpoints, Pending
 from bagpipe.checkpoint.manifest import Facts
 from bagpipe.checkpoint.shards import Compression
-from bagpipe.checkpoint.tree import pack_tree, unpack_tree
+from bagpipe.checkpoint.tree import pack_tree
 from bagpipe.errors import CheckpointError
 from bagpipe.failpoints import reach
 from bagpipe.store.base import Marked
@@ -34,6 +34,7 @@ from bagpipe.trainer.kept import (
     dense_parameters,
     generator_states,
     is_own,
+    read_kept,
     restore,
     set_generator_states,
     set_tensors,
@@ -96,7 +97,7 @@ class Start:
             raise CheckpointError(f"nothing of the first trainer was kept of {self.done} iterations: use another point")
         if blob is None:
             return self.of(0) | {"generators": None, "own": None}
-        return _read(blob, blob_name(rank), self.done)
+        return read_kept(blob, blob_name(rank), self.done)
 
     def check(self, model: nn.Module, swapped: Sequence[nn.Module] = ()) -> None:
         """CheckpointError if the dense part of this model is another; `swapped` are its embedding layers."""
@@ -201,6 +202,7 @@ class Keeping:
             return
         self.start.check(loop.model)
         first, own = self.start.of(0), self.start.of(self._rank)
+        check_tensors("buffer", own["buffers"], buffers_of(loop.model))
         loop.go_on(first["loop"])
         set_tensors(dense_parameters(loop.model), first["parameters"])
         set_tensors(buffers_of(loop.model), own["buffers"])
@@ -344,10 +346,3 @@ class Keeping:
 
 MakeKeeping = Callable[[int], Keeping]
 """Makes the keeping of a trainer, by its rank."""
-
-
-def _read(blob: bytes, name: str, done: int) -> Tree:
-    tree = unpack_tree(blob)
-    if not isinstance(tree, dict) or tree.get("done") != done:
-        raise CheckpointError(f"what {name} kept is not of {done} iterations: use another checkpoint")
-    return tree

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from bagpipe.checkpoint.tree import unpack_tree
 from bagpipe.errors import CheckpointError, ModelError
 
 FIRST = "trainer-0"
@@ -41,6 +42,42 @@ Attachable = Stateful | torch.Generator
 def blob_name(rank: int) -> str:
     """What the blob of a trainer is called."""
     return f"trainer-{rank}"
+
+
+def read_kept(blob: bytes, name: str, done: int) -> Tree:
+    """What a trainer kept; CheckpointError if it is of another moment, or lacks something that a loop goes on with."""
+    tree = unpack_tree(blob)
+    if not isinstance(tree, dict) or tree.get("done") != done:
+        raise CheckpointError(f"what {name} kept is not of {done} iterations: use another checkpoint")
+    for part, is_right in (_PARTS | _PARTS_OF_FIRST if name == FIRST else _PARTS).items():
+        if part not in tree or not is_right(tree[part]):
+            found = f"a {type(tree[part]).__name__} of another form" if part in tree else "nothing"
+            raise CheckpointError(
+                f"what {name} kept of {done} iterations has {found} in the place of {part!r}: use another checkpoint"
+            )
+    return tree
+
+
+def _are_tensors(part: Any) -> bool:
+    return isinstance(part, dict) and all(isinstance(value, Tensor) for value in part.values())
+
+
+def _are_states(part: Any) -> bool:
+    return isinstance(part, dict) and all(
+        isinstance(state, dict) and {"kind", "state"} <= state.keys() for state in part.values()
+    )
+
+
+def _is_progress(part: Any) -> bool:
+    return isinstance(part, dict) and all(isinstance(part.get(name), dict) for name in ("optimizer", "data"))
+
+
+def _are_generators(part: Any) -> bool:
+    return part is None or (isinstance(part, dict) and {"torch", "numpy", "python"} <= part.keys())
+
+
+_PARTS = {"generators": _are_generators, "buffers": _are_tensors, "own": _are_states}
+_PARTS_OF_FIRST = {"parameters": _are_tensors, "attached": _are_states, "loop": _is_progress}
 
 
 def check_attachable(objects: Mapping[str, object]) -> None:
@@ -121,14 +158,17 @@ def generator_states() -> Tree:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Put them there again."""
-    torch.set_rng_state(states["torch"])
-    name, keys, place, has_gauss, gauss = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, gauss))  # noqa: NPY002
-    version, words, gauss_next = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss_next))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+    """Put them there again; CheckpointError if they are none."""
+    try:
+        torch.set_rng_state(states["torch"])
+        name, keys, place, has_gauss, gauss = states["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, gauss))  # noqa: NPY002
+        version, words, gauss_next = states["python"]
+        random.setstate((version, tuple(words.tolist()), gauss_next))
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the states of random generators that were kept are none: {error}") from error
 
 
 def copied(value: Any) -> Any:

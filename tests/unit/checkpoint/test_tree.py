@@ -173,6 +173,13 @@ def test_a_structure_that_nobody_packed_is_refused(structure):
         unpack_tree(blob_of(structure))
 
 
+@pytest.mark.parametrize("label", ["tensor", "array"])
+def test_a_shape_without_numbers_that_memory_can_not_have_is_refused(label):
+    header = encode_header({"0": Kind("F32", (0, 2**40, 2**40))}, {"version": "1", "tree": json.dumps({label: "0"})})
+    with pytest.raises(CheckpointError, match="damaged"):
+        unpack_tree(header)
+
+
 def test_bytes_of_another_kind_or_version_are_refused():
     with pytest.raises(CheckpointError, match="version '2', this Bagpipe reads '1'"):
         unpack_tree(blob_of(None, "2"))

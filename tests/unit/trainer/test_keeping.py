@@ -278,6 +278,44 @@ def test_blobs_of_another_moment_are_refused():
         Start(5, {}).of(1)
 
 
+WRONG_PARTS = {
+    "no loop": ("trainer-0", "loop", ...),
+    "no position": ("trainer-0", "loop", {"optimizer": {}}),
+    "no parameters": ("trainer-0", "parameters", ...),
+    "parameters as a list": ("trainer-0", "parameters", [torch.zeros(2)]),
+    "a parameter that is a number": ("trainer-0", "parameters", {"weight": 1}),
+    "a parameter of another shape": ("trainer-0", "parameters", {"weight": torch.zeros(3), "bias": torch.zeros(1)}),
+    "no states": ("trainer-0", "attached", ...),
+    "a state without its class": ("trainer-0", "attached", {"dense": {"state": {}}}),
+    "no generators": ("trainer-1", "generators", ...),
+    "half of the generators": ("trainer-1", "generators", {"torch": torch.zeros(2)}),
+    "no buffers": ("trainer-1", "buffers", ...),
+    "a buffer too many": ("trainer-1", "buffers", {"mean": torch.zeros(2)}),
+    "no states of its own": ("trainer-1", "own", None),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARTS)
+def test_a_blob_that_lacks_something_is_refused_before_anything_changes(wrong):
+    blobs = kept_at(5)[0] | kept_at(5, rank=1)[0]
+    name, part, value = WRONG_PARTS[wrong]
+    tree = unpack_tree(blobs[name])
+    tree.pop(part)
+    blobs[name] = pack_tree(tree if value is ... else tree | {part: value})
+    loop = Loop([], rank=1)
+    before = pack_tree(copied(loop.model.state_dict()))
+    keeping = Keeping(Store([]), rank=1, trainers=2, start=Start(5, blobs), marks_every=1, threads=False)
+    with pytest.raises(CheckpointError, match=r": use another checkpoint|: build the model that was trained"):
+        keeping.restore(loop)
+    assert pack_tree(copied(loop.model.state_dict())) == before
+    assert loop.went_on is None
+
+
+def test_generators_of_another_form_are_refused():
+    with pytest.raises(CheckpointError, match="random generators"):
+        set_generator_states(generator_states() | {"numpy": [1, 2]})
+
+
 def test_a_copy_shares_nothing_with_what_it_was_made_from():
     tensor, inner = torch.ones(2, requires_grad=True), {"a": [1, (2.5, None)]}
     copy = copied({"t": tensor, "x": inner})
