@@ -36,6 +36,10 @@ class Peer:
         self.send(body, *buffers)
         return self.heard.pop().body
 
+    def ask_for_buffers(self, body):
+        self.send(body)
+        return self.heard.pop().buffers
+
     def order(self, kind, *fields):
         self.sequence += 1
         return self.ask(kind(self.trainer, self.sequence, *fields))

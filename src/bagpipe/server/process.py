@@ -27,6 +27,7 @@ from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.shard import Recording
 from bagpipe.server.storage import Storage, in_files, in_memory, remove_rows
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
+from bagpipe.store.recorded import HISTORY_BYTES
 from bagpipe.wire.endpoint import check_security, parse_address
 from bagpipe.wire.keys import Security
 from bagpipe.wire.listener import Listener
@@ -34,6 +35,8 @@ from bagpipe.wire.messages import Failed, Message, Open, Part, Read, Write
 from bagpipe.wire.recovery_messages import Mark
 
 TICK_S = 0.25
+JOURNAL_WAIT_S = 20.0
+"""For the process before, which may have rows in memory to give back until its files are free."""
 OPTIONS_BYTES_MAX = 1 << 16
 _log = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     journal: str | None = None
     """A directory of its own for a log of all writes, from which it comes back after its death; None: it can't."""
     history_max: int | None = None
-    """Bytes of old values of rows, so that they can be returned to marks."""
+    """Bytes of memory for old values of rows, so that they can be returned to marks; None: a billion."""
     checkpoints: tuple[str, ...] = ()
     """Directories in and below which trainers may have it write and read checkpoints; no others."""
 
@@ -83,8 +86,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """How its rows are made safe."""
         return Recording(
             journal=None if self.journal is None else Path(self.journal),
-            history_bytes_max=self.history_max,
+            history_bytes_max=HISTORY_BYTES if self.history_max is None else self.history_max,
             checkpoints=tuple(map(Path, self.checkpoints)),
+            journal_wait_s=JOURNAL_WAIT_S,
         )
 
     def make_directory(self) -> None:

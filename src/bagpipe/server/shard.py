@@ -6,7 +6,7 @@ directories, or it is refused (I8).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -17,12 +17,12 @@ from bagpipe import failpoints
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.disk import Disk, SystemDisk
 from bagpipe.checkpoint.reading import Checkpoint
-from bagpipe.checkpoint.shards import Compression, Report, write_rows
+from bagpipe.checkpoint.shards import Compression, Report
 from bagpipe.errors import CheckpointError, StoreError
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.storage import Storage
 from bagpipe.store.journal import Journal
-from bagpipe.store.recorded import JOURNAL_BYTES, Recorded
+from bagpipe.store.recorded import HISTORY_BYTES, JOURNAL_BYTES, Recorded
 from bagpipe.store.snapshot import Snapshot
 
 
@@ -32,42 +32,41 @@ class Recording:
 
     journal: Path | None = None
     """A directory of its own for a log of all writes; None: what dies with the process is lost since the checkpoint."""
-    history_bytes_max: int | None = None
-    """Of old values of rows, so that they can be returned to marks; beyond it the oldest marks are given up."""
+    history_bytes_max: int | None = HISTORY_BYTES
+    """Of memory for old values of rows, so that they can be returned to marks; beyond it the oldest are given up."""
     checkpoints: tuple[Path, ...] = ()
     """In and below these directories checkpoints may be written and read; the first has those of this run."""
     disk: Disk = field(default_factory=SystemDisk)
     journal_bytes: int = JOURNAL_BYTES
     """Beyond it, and beyond twice those of all rows, the journal is condensed."""
+    journal_wait_s: float = 0.0
+    """How long to wait for a journal that another process has open: the one before may not be quite gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
     """Rows of a mark on their way to files. The mark's old values stay until it is written or closed."""
 
-    disk: Disk
+    recorded: Recorded
+    done: int
     snapshot: Snapshot
     directory: Path
-    tables: Sequence[tuple[str, int]]
-    shard: tuple[int, int]
+    names: Sequence[str]
     since: int | None
     compress: Compression | None
 
     def write(self, report: Report) -> bytes:
         """The files that were written, as JSON."""
         failpoints.reach("server.save.begun")
-        with self.snapshot:
-            entries = write_rows(
-                self.disk,
-                self.directory,
-                self.snapshot,
-                self.tables,
-                part=str(self.shard[0]),
-                shard=self.shard,
-                since=self.since,
-                compress=self.compress,
-                report=report,
-            )
+        entries = self.recorded.save(
+            self.done,
+            self.directory,
+            self.names,
+            since=self.since,
+            compress=self.compress,
+            report=report,
+            snapshot=self.snapshot,
+        )
         failpoints.reach("server.save.written")
         return msgspec.json.encode(entries)
 
@@ -103,10 +102,14 @@ class Shard:
         self.rows: RowAccess | None = None
         self._storage, self._recording, self._number_of, self._bytes_max = storage, recording, number_of, bytes_max
         self._recorded: Recorded | None = None
-        self._journal = None if recording.journal is None else Journal(recording.journal, recording.disk)
+        self._journal = (
+            None
+            if recording.journal is None
+            else Journal(recording.journal, recording.disk, wait_s=recording.journal_wait_s)
+        )
         self._refusal: str | None = None
         self._making = Lock()
-        self._sizes: dict[tuple[int, str], int] = {}
+        self._changing = Lock()
         self._changes = 0
         self._read: tuple[int, int, dict[str, bytes]] | None = None
         """What is kept with one mark, and after how many changes, while somebody asks for it piece by piece."""
@@ -123,7 +126,7 @@ class Shard:
     @property
     def kept_bytes(self) -> int:
         """Of all that is kept with marks."""
-        return sum(self._sizes.values())
+        return 0 if self._recorded is None else self._recorded.kept_bytes()
 
     def prepare(self, widths: Sequence[int]) -> None:
         """Have room for rows of these widths; StoreError before a recovery is over, and after it has failed."""
@@ -170,12 +173,12 @@ class Shard:
     def forget(self, before: int) -> None:
         """Drop the marks below."""
         self._opened().forget(before)
-        self._kept_changed(lambda done: done < before)
+        self._kept_changed()
 
     def begin_condense(self, done: int) -> Condensing | None:
         """Hold on to a mark, to have its rows take the place of a long journal; None: it is not long."""
         recorded = self._opened()
-        if not recorded.is_long() or done not in recorded.marks():
+        if not recorded.is_long() or not recorded.has_snapshot(done):
             return None
         return Condensing(recorded, done, recorded.snapshot(done))
 
@@ -186,12 +189,11 @@ class Shard:
     def return_to(self, done: int) -> None:
         """Make all rows what they were at a mark."""
         self._opened().return_to(done)
-        self._kept_changed(lambda mark: mark > done)
+        self._kept_changed()
 
     def keep(self, done: int, name: str, blob: bytes) -> None:
         """Keep bytes with a mark, one that is there or the next."""
         self._opened().keep(done, name, blob)
-        self._sizes[done, name] = len(blob)
         self._kept_changed()
 
     def kept(self, done: int) -> dict[str, bytes]:
@@ -218,10 +220,8 @@ class Shard:
         recorded = self._opened()
         self._check_names(names)
         recorded.checkpoints = directory.parent
-        tables = [(name, source.width) for name, source in zip(names, recorded.tables, strict=True)]
-        return Saving(
-            self._recording.disk, recorded.snapshot(done), directory, tables, self._number_of, since, compress
-        )
+        snapshot = recorded.snapshot(done, directory.parent)
+        return Saving(recorded, done, snapshot, directory, names, since, compress)
 
     def check_load(self, done: int, directory: Path, names: Sequence[str]) -> None:
         """CheckpointError unless there is this checkpoint, of tables with these names and our widths."""
@@ -240,7 +240,7 @@ class Shard:
         recorded = self._opened()
         recorded.load(done, directory, names, report=report)
         failpoints.reach("server.loaded")
-        self._kept_changed(lambda _: True)
+        self._kept_changed()
 
     def recover(self, done: int | None, checkpoints: Path | None, report: Report) -> None:
         """Make rows what they were at a mark, by itself or else by its checkpoint; as if none was written if None.
@@ -269,7 +269,7 @@ class Shard:
             self._refusal = f"server {number} could not be recovered ({error}): recover it again, from another point"
             raise
         self._refusal = None
-        self._kept_changed(lambda mark: done is None or mark > done)
+        self._kept_changed()
 
     def close(self) -> None:
         """Give back memory and files; a second call does nothing."""
@@ -310,6 +310,7 @@ class Shard:
                 self._journal,
                 recording.history_bytes_max,
                 checkpoints=recording.checkpoints[0] if recording.checkpoints else None,
+                places=recording.checkpoints,
                 shard=self._number_of,
                 disk=recording.disk,
                 journal_bytes=recording.journal_bytes,
@@ -328,9 +329,7 @@ class Shard:
         if len(names) != len(self.widths or ()):
             raise StoreError(f"{len(names)} names for {len(self.widths or ())} tables: give the name of each, in order")
 
-    def _kept_changed(self, gone: Callable[[int], bool] = lambda _: False) -> None:
-        """What is kept has changed, and nothing is kept any more with these marks."""
-        self._changes += 1
-        self._read = None
-        for key in [key for key in self._sizes if gone(key[0])]:
-            del self._sizes[key]
+    def _kept_changed(self) -> None:
+        with self._changing:
+            self._changes += 1
+            self._read = None

@@ -33,9 +33,10 @@ class Block:
     """Some memory, of which the first `used` bytes are taken."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError, ValueError):  # a kernel without huge pages
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.memory: mmap.mmap | memoryview = memory
         self.used = 0
         self.num_writers = 0
         """Who copies values to it just now."""

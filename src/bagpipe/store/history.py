@@ -3,13 +3,17 @@
 A table has one number a row, the epoch of its last write, which grows with every mark; a mark has pieces of (position,
 epoch, value) of rows first written after it. A writer copies old values without a lock, then adds them and
 sets the epochs under one, and only then changes rows; so whoever copies rows, and looks at their epochs after, knows
-which copies are too new. Old values take `bytes_max` at most; the oldest marks are given up for that (I5).
+which copies are too new.
+
+Old values take `bytes_max` of memory at most (I5). Beyond it the oldest marks are given up, but neither one that a
+snapshot reads nor the last one: for a snapshot later marks are, and then what is needed goes to a disk, once a row.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -18,8 +22,9 @@ from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
 from bagpipe.kernels.history import NEVER, pick_earlier, stamp
 from bagpipe.store.base import Int64s, TablePart
-from bagpipe.store.blocks import Block, Blocks, Int32s, Piece
+from bagpipe.store.blocks import Block, Int32s, Piece
 from bagpipe.store.local import LocalStore
+from bagpipe.store.spilled import SpilledBlock, SpillingBlocks
 
 _REMEMBERED_MAX = 65_536
 """Epochs of marks, forgotten ones too."""
@@ -45,9 +50,10 @@ class Mark:
 class History:
     """The marks of a local store, and the old values that go with them. It sees every write of that store."""
 
-    def __init__(self, store: LocalStore, bytes_max: int | None = None) -> None:
-        self.bytes_max = bytes_max
-        self.blocks = Blocks(max((source.width for source in store.tables), default=1), bytes_max)
+    def __init__(self, store: LocalStore, bytes_max: int | None = None, place: Path | None = None) -> None:
+        self.bytes_max, self.place = bytes_max, place
+        """Bytes of memory for old values, and a directory for more of them; None: that of temporary files."""
+        self.blocks = SpillingBlocks(max((source.width for source in store.tables), default=1), bytes_max)
         self.lock = Lock()
         self.returns = 0
         """How often rows were made older; who copied rows meanwhile can't tell which ones."""
@@ -166,7 +172,7 @@ class History:
     # For writers
 
     def look(self, parts: Sequence[TablePart], found: Sequence[Int64s]) -> Recording:
-        """Copy the old values of rows that this write is the first to change since the last mark."""
+        """Copy the old values of rows that this write is the first to change since the last mark that is needed."""
         with self.lock:
             self._num_writing += 1
             mark = self._marks[-1] if self._marks else None
@@ -182,11 +188,15 @@ class History:
 
     def _copy(self, change: Recording, mark: Mark, epochs: Sequence[Int32s], found: Sequence[Int64s]) -> None:
         earlier: list[tuple[Int64s, Int32s]] = []
-        for known, positions in zip(epochs, found, strict=True):
-            picked, before = np.empty(len(positions), np.int64), np.empty(len(positions), np.int32)
-            count = pick_earlier(known, positions, mark.epoch, picked, before)
-            earlier.append((picked[:count], before[:count]))
-        if not self._claim(change, mark, [len(picked) for picked, _ in earlier]):
+        claimed: bool | None = None
+        while claimed is None:  # with fewer rows, if marks were given up for that
+            epoch, earlier = self._needed_epoch(), []
+            for known, positions in zip(epochs, found, strict=True):
+                picked, before = np.empty(len(positions), np.int64), np.empty(len(positions), np.int32)
+                count = pick_earlier(known, positions, epoch, picked, before)
+                earlier.append((picked[:count], before[:count]))
+            claimed = self._claim(change, mark, [len(picked) for picked, _ in earlier])
+        if not claimed:
             return
         for table, (picked, before), pieces in zip(change.tables, earlier, change.pieces, strict=True):
             start = 0
@@ -196,15 +206,25 @@ class History:
                 self._store.gather(table, piece.positions, piece.values)
                 start = stop
 
-    def _claim(self, change: Recording, mark: Mark, counts: Sequence[int]) -> bool:
-        """Make room for so many old values of each table, by giving up the oldest marks; False if this is one."""
+    def _needed_epoch(self) -> int:
+        """Rows that were last written before it have values that some mark needs."""
         with self.lock:
+            return max((mark.epoch for mark in self._marks if mark.pins or not mark.forgotten), default=0)
+
+    def _claim(self, change: Recording, mark: Mark, counts: Sequence[int]) -> bool | None:
+        """Make room for so many old values of each table; False if they are not needed any more.
+
+        None: later marks were given up for it, so that fewer are needed.
+        """
+        with self.lock:
+            change.pieces.clear()
             for table, count in zip(change.tables, counts, strict=True):
                 change.pieces.append([])
                 while count and mark.gone is None:
                     piece = mark.blocks[-1].cut(self._store.tables[table].width, count) if mark.blocks else None
                     if piece is None:
-                        self._add_block(mark)
+                        if not self._add_block(mark):
+                            return None
                         continue
                     change.pieces[-1].append(piece)
                     change.use(mark.blocks[-1])
@@ -230,6 +250,9 @@ class History:
                     self.blocks.give_back(block)
             if not self._marks:
                 self.blocks.release()
+        for block in change.blocks[:-1]:  # which are full
+            if isinstance(block, SpilledBlock):
+                block.let_go()
 
     def _grown(self, table: int, num_rows: int) -> Int32s:
         epochs = self.epochs[table]
@@ -283,19 +306,40 @@ class History:
             self.blocks.give_back(block)
         mark.blocks, mark.pieces = [], [[] for _ in self.epochs]
 
-    def _add_block(self, mark: Mark) -> None:
-        """One more for a mark, or for all marks one mark less."""
-        block = self.blocks.take()
+    def _add_block(self, mark: Mark) -> bool:
+        """One more for the last mark, or else a mark less; False if later ones are, so that less is to be copied."""
+        block: Block | None = self.blocks.take()
+        oldest, why = self._marks[0], "allow more (recovery.history)"
+        if block is None and (oldest.pins or oldest is mark):
+            if self._give_up_later():
+                return False
+            try:
+                block = self.blocks.take_on_disk(self.place)
+            except OSError as error:
+                why += f", or make room for more (in {self.place or 'the directory of temporary files'}: {error})"
         if block is not None:
             mark.blocks.append(block)
-            return
-        oldest = self._marks[0]
-        reason = f"rows changed since mark {oldest.done} take more than the {self.bytes_max:,} B for old values"
-        self._drop(oldest, f"{reason}: allow more (recovery.history)")
+            return True
+        self._drop(oldest, f"{self._too_much(oldest)}: {why}")
         if not oldest.forgotten:
-            logging.getLogger("bagpipe").warning(
-                "%s: that mark is given up, and after a fault training goes further back", reason
-            )
+            self._warn(oldest)
+        return True
+
+    def _give_up_later(self) -> bool:
+        """Return no more to marks after the oldest, unless snapshots read them; whether there was any."""
+        later = [mark for mark in self._marks[1:] if not mark.pins and not mark.forgotten]
+        for mark in later:
+            mark.forgotten = True
+            self._warn(mark)
+        return bool(later)
+
+    def _too_much(self, mark: Mark) -> str:
+        return f"rows changed since mark {mark.done} take more than the {self.bytes_max:,} B for old values"
+
+    def _warn(self, mark: Mark) -> None:
+        logging.getLogger("bagpipe").warning(
+            "%s: that mark is given up, and after a fault training goes further back", self._too_much(mark)
+        )
 
 
 class Recording:

@@ -14,6 +14,7 @@ fails may have lost what was not marked, so then only going back to a mark helps
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +43,9 @@ from bagpipe.store.journal_record import (
 )
 
 _LOCK = "lock"
-_DRAFT = ".draft"
+_PAUSE_S = 0.05
+DRAFT = ".draft"
+"""What is being written has this behind its name; what a crash leaves of it is removed."""
 _WRITES = re.compile(r"(start|\d{12,19})\.writes\Z")
 _KEPT = re.compile(r"(\d{12,19})\.kept-([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})\Z")
 
@@ -50,15 +53,15 @@ _KEPT = re.compile(r"(\d{12,19})\.kept-([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})\Z")
 class Journal:
     """The log of one store, in a directory of its own. Writes may come from several threads, the rest from one."""
 
-    def __init__(self, directory: str | Path, disk: Disk | None = None) -> None:
-        """Open a journal or begin one; StoreError if another process, or another journal of this one, has it open.
+    def __init__(self, directory: str | Path, disk: Disk | None = None, *, wait_s: float = 0.0) -> None:
+        """Open a journal or begin one; StoreError if another process has it open, or this one, and for so long.
 
         One that holds something takes no writes until it was returned to a mark, or begun anew.
         """
         self.directory = Path(directory)
         self.widths: list[int] | None = None
         """Floats of a row by table; None where nothing was written yet."""
-        self._disk: Disk = SystemDisk() if disk is None else disk
+        self.disk: Disk = SystemDisk() if disk is None else disk
         self._lock = Lock()
         self._file: Appending | None = None
         self._num_bytes = self._num_records = 0
@@ -68,10 +71,10 @@ class Journal:
         """The mark that ends the last of them."""
         self._refusal: str | None = None
         self._closed = False
-        _make_directory(self._disk, self.directory)
+        _make_directory(self.disk, self.directory)
         with failing("locking", self.directory / _LOCK):
-            self._claim = self._disk.append(self.directory / _LOCK)
-            if not self._claim.lock():
+            self._claim = self.disk.append(self.directory / _LOCK)
+            if not self._lock_within(wait_s):
                 self._claim.close()
                 raise StoreError(f"{self.directory} is in use: end the process that has it open, or wait until it ends")
         try:
@@ -93,11 +96,7 @@ class Journal:
 
     def num_bytes(self) -> int:
         """Of all writes that are logged."""
-        total = 0
-        for _, path in self._listed(_WRITES):
-            with failing("reading", path), self._disk.open(path) as file:
-                total += file.num_bytes
-        return total
+        return self._bytes_of(_WRITES)
 
     def begin(self, widths: Sequence[int]) -> None:
         """Log tables of these widths; StoreError if others were logged."""
@@ -133,7 +132,7 @@ class Journal:
             self._refusal = f"{path} could not be written to the disk: return to a mark, or load a checkpoint"
             with failing("writing out", path):
                 file.sync()
-                self._disk.sync_directory(self.directory)
+                self.disk.sync_directory(self.directory)
             reach("journal.mark.synced")
             self._refusal = None
             self._closing, self._file = done, None
@@ -201,27 +200,31 @@ class Journal:
                 f"{name!r} can't be the name of something kept: give letters, digits, dots, dashes and underscores"
             )
         self._check_open()
-        path, draft = self.directory / file_name, self.directory / f"{file_name}{_DRAFT}"
+        path, draft = self.directory / file_name, self.directory / f"{file_name}{DRAFT}"
         with failing("writing", path):
             with suppress(FileNotFoundError):
-                self._disk.unlink(draft)
-            with self._disk.create(draft) as file:
+                self.disk.unlink(draft)
+            with self.disk.create(draft) as file:
                 for piece in [*begin_body(done, []).record(done, 0), *Body(BLOB, [blob]).record(done, 1)]:
                     file.write(piece)
                 file.sync()
-            self._disk.rename(draft, path)
-            self._disk.sync_directory(self.directory)
+            self.disk.rename(draft, path)
+            self.disk.sync_directory(self.directory)
 
     def kept(self, done: int) -> dict[str, bytes]:
         """What is kept with a mark; what is damaged is not there."""
         found: dict[str, bytes] = {}
         for mark, path in self._listed(_KEPT):
             if mark == done:
-                with failing("reading", path), self._disk.open(path) as file, suppress(StoreError):
+                with failing("reading", path), self.disk.open(path) as file, suppress(StoreError):
                     bodies = [bytes(body) for kind, body in records(file, path, done) if kind == BLOB]
                     if len(bodies) == 1:
                         found[path.name.partition(".kept-")[2]] = bodies[0]
         return found
+
+    def kept_bytes(self) -> int:
+        """Of all that is kept with marks."""
+        return self._bytes_of(_KEPT)
 
     def forget_kept(self, which: Callable[[int], bool]) -> None:
         """Remove what is kept with marks for which this is true."""
@@ -235,6 +238,13 @@ class Journal:
             self._close_file()
             self._claim.close()
             self._closed = True
+
+    def _lock_within(self, wait_s: float) -> bool:
+        """Whether the journal is ours; a process that was killed lets go of its files when it is quite gone."""
+        until = time.monotonic() + wait_s
+        while not (mine := self._claim.lock()) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+        return mine
 
     # The lock is held in most of what follows
 
@@ -253,12 +263,12 @@ class Journal:
     def _find_files(self) -> None:
         """The longest row of files, up to the newest, each of which leads to the next."""
         with failing("reading", self.directory):
-            for name in self._disk.files(self.directory):
-                if name.endswith(_DRAFT):
-                    self._disk.unlink(self.directory / name)
+            for name in self.disk.files(self.directory):
+                if name.endswith(DRAFT):
+                    self.disk.unlink(self.directory / name)
         following: int | None = None
         for base, path in reversed(self._listed(_WRITES)):
-            with failing("reading", path), self._disk.open(path) as file:
+            with failing("reading", path), self.disk.open(path) as file:
                 closing = closing_mark(file, base)
                 if following is None:
                     self._closing = closing if _is_whole(file, path, base) else None
@@ -286,19 +296,19 @@ class Journal:
         """A new file of writes from this mark on; with `replace` on the disk at once, in place of one there may be."""
         assert self.widths is not None, "`begin` comes first"
         path = self._path(base)
-        draft = path.with_name(path.name + _DRAFT) if replace else path
+        draft = path.with_name(path.name + DRAFT) if replace else path
         pieces = begin_body(base, self.widths).record(base, 0)
         with failing("writing", path):
             with suppress(FileNotFoundError):
-                self._disk.unlink(draft)  # what an attempt that failed has left
-            file = self._disk.create(draft)
+                self.disk.unlink(draft)  # what an attempt that failed has left
+            file = self.disk.create(draft)
             try:
                 for piece in pieces:
                     file.write(piece)
                 if replace:
                     file.sync()
-                    self._disk.rename(draft, path)
-                    self._disk.sync_directory(self.directory)
+                    self.disk.rename(draft, path)
+                    self.disk.sync_directory(self.directory)
             except BaseException:
                 file.close()
                 raise
@@ -324,7 +334,7 @@ class Journal:
 
     def _replay_file(self, base: int, end: int) -> Iterator[list[TablePart] | int]:
         path = self._path(base)
-        with failing("reading", path), self._disk.open(path) as file:
+        with failing("reading", path), self.disk.open(path) as file:
             mark: int | None = None
             for kind, body in records(file, path, base):
                 if kind == BEGIN and begin_of(path, body) != (base, self.widths):
@@ -346,18 +356,25 @@ class Journal:
     def _listed(self, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
         """The files of a kind with the mark in their name, in ascending order."""
         with failing("reading", self.directory):
-            names = self._disk.files(self.directory)
+            names = self.disk.files(self.directory)
         matches = [match for name in names if (match := pattern.match(name))]
         return sorted((START if m[1] == "start" else int(m[1]), self.directory / m.string) for m in matches)
+
+    def _bytes_of(self, pattern: re.Pattern[str]) -> int:
+        total = 0
+        for _, path in self._listed(pattern):
+            with failing("reading", path), suppress(FileNotFoundError), self.disk.open(path) as file:
+                total += file.num_bytes  # unless it was removed meanwhile
+        return total
 
     def _remove(self, pattern: re.Pattern[str], which: Callable[[int], bool]) -> None:
         """The newest first, so that a crash in the middle leaves what leads to some mark."""
         doomed = [path for mark, path in self._listed(pattern) if which(mark)]
         for path in reversed(doomed):
             with failing("removing", path):
-                self._disk.unlink(path)
+                self.disk.unlink(path)
                 if pattern is _WRITES or path == doomed[0]:
-                    self._disk.sync_directory(self.directory)
+                    self.disk.sync_directory(self.directory)
 
     def _close_file(self) -> None:
         file, self._file = self._file, None

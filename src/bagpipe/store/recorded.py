@@ -23,8 +23,12 @@ from bagpipe.store.history import History
 from bagpipe.store.journal import Journal
 from bagpipe.store.journal_record import START
 from bagpipe.store.local import Change, LocalStore
+from bagpipe.store.mapped import MappedStore
 from bagpipe.store.snapshot import Snapshot
+from bagpipe.store.starts import Starts
 
+HISTORY_BYTES = 1_000_000_000
+"""Of memory for old values, as `recovery.history` is unless it is set."""
 JOURNAL_BYTES = 1 << 30
 """A journal may have so many bytes, or twice those of all rows if that is more; then it is condensed."""
 
@@ -36,23 +40,28 @@ class Recorded(Store):
         self,
         store: LocalStore,
         journal: Journal | None = None,
-        history_bytes_max: int | None = None,
+        history_bytes_max: int | None = HISTORY_BYTES,
         *,
         checkpoints: Path | None = None,
+        places: Sequence[Path] | None = None,
         shard: tuple[int, int] = ALL,
         disk: Disk | None = None,
         journal_bytes: int = JOURNAL_BYTES,
     ) -> None:
         """`checkpoints` is the directory of those that a journal may go on from, `shard` (server, servers).
 
+        Where the journal says that they are in another one, that must be in or below one of `places`, if given.
+        Old values beyond `history_bytes_max` lie beside the journal or the rows, or where checkpoints are written.
         A journal that holds something wants an empty store, and a return to one of its marks before anything else.
         """
         self.checkpoints, self.shard = checkpoints, shard
         self._store, self._journal = store, journal
-        self._history = History(store, history_bytes_max)
+        place = journal.directory if journal is not None else store.path if isinstance(store, MappedStore) else None
+        self._history = History(store, history_bytes_max, place)
         self._disk: Disk = SystemDisk() if disk is None else disk
         self._journal_bytes = journal_bytes
         self._condensed: Condensed | None = None
+        self._starts: Starts | None = None
         self._kept: dict[int, dict[str, bytes]] = {}
         self._keeping = Lock()
         self._forgotten = 0
@@ -64,6 +73,7 @@ class Recorded(Store):
         if journal is not None:
             widths = [source.width for source in store.tables]
             self._condensed = Condensed(journal.directory / "condensed", self._disk, widths)
+            self._starts = Starts(journal, self._condensed, shard, self._disk, places)
             if not journal.starts:
                 self._condensed.discard(lambda _: True)  # of a journal that is gone
             else:
@@ -87,8 +97,8 @@ class Recorded(Store):
     def marks(self) -> list[int]:
         """The marks that rows can be returned to, in ascending order."""
         marks = set(self._history.marks())
-        if self._journal is not None:
-            first = min(self._starts(), default=None)
+        if self._journal is not None and self._starts is not None:
+            first = min(self._starts.marks(self.checkpoints), default=None)
             if first is not None:
                 marks |= {mark for mark in self._journal.marks() if mark >= max(first, self._forgotten)}
         return sorted(marks)
@@ -109,8 +119,11 @@ class Recorded(Store):
         if self._refusal is not None or self._history.epoch_of(done) is None:
             return  # rows were returned to an earlier mark meanwhile
         self.forget(done)
-        if self._journal is not None:
+        if self._journal is not None and self._starts is not None:
+            if self.checkpoints is not None:
+                self._starts.note(done, self.checkpoints)
             self._journal.drop(done)
+            self._drop_condensed(lambda mark: mark < done)
 
     def return_to(self, done: int) -> None:
         """Make all rows what they were at a mark; later ones are gone."""
@@ -149,6 +162,13 @@ class Recorded(Store):
         with self._keeping:
             return dict(self._kept.get(done, {}))
 
+    def kept_bytes(self) -> int:
+        """Of all that is kept with marks."""
+        if self._journal is not None:
+            return self._journal.kept_bytes()
+        with self._keeping:
+            return sum(len(blob) for blobs in self._kept.values() for blob in blobs.values())
+
     def save(
         self,
         done: int,
@@ -158,14 +178,18 @@ class Recorded(Store):
         since: int | None = None,
         compress: Compression | None = None,
         report: Report | None = None,
+        snapshot: Snapshot | None = None,
     ) -> list[FileEntry]:
-        """Write the rows of a mark to files in a directory; `report` is told how many bytes are done."""
+        """Write the rows of a mark to files in a directory; `report` is told how many bytes are done.
+
+        A `snapshot` of it may have been taken before, and is closed.
+        """
         tables = [(name, source.width) for name, source in zip(names, self.tables, strict=True)]
-        with self.snapshot(done) as snapshot:
+        with snapshot or self.snapshot(done, directory.parent) as rows:
             return write_rows(
                 self._disk,
                 directory,
-                snapshot,
+                rows,
                 tables,
                 part=str(self.shard[0]),
                 shard=self.shard,
@@ -179,8 +203,10 @@ class Recorded(Store):
         checkpoint = Checkpoints(directory, disk=self._disk).open(done)
         self._begin_anew("rows were half replaced by a checkpoint: load it again")
         self._load(checkpoint, names, self.shard, report)
-        if self._journal is not None:
+        if self._journal is not None and self._starts is not None:
+            self._starts.forget(done)  # a crash must not leave the place of one with the log of another
             self._journal.restart(done)
+            self._starts.note(done, directory)
         self.checkpoints, self._forgotten = directory, done
         self._is_whole, self._refusal = True, None
         self._drop_kept(lambda _: True)
@@ -203,10 +229,18 @@ class Recorded(Store):
         self._drop_kept(lambda _: True)
         self._drop_condensed(lambda _: True)
 
-    def snapshot(self, done: int) -> Snapshot:
-        """The rows as they were at a mark, for another thread to read; the old values stay until it is closed."""
+    def snapshot(self, done: int, place: Path | None = None) -> Snapshot:
+        """The rows as they were at a mark, for another thread to read; the old values stay until it is closed.
+
+        Those that memory has no room for go to `place`, unless there is a better one.
+        """
         self._check_usable()
+        self._history.place = self._history.place or place
         return Snapshot(self._store, self._history, done)
+
+    def has_snapshot(self, done: int) -> bool:
+        """Whether `snapshot` can be had of a mark: not of one that only the journal leads to."""
+        return done in self._history.marks()
 
     def is_long(self) -> bool:
         """Whether the journal has grown so long that it should be condensed."""
@@ -307,8 +341,9 @@ class Recorded(Store):
     def stats(self) -> StoreStats:
         """What is held, old values included, and what it takes."""
         stats = self._store.stats()
-        more = self._history.blocks.num_bytes + sum(epochs.nbytes for epochs in self._history.epochs)
-        return StoreStats(stats.num_rows, stats.bytes_in_memory + more, stats.bytes_on_disk)
+        blocks = self._history.blocks
+        more = blocks.num_bytes + sum(epochs.nbytes for epochs in self._history.epochs)
+        return StoreStats(stats.num_rows, stats.bytes_in_memory + more, stats.bytes_on_disk + blocks.num_bytes_spilled)
 
     def _check_usable(self) -> None:
         if self._refusal is not None:
@@ -328,31 +363,22 @@ class Recorded(Store):
         """Marks that were made and not left behind, whether or not there is a way back to them."""
         return {*self._history.marks(), *(self._journal.marks() if self._journal is not None else ())}
 
-    def _starts(self) -> list[int]:
-        """The marks that the journal can be replayed from: there is a checkpoint, or no row was written before."""
-        assert self._journal is not None
-        assert self._condensed is not None
-        starts = self._journal.starts
-        if not any(start != START for start in starts):
-            return starts
-        there = {START, *self._condensed.marks()}
-        if self.checkpoints is not None:
-            there |= {checkpoint.done for checkpoint in Checkpoints(self.checkpoints, disk=self._disk).list()}
-        return [start for start in starts if start in there]
-
     def _rebuild(self, done: int) -> None:
         """Put rows together again from a checkpoint and the journal."""
         assert self._journal is not None
-        start = max(start for start in self._starts() if start <= done)
+        assert self._starts is not None
+        start = max(start for start in self._starts.marks(self.checkpoints) if start <= done)
+        checkpoint = None if start == START else self._starts.open(start, self.checkpoints)
         self._begin_anew(f"rows were half returned to mark {done}: return to a mark again, or load a checkpoint")
-        if start != START:
-            self._load_start(start)
+        if checkpoint is not None:
+            self._load(*checkpoint)
+            self._forget_replayed(start, done)
         self._logging = False
         try:
             for step in self._journal.replay(start, done) if start < done else ():
                 if isinstance(step, int):
                     self._history.mark(step)
-                    self._history.forget(step)  # only the last one is returned to, so old values are of no use
+                    self._forget_replayed(step, done)
                 else:
                     self._store.write_many(step)
         finally:
@@ -361,15 +387,10 @@ class Recorded(Store):
         self._journal.rollback(done)
         self._is_whole, self._refusal = True, None
 
-    def _load_start(self, start: int) -> None:
-        """Rows of a mark that the journal is replayed from: those condensed beside it, or those of a checkpoint."""
-        assert self._condensed is not None
-        if start in self._condensed.marks():
-            self._load(self._condensed.open(start), self._condensed.names, ALL)
-            return
-        assert self.checkpoints is not None
-        checkpoint = Checkpoints(self.checkpoints, disk=self._disk).open(start)
-        self._load(checkpoint, [table.name for table in checkpoint.manifest.tables], self.shard)
+    def _forget_replayed(self, mark: int, done: int) -> None:
+        """Only the last mark is returned to, so old values on the way there are of no use."""
+        if mark < done:
+            self._history.forget(mark + 1)
 
     def _begin_anew(self, refusal: str) -> None:
         """Throw all rows away; until others are in their place nobody reads or writes."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ROWS_PER_SEARCH = 1 << 20
+_ROWS_PER_LOOK = 1 << 18
+_BYTES_PER_LOOK = 32 << 20
+"""Rows that are copied at once: each time all old values of the table are gone through."""
 
 
 class Snapshot:
@@ -68,14 +71,17 @@ class Snapshot:
         self.close()
 
     def _all(self, table: int, num_rows: int, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
-        for start in range(0, num_rows, rows_per_chunk):
-            stop = min(start + rows_per_chunk, num_rows)
+        rows_per_look = self._rows_per_look(table, rows_per_chunk)
+        for start in range(0, num_rows, rows_per_look):
+            stop = min(start + rows_per_look, num_rows)
             ids, _ = self._store.scan(table, start, stop, values=False)
-            yield ids, self._read(table, start, np.arange(start, stop))[0]
+            values, _ = self._read(table, start, np.arange(start, stop))
+            yield from _in_chunks(ids, values, rows_per_chunk)
 
     def _newer(self, table: int, num_rows: int, epoch: int, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
         """Rows written in this epoch or later, but before the mark; after it is seen by what `_read` puts right."""
-        rows_per_search = max(rows_per_chunk, _ROWS_PER_SEARCH)
+        rows_per_look = self._rows_per_look(table, rows_per_chunk)
+        rows_per_search = max(rows_per_look, _ROWS_PER_SEARCH)
         for start in range(0, num_rows, rows_per_search):
             stop = min(start + rows_per_search, num_rows)
             with self._history.lock:
@@ -84,13 +90,12 @@ class Snapshot:
             if not len(newer):
                 continue
             ids, _ = self._store.scan(table, start, stop, values=False)
-            for positions in np.split(newer, range(rows_per_chunk, len(newer), rows_per_chunk)):
+            for positions in np.split(newer, range(rows_per_look, len(newer), rows_per_look)):
                 values, epochs = self._read(table, start, positions)
                 kept = epochs >= epoch
-                if kept.all():
-                    yield ids[positions - start], values
-                elif kept.any():
-                    yield ids[positions[kept] - start], values[kept]
+                if not kept.all():
+                    positions, values = positions[kept], values[kept]
+                yield from _in_chunks(ids[positions - start], values, rows_per_chunk)
 
     def _read(self, table: int, first: int, positions: Int64s) -> tuple[Floats, Int32s]:
         """The rows at ascending positions from `first` on, and the epoch of each, as they were at the mark."""
@@ -117,6 +122,11 @@ class Snapshot:
         assert not too_new.any(), "every row that was changed after a mark has an old value"
         return values, epochs
 
+    def _rows_per_look(self, table: int, rows_per_chunk: int) -> int:
+        """Whole chunks of rows."""
+        rows = min(_ROWS_PER_LOOK, _BYTES_PER_LOOK // (4 * self._store.tables[table].width))
+        return max(rows // rows_per_chunk, 1) * rows_per_chunk
+
     def _check_there(self, mark: Mark) -> None:
         if mark.gone is not None:
             raise StoreError(f"the rows of mark {self.done} can't be read any more: {mark.gone}")
@@ -125,3 +135,8 @@ class Snapshot:
         if self._mark is None:
             raise StoreError(f"the snapshot of mark {self.done} is closed: take another")
         return self._mark
+
+
+def _in_chunks(ids: Int64s, values: Floats, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
+    for start in range(0, len(ids), rows_per_chunk):
+        yield ids[start : start + rows_per_chunk], values[start : start + rows_per_chunk]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from bagpipe.errors import BagpipeError, StoreError
 from bagpipe.server.blobs import BLOBS_MAX, Pieces
 from bagpipe.server.limits import ServerLimits
+from bagpipe.server.shard import Recording
 from bagpipe.wire.messages import Read, Rows, Waiting, Written
 from bagpipe.wire.recovery_messages import (
     AskBlob,
@@ -33,6 +36,8 @@ from recovery_peer import (
     Peer,
     fixture_server,  # noqa: F401
     made,
+    recording,
+    vanish,
 )
 from server_peer import refused
 
@@ -193,3 +198,38 @@ def test_what_could_not_be_kept_is_taken_anew() -> None:
             pieces.take(Keep(1, "a", 5, crc32, 0), memoryview(b"12345"), full)
     assert pieces.take(Keep(1, "a", 5, crc32, 0), memoryview(b"12345"), kept.append) == 5
     assert kept == [b"12345"]
+
+
+def test_what_is_kept_on_the_disk_counts_also_when_the_server_has_come_back(tmp_path: Path) -> None:
+    server = made(recording=recording(tmp_path))
+    peer = Peer(server)
+    peer.order(Mark, 1)
+    peer.keep(1, "trainer-0", bytes(1000))
+    peer.keep(2, "trainer-0", bytes(500))
+    held = server._shard.kept_bytes
+    assert 1500 <= held < 2000
+    peer.write([1], 1.0)
+    peer.order(Mark, 3)
+    assert server._shard.kept_bytes < held - 500, "what was kept for a mark that was never made is gone"
+    vanish(server)
+    back = made(recording=recording(tmp_path), limits=ServerLimits(kept_bytes_max=1500))
+    assert back._shard.kept_bytes >= 1000
+    back.recover(1, 1)
+    assert "are kept already and 1,500 are allowed" in refused(Peer(back, generation=1).keep(1, "b", bytes(600)))
+    back.close()
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_threads_keep_state_and_ask_how_much_there_is_at_once(journal: bool, tmp_path: Path) -> None:
+    server = made(recording=Recording(tmp_path / "journal" if journal else None))
+    Peer(server).order(Mark, 1)
+
+    def keep(number: int) -> None:
+        for turn in range(20):
+            server._shard.keep(1, f"{number}-{turn}", b"x")
+            assert server._shard.kept_bytes > 0
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(keep, range(4)))
+    assert len(server.kept(1)) == 80
+    server.close()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import Facts, TableEntry
+from bagpipe.checkpoint.manifest import Facts, FileEntry, TableEntry
 from bagpipe.errors import StoreError, WireError
 from bagpipe.failpoints import Fault, Faults, Killed, armed
+from bagpipe.server.shard import Recording
 from bagpipe.server.storage import in_files, remove_rows
 from bagpipe.store.mapped import MappedStore
 from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Unopened, Waiting, Write, Written
-from bagpipe.wire.recovery_messages import AskMarks, Keep, Mark, Marks, Recover, Working
+from bagpipe.wire.recovery_messages import AskMarks, AskWork, Keep, Mark, Marks, Recover, Save, Settle, Working
 from recovery_peer import (
     Peer,
     fixture_server,  # noqa: F401
@@ -176,6 +178,29 @@ def test_a_server_tells_what_it_holds_also_while_rows_are_replaced(tmp_path: Pat
     assert ("journal.replayed", [4]) in seen
     back.close()
     assert back.stats().num_rows == []
+
+
+def test_a_server_comes_back_to_marks_after_a_checkpoint_in_a_directory_of_the_script(tmp_path: Path) -> None:
+    places = Recording(tmp_path / "journal", checkpoints=(tmp_path / "run", tmp_path / "script"))
+    server = made(recording=places)
+    peer = Peer(server)
+    peer.write([1, 2], 1.0)
+    peer.order(Mark, 10)
+    entry = TableEntry(name="ad", rows=9, dims=(1,), width=1, optimizer="sgd")
+    with Checkpoints(tmp_path / "script" / "kept").begin(10) as pending:
+        peer.order(Save, 10, str(pending.directory), ["ad"], None, None)
+        saved = peer.ask_for_buffers(AskWork(peer.sequence))[0]
+        pending.add(msgspec.json.decode(saved, type=list[FileEntry]))
+        pending.commit(Facts(tables=(entry,)))
+    peer.order(Settle, 10)
+    peer.write([2], 2.0)
+    peer.order(Mark, 20)
+    vanish(server)
+    back = made(recording=places)
+    assert back.marks() == [10, 20]
+    back.recover(1, 20)
+    assert Peer(back, generation=1).read(1, 2) == {1: 1.0, 2: 2.0}
+    back.close()
 
 
 def test_a_server_that_died_before_its_first_mark_begins_anew(tmp_path: Path) -> None:

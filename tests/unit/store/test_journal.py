@@ -86,6 +86,19 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert [rows.tolist() for _, rows in store.iterate(0)] == [[[1, 1, 1]] * 5]
 
 
+def test_a_journal_is_waited_for_until_the_process_before_is_gone(tmp_path: Path, monkeypatch) -> None:
+    before, pauses = Journal(tmp_path), []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            before.close()
+
+    monkeypatch.setattr("bagpipe.store.journal.time.sleep", pause)
+    Journal(tmp_path, wait_s=60.0).close()
+    assert len(pauses) == 3
+
+
 def test_two_threads_write_at_once_and_everything_comes_back(tmp_path: Path) -> None:
     widths, num_ids = [16, 1], 4000
 

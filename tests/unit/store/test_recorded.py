@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bagpipe.errors import StoreError
+from bagpipe.kernels.history import take_old
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import Marked
 from bagpipe.store.blocks import BLOCK_BYTES
@@ -115,53 +116,6 @@ def test_old_values_count_as_memory() -> None:
     store.mark(0)
     write(store, 0, {1: 2})
     assert store.stats().bytes_in_memory == before + BLOCK_BYTES
-
-
-def test_above_the_bound_the_oldest_marks_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    store = Recorded(memory(), None, 10 * 40)  # a block has room for one row
-    for row in range(10):
-        write(store, 0, {row: 0})
-    store.mark(0)
-    write(store, 0, dict.fromkeys(range(5), 1.0))
-    store.mark(1)
-    write(store, 0, dict.fromkeys(range(5), 2.0))
-    assert store.marks() == [0, 1]
-    assert not caplog.records
-    write(store, 0, {5: 2})
-    assert store.marks() == [1]
-    assert "mark 0 take more than the 400 B" in caplog.text
-    with pytest.raises(StoreError, match="no mark 0"):
-        store.return_to(0)
-    assert store.history_bytes == 400
-    store.return_to(1)
-    assert dict(rows_of(store)) == dict.fromkeys(range(5), 1.0) | dict.fromkeys(range(5, 10), 0.0)
-    write(store, 0, dict.fromkeys(range(10), 2.0))
-    assert store.marks() == [1]
-    assert store.history_bytes == 400
-
-
-def test_a_write_larger_than_the_bound_leaves_no_mark_and_is_done() -> None:
-    store = Recorded(memory(), None, 100)
-    write(store, 0, dict.fromkeys(range(10), 1.0))
-    store.mark(0)
-    write(store, 0, dict.fromkeys(range(10), 2.0))
-    assert store.marks() == []
-    assert store.history_bytes == 0
-    assert dict(rows_of(store)) == dict.fromkeys(range(10), 2.0)
-    store.mark(1)
-    assert store.marks() == [1]
-
-
-def test_a_snapshot_whose_old_values_are_given_up_says_so_and_what_to_do() -> None:
-    store = Recorded(memory(), None, 100)
-    write(store, 0, dict.fromkeys(range(10), 1.0))
-    store.mark(0)
-    with store.snapshot(0) as snapshot:
-        chunks = snapshot.iterate(0, None, 5)
-        next(chunks)
-        write(store, 0, dict.fromkeys(range(10), 2.0))
-        with pytest.raises(StoreError, match=r"mark 0 can't be read any more.*100 B.*recovery\.history"):
-            next(chunks)
 
 
 def test_a_snapshot_outlives_that_its_mark_is_forgotten(store: Recorded) -> None:
@@ -341,3 +295,26 @@ def test_a_closed_store_refuses_everything_but_close() -> None:
     ):
         with pytest.raises(StoreError, match="closed"):
             action()
+
+
+@pytest.mark.parametrize("since", [None, 0])
+def test_a_snapshot_goes_through_old_values_once_for_many_chunks(
+    store: Recorded, since: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def counted(positions: np.ndarray, *rest: object) -> None:
+        seen.append(len(positions))
+        take_old(positions, *rest)
+
+    monkeypatch.setattr("bagpipe.store.snapshot.take_old", counted)
+    store.mark(0)
+    write(store, 0, dict.fromkeys(range(100), 1.0))
+    store.mark(1)
+    for start in range(0, 100, 10):
+        write(store, 0, dict.fromkeys(range(start, start + 10), 2.0))
+    with store.snapshot(1) as snapshot:
+        chunks = list(snapshot.iterate(0, since, 7))
+    assert [len(ids) for ids, _ in chunks] == [7] * 14 + [2]
+    assert contents(iter(chunks)) == [(row, 1.0) for row in range(100)]
+    assert seen == [10] * 10

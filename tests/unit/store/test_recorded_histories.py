@@ -166,9 +166,23 @@ class LoggedRows(MarkedRows):
         self.return_to(data)
 
 
-for machine in (MarkedRows, LoggedRows):
+class BoundedRows(LoggedRows):
+    """The same with hardly any memory for old values: no snapshot is ever lost for that, and no mark."""
+
+    def open(self) -> Recorded:
+        store = Recorded(memory(), Journal(Path("/journal"), self.disk), 200)
+        store._history.place = None
+        return store
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        assert self.store.history_bytes <= 200
+
+
+for machine in (MarkedRows, LoggedRows, BoundedRows):
     machine.TestCase.settings = settings(
         max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 TestMarkedRows = MarkedRows.TestCase
 TestLoggedRows = LoggedRows.TestCase
+TestBoundedRows = BoundedRows.TestCase
