@@ -92,12 +92,13 @@ class Marking:
         return Worked(), (memoryview(work.result or b""),)
 
     def stop(self) -> None:
-        """Nothing is under way any more when this returns."""
+        """Nothing is under way any more when this returns; if it raises, something may be: call it again."""
         with self._lock:
-            works = list(self._works.values())
-            self._works.clear()
-        for work in works:
+            works = list(self._works.items())
+        for key, work in works:
             work.stop()
+            with self._lock:
+                self._works.pop(key, None)
         self._pieces.clear()
 
     def _condense(self, body: Forget) -> list[Work]:

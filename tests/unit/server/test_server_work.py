@@ -74,6 +74,30 @@ def test_a_journal_that_has_grown_long_is_condensed_beside_writes_and_gives_way_
     back.close()
 
 
+def test_a_save_succeeds_however_much_is_written_meanwhile_and_memory_stays_bounded(tmp_path: Path) -> None:
+    waiting, everything = [], list(range(200))
+    keeping = Recording(tmp_path / "journal", 1000, checkpoints=(tmp_path,), journal_bytes=1)
+    server = made(background=waiting.append, recording=keeping)
+    peer = Peer(server)
+    peer.write(everything, 1.0)
+    peer.order(Mark, 1)
+    (tmp_path / "one").mkdir()
+    peer.order(Save, 1, str(tmp_path / "one"), ["ad"], None, None)
+    number = peer.sequence
+    peer.write(everything[:20], 2.0)
+    peer.order(Mark, 2)
+    peer.write(everything, 3.0)
+    assert server._shard._recorded.history_bytes <= 1000
+    waiting.pop()()
+    assert peer.ask(AskWork(number)) == Worked()
+    assert server.marks() == [1, 2]
+    assert isinstance(peer.order(Forget, 2), Written), "there is no way to condense a mark that was given up"
+    assert waiting == []
+    server.recover(1, 2)
+    assert Peer(server, generation=1).read(0, 20) == {0: 2.0, 20: 1.0}
+    server.close()
+
+
 def test_work_that_is_stopped_in_the_middle_ends_and_says_so() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
@@ -97,6 +121,30 @@ def test_work_that_is_stopped_in_the_middle_ends_and_says_so() -> None:
     assert work.is_over
     assert "was stopped" in work.failed.message
     assert work.result is None
+
+
+def test_a_recovery_waits_again_for_what_did_not_stop_in_time(monkeypatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr("bagpipe.server.work.STOP_S", 0.0)
+    server = made(background=lambda work: threading.Thread(target=work).start())
+    peer = Peer(server)
+    peer.write([1], 1.0)
+    peer.order(Mark, 1)
+
+    def slow(*_) -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(server._shard, "return_to", slow)
+    peer.order(ReturnTo, 1)
+    assert begun.wait(30)
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="the return to mark 1 did not stop within 0 s"):
+            server.abandon(1)
+    monkeypatch.setattr("bagpipe.server.work.STOP_S", 30.0)
+    go_on.set()
+    server.recover(1, 1)
+    server.close()
 
 
 @pytest.mark.parametrize(
