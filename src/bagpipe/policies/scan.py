@@ -14,7 +14,7 @@ Int64s = NDArray[np.int64]
 
 
 class RowScan:
-    """Counts rows, table by table; some 30 bytes for each that occurs. The order of the data makes no difference."""
+    """Counts rows, table by table; 31 bytes for each that occurs. The order of the data makes no difference."""
 
     def __init__(self, features: Sequence[Sequence[str]]) -> None:
         """Table t has these features."""

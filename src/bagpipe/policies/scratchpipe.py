@@ -46,11 +46,13 @@ class ScratchPipePolicy(RankingPolicy):
         worth = self.facts[group.number].worth
         if group.number not in self._warned and (worth[victims] >= HOLD).any():
             self._warned.add(group.number)
-            held = int(np.count_nonzero((worth >= HOLD) & (worth < HELD))) + len(demand.hits) + demand.num_misses
+            of_batch = len(demand.hits) + demand.num_misses
+            held = of_batch + int(np.count_nonzero((worth >= HOLD) & (worth < HELD)))
             logging.getLogger("bagpipe").warning(
                 "policy 'scratchpipe' holds %s rows of %s for the six batches around iteration %d, and the cache has "
                 "places for %s: held rows leave, and training waits for them; raise `cache` to at least %s rows of "
-                "this width", f"{held:,}", group.label, demand.iteration, f"{group.slots.capacity:,}", f"{held:,}",
+                "this width; %s have room for any six batches like that one", f"{held:,}", group.label,
+                demand.iteration, f"{group.slots.capacity:,}", f"{held:,}", f"{(PAST + 1 + FUTURE) * of_batch:,}",
             )  # fmt: skip
         return victims, evict_after
 
