@@ -116,6 +116,7 @@ class Snapshot:
                 for piece in pieces:
                     take_old(*piece, first, index, too_new, epochs, values)
             with history.lock:
+                history.blocks.unmap()
                 self._check_there(mark)  # else its memory may have been used again meanwhile
                 if history.returns == returns:
                     break

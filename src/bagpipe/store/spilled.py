@@ -64,6 +64,7 @@ class SpillingBlocks(Blocks):
         self._num_spilled = 0
         """Blocks on a disk that are in use."""
         self._unused: list[SpilledBlock] = []
+        self._segments: list[Segment] = []
 
     def take_on_disk(self, directory: Path | None) -> SpilledBlock:
         """An empty block in a directory, or else in that of temporary files; OSError if there is no room."""
@@ -72,6 +73,7 @@ class SpillingBlocks(Blocks):
             segment = Segment(directory, _BLOCKS_PER_SEGMENT * num_bytes)
             self._unused = [SpilledBlock(segment, n * num_bytes, num_bytes) for n in range(_BLOCKS_PER_SEGMENT)]
             self.num_bytes_spilled += len(segment.memory)
+            self._segments.append(segment)
         self._num_spilled += 1
         return self._unused.pop()
 
@@ -86,4 +88,9 @@ class SpillingBlocks(Blocks):
             self._unused.append(block)
             self._num_spilled -= 1
             if not self._num_spilled:
-                self._unused, self.num_bytes_spilled = [], 0
+                self._unused, self._segments, self.num_bytes_spilled = [], [], 0
+
+    def unmap(self) -> None:
+        """What was read of files is not this process's memory any more, but the kernel's to give to others."""
+        for segment in self._segments:
+            segment.memory.madvise(mmap.MADV_DONTNEED)

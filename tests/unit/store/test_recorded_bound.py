@@ -18,6 +18,17 @@ TEN = range(10)
 NOWHERE = Path("/no/such/directory")
 
 
+def mapped_kb(directory: Path) -> int:
+    """Memory that mapped files of a directory take."""
+    kb, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = str(directory) in line
+        elif inside and line.startswith("Rss:"):
+            kb += int(line.split()[1])
+    return kb
+
+
 def bounded(bytes_max: int, place: Path | None = None) -> Recorded:
     store = Recorded(memory(), None, bytes_max)
     store._history.place = place
@@ -173,6 +184,7 @@ def test_blocks_on_a_disk_are_exact_while_threads_write_and_snapshots_are_read(t
         assert (rows == done - 1).all()
         assert (again == done - 1).all()
         assert store.history_bytes <= 100_000
+        assert mapped_kb(tmp_path) < 1000, "of what was read of the files nothing stays in memory"
         assert store.stats().bytes_on_disk > 0
         store.forget(done + 1)
         assert store.stats().bytes_on_disk == 0
