@@ -5,12 +5,14 @@
     DIR/.old-00000000-TOKEN/ one that is being removed: it loses its name first
 
 Whatever crashes at whatever moment, the names without a dot are whole; the others are removed by the next `begin`.
+Names of any other form are somebody else's, and are left alone.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _TMP, _OLD = ".tmp-", ".old-"
+_LEFTOVER = re.compile(r"\.(tmp|old)-[0-9]{8,}-[0-9a-f]{8}")
 _log = logging.getLogger(__name__)
 
 
@@ -227,7 +230,7 @@ class Checkpoints:
 
     def _remove_leftovers(self) -> None:
         with failing("reading", self.directory):
-            names = [name for name in self.disk.directories(self.directory) if name.startswith((_TMP, _OLD))]
+            names = [name for name in self.disk.directories(self.directory) if _LEFTOVER.fullmatch(name)]
         for name in names:
             try:
                 self._remove_files(self.directory / name)
@@ -311,7 +314,7 @@ class Pending:
             )
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        """Last in the directory; then every name and size is looked at once more, and all names are synced."""
+        """Last in the directory; then all names are looked at once more, and synced: files were read back before."""
         data, checksum = encode_manifest(manifest)
         with failing("writing", self.directory / MANIFEST):
             with self._disk.create(self.directory / MANIFEST) as file:

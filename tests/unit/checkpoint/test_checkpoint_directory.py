@@ -181,6 +181,17 @@ def test_directories_of_others_with_numbers_for_names_stay(tmp_path):
     assert numbers(checkpoints) == [20]
 
 
+@pytest.mark.parametrize("name", [".tmp-mine", ".old-00000010", ".tmp-00000010-notes", ".tmp-00000010-0123abcd-1"])
+def test_directories_of_others_that_begin_like_leftovers_stay(tmp_path, name):
+    notes, leftover = tmp_path / name / "notes.txt", tmp_path / ".tmp-00000010-0123abcd"
+    for directory in (notes.parent, leftover):
+        directory.mkdir()
+    notes.touch()
+    opened(tmp_path).begin(20).abandon()
+    assert notes.exists()
+    assert not leftover.exists()
+
+
 def test_one_of_other_tables_can_not_build_on_it():
     checkpoints, world = run([10], keep=9)
     other = msgspec.structs.replace(TABLES[0], optimizer="sgd")
