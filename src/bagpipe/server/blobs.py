@@ -69,7 +69,7 @@ class Pieces:
         if piece.num_bytes > self._blob_bytes_max:
             raise StoreError(
                 f"{piece.name} of mark {piece.done} has {piece.num_bytes:,} B: a server keeps {self._blob_bytes_max:,} "
-                "of one, so that state does not fit"
+                "of one: keep less, or set recovery.restarts_max = 0 and go on from checkpoints"
             )
         if piece.offset + num_bytes > piece.num_bytes:
             raise WireError(

@@ -20,6 +20,7 @@ from bagpipe.checkpoint.shards import Compression
 from bagpipe.checkpoint.tree import pack_tree
 from bagpipe.errors import CheckpointError
 from bagpipe.failpoints import reach
+from bagpipe.server.limits import ServerLimits
 from bagpipe.store.base import Marked
 from bagpipe.trainer.background import Background
 from bagpipe.trainer.kept import (
@@ -42,6 +43,7 @@ from bagpipe.trainer.kept import (
 
 ROUND_S = 10.0
 """From one meeting to the next while the first trainer waits for its files: well below the deadline of an exchange."""
+BLOB_BYTES_MAX = ServerLimits().blob_bytes_max
 
 
 class Loop(Protocol):
@@ -129,16 +131,13 @@ class Writer:
         return 0 if pending is None else pending.num_files()
 
     def write(self, done: int, blobs: Mapping[str, bytes]) -> None:
-        """Write the checkpoint of a mark; CheckpointError if that can't be done, and then there is none."""
-        try:
+        """Write the checkpoint of a mark; CheckpointError if that can't be done, which says whether it is there."""
+        with _failing(f"the checkpoint of iteration {done} can't be written", "the one before is still there"):
             self._write(done, blobs)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint of iteration {done} can't be written: {type(error).__name__}: {error}; the one before "
-                "is still there"
-            ) from error
+        with _failing(f"the store can't let go of what came before iteration {done}", "its checkpoint is complete"):
+            self._store.settle(done)
+            if self._forget:
+                self._store.forget(done + 1)
 
     def _write(self, done: int, blobs: Mapping[str, bytes]) -> None:
         names = [table.name for table in self._facts.tables]
@@ -152,9 +151,6 @@ class Writer:
         except BaseException:
             pending.abandon()
             raise
-        self._store.settle(done)
-        if self._forget:
-            self._store.forget(done + 1)
 
 
 class Keeping:
@@ -237,7 +233,7 @@ class Keeping:
             self._off = True
         self._begun, self._saved = True, None
         if not self._off:
-            pack_tree(self._captured(loop))  # what can't be kept is refused now rather than at the first mark
+            self._packed(self._captured(loop))  # what can't be kept is refused now rather than at the first mark
 
     def between(self, loop: Loop) -> None:
         """An iteration is over and the next one has not begun, or the first: make a mark if it is due."""
@@ -281,7 +277,7 @@ class Keeping:
         reach("mark.flushed")
         tree = self._captured(loop)
         if self._rank:
-            self._store.keep(done, blob_name(self._rank), pack_tree(tree))
+            self._store.keep(done, blob_name(self._rank), self._packed(tree))
             reach("mark.kept")
         before = (self._sending, self._writing) if checkpoint else (self._sending,)
         self._meet(loop, f"all trainers to be done with {done} iterations", *before)
@@ -309,7 +305,7 @@ class Keeping:
             self._sending.start(f"what is kept of iteration {done}", lambda: self._keep(done, tree))
 
     def _keep(self, done: int, tree: Tree) -> None:
-        self._store.keep(done, FIRST, pack_tree(tree))
+        self._store.keep(done, FIRST, self._packed(tree))
         reach("mark.kept")
         in_writing = self._in_writing
         self._store.forget(done if in_writing is None else min(done, in_writing))
@@ -323,6 +319,17 @@ class Keeping:
             raise CheckpointError(f"the checkpoint of iteration {done} lacks what {missing} should have kept")
         self._writer.write(done, blobs | {FIRST: pack_tree(tree)})
         self._in_writing = None
+
+    def _packed(self, tree: Tree) -> bytes:
+        """What goes to a server."""
+        blob = pack_tree(tree)
+        if self._marks_every is not None and len(blob) > BLOB_BYTES_MAX:
+            raise CheckpointError(
+                f"parameters, buffers and attached states of trainer {self._rank} have {len(blob):,} B, and a server "
+                f"keeps {BLOB_BYTES_MAX:,} of one with a mark: make them smaller, or set recovery.restarts_max = 0 and "
+                "go on from checkpoints (checkpoint.every)"
+            )
+        return blob
 
     def _progress(self) -> object:
         return None if self._writer is None else self._writer.progress()
@@ -346,3 +353,14 @@ class Keeping:
 
 MakeKeeping = Callable[[int], Keeping]
 """Makes the keeping of a trainer, by its rank."""
+
+
+@contextmanager
+def _failing(what: str, but: str) -> Iterator[None]:
+    """Turn any error into one that says what failed, and what did not."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}; {but}") from error

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.manifest import Facts
 from bagpipe.checkpoint.tree import pack_tree, unpack_tree
-from bagpipe.errors import CheckpointError, DeadlineError
+from bagpipe.errors import CheckpointError, DeadlineError, StoreError
 from bagpipe.trainer.background import Background
 from bagpipe.trainer.keeping import Keeping, Start
+from bagpipe.trainer.keeping import Writer as CheckpointWriter
 from bagpipe.trainer.kept import copied, generator_states, set_generator_states
 
 
@@ -314,6 +317,48 @@ def test_a_blob_that_lacks_something_is_refused_before_anything_changes(wrong):
 def test_generators_of_another_form_are_refused():
     with pytest.raises(CheckpointError, match="random generators"):
         set_generator_states(generator_states() | {"numpy": [1, 2]})
+
+
+def test_state_that_no_server_takes_is_refused_before_the_first_batch(monkeypatch):
+    monkeypatch.setattr("bagpipe.trainer.keeping.BLOB_BYTES_MAX", 100)
+    keeping = Keeping(Store([]), marks_every=1, threads=False)
+    keeping.attach({})
+    with pytest.raises(CheckpointError, match=r"trainer 0 have .* keeps 100 of one .*recovery\.restarts_max = 0"):
+        keeping.between(Loop([]))
+    keeping = Keeping(Store([]), checkpoints_every=1, writer=Writer([]), threads=False)  # goes to files
+    keeping.attach({})
+    keeping.between(Loop([]))
+
+
+class Failing(Store):
+    """Does not do one of the things that a checkpoint needs."""
+
+    def __init__(self, what):
+        super().__init__([])
+        self._what = what
+
+    def save(self, *_, **__):
+        self._fail("save")
+        return []
+
+    def settle(self, _):
+        self._fail("settle")
+
+    def forget(self, _):
+        self._fail("forget")
+
+    def _fail(self, what):
+        if what == self._what:
+            raise StoreError(f"no {what}")
+
+
+@pytest.mark.parametrize("what", ["save", "settle", "forget"])
+def test_who_writes_a_checkpoint_that_fails_is_told_whether_it_is_there(tmp_path, what):
+    checkpoints = Checkpoints(tmp_path)
+    told = "the one before is still there" if what == "save" else "its checkpoint is complete"
+    with pytest.raises(CheckpointError, match=f"StoreError: no {what}; {told}"):
+        CheckpointWriter(checkpoints, Failing(what), Facts(tables=(), trainers=1, servers=0)).write(7, {})
+    assert checkpoints.numbers() == ([] if what == "save" else [7])
 
 
 def test_a_copy_shares_nothing_with_what_it_was_made_from():
