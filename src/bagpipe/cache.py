@@ -118,6 +118,13 @@ class RowCache:
         # Held while tenants change outside of training, so that a flush sees all of a change or nothing.
         self.moving = threading.Lock()
         self._transfers = None if is_host(device) else Transfers(device)
+        self.num_rows = self.peak_rows = 0
+        """Rows that this trainer updates and has in slots, or that are about to take them: now, and at the most."""
+        self._counting = threading.Lock()
+
+    def expect(self, num_rows: int) -> None:
+        """So many rows are about to take slots that are free; those that another trainer updates do not count."""
+        self._count(num_rows)
 
     def insert(self, table: int, ids: Ids, slots: Slots, values: Floats) -> None:
         """Rows from the store take their slots.
@@ -160,6 +167,7 @@ class RowCache:
         """Rows leave their slots; those that were updated since they were last written are returned."""
         rows = self.copy_kept(table, ids, slots)
         self.tenant_table[self.group[table]][slots] = VACANT
+        self._count(-len(slots))
         return rows
 
     def copy_kept(self, table: int, ids: Ids, slots: Slots) -> TableRows:
@@ -178,6 +186,7 @@ class RowCache:
         slots = slots[(self.tenant_table[group][slots] == table) & (self.tenant_id[group][slots] == ids)]
         self.dirty[group][slots] = False
         self.tenant_table[group][slots] = VACANT
+        self._count(-len(slots))
 
     def give(self, table: int, slots: Slots) -> npt.NDArray[np.bool_]:
         """Rows become another trainer's to update and to write; of each whether the store has something older."""
@@ -185,6 +194,7 @@ class RowCache:
         changed = self.dirty[group][slots]
         self.dirty[group][slots] = False
         self.tenant_table[group][slots] = VACANT
+        self._count(-len(slots))
         return changed
 
     def take(self, table: int, ids: Ids, slots: Slots, changed: npt.NDArray[np.bool_]) -> None:
@@ -193,6 +203,7 @@ class RowCache:
         self.tenant_table[group][slots] = table
         self.tenant_id[group][slots] = ids
         self.dirty[group][slots] = changed
+        self._count(len(slots))
 
     def take_dirty(self, most: int = UNLIMITED) -> Iterator[list[TableRows]]:
         """Updated rows of all tables, which stay in their slots and count as written from now on.
@@ -234,6 +245,11 @@ class RowCache:
         values = np.empty((len(slots), self.widths[group]), np.float32)
         move.gather(self.data[group].numpy(), slots, values)
         return values
+
+    def _count(self, change: int) -> None:
+        with self._counting:  # rows come and go in several threads
+            self.num_rows += change
+            self.peak_rows = max(self.peak_rows, self.num_rows)
 
     def fence(self) -> None:
         """The training thread has queued all of its work on the slots so far; transfers will wait for it."""

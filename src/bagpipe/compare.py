@@ -1,8 +1,9 @@
 """Every policy on the same data and model, under the same executor: what differs is only what the oracle keeps.
 
 A run is `exact` if its parameters, rows and optimizer state are those of the reference trainer, bit for bit (I1), and
-`promised` if its policy claims as much. Runs come one after another, so speeds carry the noise of the machine; rows
-moved, hit rates and peaks do not.
+`promised` if its policy claims as much. Runs come one after another, so speeds carry the noise of the machine, and with
+them the slots in use at the most (`peak_rows`), since rows are fetched ahead as far as time allows; rows moved and hit
+rates do not. Of several trainers `peak_rows` and `cache_rows` are the first one's.
 """
 
 from __future__ import annotations

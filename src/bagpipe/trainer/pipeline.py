@@ -118,6 +118,7 @@ class Pipeline(Generic[Payload]):
         self.traffic.unique_rows += len(plan.rows.ids)
         self.traffic.hit_rows += plan.hits
         self.traffic.lookahead_sum += plan.lookahead
+        self.traffic.peak_rows = self._cache.peak_rows  # rows come from other trainers too
         self._driver.notify()
 
     def flush(self) -> None:
@@ -158,7 +159,7 @@ class Pipeline(Generic[Payload]):
         self._exhausted = True
 
     def _prefetch(self) -> Stage:
-        barrier, held = -1, 0
+        barrier = -1
         while True:
             yield Wait("a plan", lambda: bool(self._planned) or self._exhausted or self._closing)
             if self._ended() or not self._planned:
@@ -178,15 +179,13 @@ class Pipeline(Generic[Payload]):
             yield self._until(f"evictions of iteration {freed} to leave", self._reached("copied_out", freed))  # wait 2
             if self._ended():
                 break
+            self._cache.expect(len(plan.fetch) if plan.fetch.whole is None else int(plan.fetch.whole.sum()))
             self._insert(plan, fetched)
             for block in others:
                 fetched = []  # before the next one: no more than one block of rows is on its way
                 fetched = self._read(plan, block, after)
                 self._insert(plan, fetched)
             reach("trainer.fetch.inserted")
-            held += len(plan.fetch) - len(plan.victims)
-            self.traffic.peak_rows = max(self.traffic.peak_rows, held)
-            held -= len(plan.evict)
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
             barrier = plan.iteration if len(plan.flush) else barrier
             self._ready.append((plan, payload))
@@ -316,6 +315,7 @@ class Pipeline(Generic[Payload]):
                 self._cache.insert(rows.table, rows.ids, slots, rows.values)
         self.traffic.fetched_rows += sum(len(slots) for _, slots in fetched)
         self.traffic.fetched_bytes += sum(rows.values.nbytes for rows, _ in fetched)
+        self.traffic.peak_rows = self._cache.peak_rows
 
     def _parts(self, fetch: Fetch) -> Iterator[Part]:
         """Table, ids, slots and columns to read: of a table's rows those that are whole, then those that are not."""

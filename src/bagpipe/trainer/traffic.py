@@ -20,7 +20,9 @@ class Traffic:
     iterations: int = 0
     lookahead_sum: int = 0
     peak_rows: int = 0
-    """Slots in use at the most, as plans have it; of one trainer alone, since others are sent rows besides."""
+    """Slots in use at the most: by rows that plans keep, rows fetched ahead and rows that have not left yet, so it
+    depends on how far apart the stages were. Of one among several trainers: by the rows that it updates, which are its
+    share where rows have owners; copies of rows that others update are not counted."""
 
     @property
     def lookahead(self) -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bagpipe import optim
-from bagpipe.cache import RowCache
+from bagpipe.cache import VACANT, RowCache
 from bagpipe.checker import Checker
 from bagpipe.initial import Constant
 from bagpipe.layout import RowLayout
@@ -64,7 +64,12 @@ def run(seed, policy, flushes=(), stop=None):
         pipeline.updated(plan)
     pipeline.close()
     checker.finished()
+    assert cache.num_rows == occupied(cache) <= pipeline.traffic.peak_rows
     return stored(store), counted
+
+
+def occupied(cache):
+    return sum(np.count_nonzero(tenants != VACANT) for tenants in cache.tenant_table)
 
 
 def stored(store):
@@ -210,3 +215,23 @@ def test_an_iteration_is_acknowledged_before_victims_of_later_plans_are_written(
     for seed in range(10):
         run(seed, "lfu", flushes=(4,))
     assert seen > 0, "and those of its own plan before it"
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "static", "nocache"])
+def test_the_peak_counts_rows_from_when_they_come_until_they_leave(policy, monkeypatch):
+    peaks, insert, updated = [], RowCache.insert, Pipeline.updated
+
+    def noting(cache, *rows):
+        insert(cache, *rows)
+        peaks.append(occupied(cache))
+
+    def comparing(pipeline, plan):
+        updated(pipeline, plan)
+        assert pipeline._cache.num_rows == occupied(pipeline._cache)
+        assert pipeline.traffic.peak_rows == max(peaks)
+
+    monkeypatch.setattr(RowCache, "insert", noting)
+    monkeypatch.setattr(Pipeline, "updated", comparing)
+    for seed in range(10):
+        peaks.clear()
+        run(seed, policy)

@@ -1,11 +1,12 @@
-"""The pipelines of several trainers: what leaves their caches does so in bounded blocks."""
+"""The pipelines of several trainers: what leaves their caches does so in bounded blocks, and is counted."""
 
 from __future__ import annotations
 
 import pytest
 
 from bagpipe.store.views import StoreView
-from several import DESIGNS, World, run
+from bagpipe.trainer.together import Together
+from several import DESIGNS, Several, World, run
 from support import assert_identical, make_batches
 from trainer_events import train_with_events
 
@@ -29,3 +30,18 @@ def test_large_write_backs_come_in_blocks_of_bounded_size(design, policy, monkey
         found = run(world, seed, 2.0, last, train_with_events(BARRIERS), design=design, cache=60, policy=policy)
         assert_identical(world.reference(), found.state)
     assert max(sizes) == 4
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "nocache"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_the_peak_of_a_trainer_counts_the_rows_that_it_updates(design, policy, optimizer):
+    several = Several(World(BATCHES, optimizer, trainers=3), Together(1, 2.0), design=design, cache=60, policy=policy)
+    found = several.run()
+    caches = [one.batches.cache for one in several.ones]
+    assert [cache.num_rows for cache in caches] == [0, 0, 0], "the last plan lets go of all"
+    peaks = [stats["peak_rows"] for stats in found.stats]
+    assert all(0 < peak <= sum(cache.capacity) for peak, cache in zip(peaks, caches, strict=True))
+    if policy == "nocache":
+        batch = max(sum(len(set(batch.sparse[n].values.flatten().tolist())) for n in batch.sparse) for batch in BATCHES)
+        assert max(peaks) <= batch, "and nothing overlaps there"
