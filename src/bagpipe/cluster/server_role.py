@@ -13,6 +13,7 @@ from bagpipe.cluster.settings import Failure, Wiring
 from bagpipe.errors import BagpipeError, ClusterError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.process import Ready, ServerOptions, serve
+from bagpipe.store.failures import failing
 from bagpipe.store.journal import Journal
 
 READY_S = 120.0
@@ -109,6 +110,6 @@ class ServerRole(Role):
 
 
 def _clear_journal(directory: Path) -> None:
-    """StoreError if somebody still uses it, or it can't be removed."""
-    with closing(Journal(directory)) as journal:
-        journal.restart(None)
+    """Remove it with all that lies beside it; StoreError if somebody still uses it, or it can't be removed."""
+    with closing(Journal(directory)), failing("removing", directory):
+        shutil.rmtree(directory)
