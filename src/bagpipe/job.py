@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bagpipe.checkpoint.disk import SystemDisk, make_directories
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.checkpointing import Checkpointing
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
@@ -182,25 +183,35 @@ def _divide(source: str, data: Dataset, share: float) -> tuple[Dataset, Dataset]
 
 
 def claim(run_dir: Path | None, config: Config) -> Path:
-    """Make the run directory; one that holds something already is never written into."""
+    """Make the run directory, whose name outlives a crash; one that holds something already is never written into."""
+    disk = SystemDisk()
     if run_dir is not None:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
+        with _making(run_dir):
+            make_directories(disk, run_dir.resolve())
             occupied = any(run_dir.iterdir())
-        except OSError as error:
-            raise ConfigError(f"can't make the run directory {run_dir}: {error.strerror}: choose another") from error
         if occupied:
             raise ConfigError(f"the run directory {run_dir} is not empty: choose another, or remove it first")
         return run_dir
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
+    runs, stem = Path("runs"), f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
     for number in range(1000):
-        path = Path("runs") / (stem if number == 0 else f"{stem}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
+        path = runs / (stem if number == 0 else f"{stem}-{number}")
+        with _making(path):
+            make_directories(disk, runs.resolve())
+            try:
+                disk.make_directory(path)
+            except FileExistsError:
+                continue
+            disk.sync_directory(runs.resolve())
         return path
     raise ConfigError(f"runs/{stem} is taken a thousand times over: give --run-dir")
+
+
+@contextmanager
+def _making(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"can't make the run directory {path}: {error.strerror}: choose another") from error
 
 
 def discard(run_dir: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from bagpipe import resuming
+from bagpipe.checkpoint.disk import SystemDisk
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import CheckpointError, ConfigError
+from bagpipe.job import claim
 
 
 def make_run(path, settings=None, ended=False, age=0):
@@ -20,6 +23,61 @@ def make_run(path, settings=None, ended=False, age=0):
     when = 2_000_000_000 - age
     os.utime(path / "config.json", (when, when))
     return path
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Directories that were synced, each with the names that were in it then."""
+    found = []
+
+    def note(_, path):
+        assert path.is_dir()
+        assert not path.is_symlink(), "the system refuses these"
+        found.append((path, sorted(each.name for each in path.iterdir())))
+
+    monkeypatch.setattr(SystemDisk, "sync_directory", note)
+    return found
+
+
+def test_what_a_run_is_outlives_a_crash_of_the_machine(tmp_path, synced):
+    make_run(tmp_path / "run")
+    assert synced == [(tmp_path / "run", ["config.json"])]
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    resuming.note_config(tmp_path / "link", parse_config({}))
+    assert synced[1:] == synced[:1]
+
+
+def test_the_name_of_a_run_outlives_a_crash_of_the_machine(tmp_path, monkeypatch, synced):
+    monkeypatch.chdir(tmp_path)
+    first = claim(None, Config())
+    assert synced == [(tmp_path, ["runs"]), (tmp_path / "runs", [first.name])]
+    second = claim(None, Config())
+    assert second != first
+    assert synced[2:] == [(tmp_path / "runs", sorted([first.name, second.name]))]
+    synced.clear()
+    assert claim(Path("a/b"), Config()) == Path("a/b")
+    assert synced == [(tmp_path, ["a", "runs"]), (tmp_path / "a", ["b"])]
+
+
+def test_runs_may_lie_on_another_disk(tmp_path, monkeypatch, synced):
+    (tmp_path / "large").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("runs").symlink_to(tmp_path / "large")
+    made = claim(None, Config())
+    assert made.parent == Path("runs")
+    assert synced == [(tmp_path / "large", [made.name])]
+    assert claim(Path("runs/mine"), Config()).is_dir()
+
+
+def test_a_run_directory_that_can_not_be_made_or_is_not_empty_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    for path in (None, Path("runs"), Path("runs/mine")):
+        with pytest.raises(ConfigError, match=r"can't make the run directory runs.*Not a directory: choose another"):
+            claim(path, Config())
+    with pytest.raises(ConfigError, match="is not empty: choose another"):
+        claim(tmp_path, Config())
 
 
 def test_the_newest_run_that_has_not_ended_is_found(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.disk import Disk, SystemDisk, make_directories
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, Manifest, encode_manifest
 from bagpipe.checkpoint.reading import (
@@ -91,7 +91,8 @@ class Checkpoints:
 
     def begin(self, done: int, *, full: bool = False) -> Pending:
         """Start to write the checkpoint after `done` iterations: on top of the last one, or else with all rows."""
-        self._make_directory(self.directory)
+        with failing("making", self.directory):
+            make_directories(self.disk, self.directory)
         self._remove_leftovers()
         base = None if full else self._find_base(done)
         path = self._unused_name(_TMP, done)
@@ -217,16 +218,6 @@ class Checkpoints:
     def _as_base(self, checkpoint: Checkpoint) -> BaseEntry:
         _, checksum = read_manifest(self.disk, checkpoint.directory)
         return BaseEntry(done=checkpoint.done, checksum=checksum)
-
-    def _make_directory(self, path: Path) -> None:
-        with failing("making", path):
-            try:
-                self.disk.directories(path)
-            except FileNotFoundError:
-                self._make_directory(path.parent)
-                with suppress(FileExistsError):
-                    self.disk.make_directory(path)
-                self.disk.sync_directory(path.parent)
 
     def _remove_leftovers(self) -> None:
         with failing("reading", self.directory):

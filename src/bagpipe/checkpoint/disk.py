@@ -12,6 +12,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -243,6 +244,17 @@ class SystemDisk:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def make_directories(disk: Disk, path: Path) -> None:
+    """Have a directory with all above it; the names of those that are made outlive a crash."""
+    try:
+        disk.directories(path)
+    except FileNotFoundError:
+        make_directories(disk, path.parent)
+        with suppress(FileExistsError):
+            disk.make_directory(path)
+        disk.sync_directory(path.parent)
 
 
 def start_writing(fd: int) -> None:
