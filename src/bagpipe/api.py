@@ -78,7 +78,8 @@ def accelerate(
             tensors of its own; it is read ahead, by another thread. Under `bagpipe launch --trainers N` the first
             trainer's batches are shared by all, and of the others' loaders only the first batch is looked at.
         rows: The optimizer of the embedding rows, or a `bagpipe.optim.PerTable`.
-        cache: Size of the cache on the device: a number of rows, or bytes such as "2GB", optimizer state included.
+        cache: Size of the cache on the device: a number of rows, bytes such as "2GB", optimizer state included, or a
+            share of all rows such as "1.5%".
         lookahead: How many batches the oracle reads ahead, the current one included: a row whose next use is among them
             stays in the cache. "auto" reads as far as fills it, and lets rows go only when their place is needed.
         policy: What the oracle keeps; docs/policies.md tells which to choose. "lookahead", "belady", "scratchpipe",

@@ -59,7 +59,7 @@ class PlanSettings:
     widths: tuple[int, ...]
     """Floats of a row of each table, optimizer state included."""
     cache: int | str
-    """Of one trainer: rows, or bytes such as "2GB"."""
+    """Of one trainer: rows, bytes such as "2GB", or a share of all rows such as "1.5%"."""
     lookahead: int | Literal["auto"] = "auto"
     policy: str = "lookahead"
     accumulate: int = 1
