@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 
@@ -9,6 +10,7 @@ import pytest
 
 from bagpipe.errors import ClusterError
 from bagpipe.failpoints import Fault
+from bagpipe.store.spilled import SpillingBlocks
 from crew import Crew
 from faults import (
     AFTERWARDS,
@@ -116,6 +118,23 @@ def test_without_a_journal_a_lost_server_takes_all_back_to_a_checkpoint():
     assert ended.incidents[0].done_after == 4
 
 
+@pytest.fixture
+def full_disk(monkeypatch):
+    """None has room for old values, as memory has not with `history=0`."""
+
+    def take(blocks, directory):
+        raise OSError(errno.ENOSPC, f"no room in {directory}")
+
+    monkeypatch.setattr(SpillingBlocks, "take_on_disk", take)
+
+
+def test_old_values_of_the_last_mark_may_be_on_a_disk():
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, history=0, journals=False)
+    assert ended.incidents[0].done_after == 6
+
+
+@pytest.mark.usefixtures("full_disk")
 def test_without_room_for_old_values_rows_come_back_from_the_journal():
     fault = Fault("trainer.step.updated", at=8, role="trainer-1")
     ended = survives(USUAL, fault, history=0)
@@ -123,6 +142,7 @@ def test_without_room_for_old_values_rows_come_back_from_the_journal():
     assert ("server-0", "journal.replayed") in ended.reaches
 
 
+@pytest.mark.usefixtures("full_disk")
 def test_without_a_journal_and_room_for_old_values_all_go_back_to_a_checkpoint():
     fault = Fault("trainer.step.updated", at=8, role="trainer-1")
     ended = survives(USUAL, fault, history=0, journals=False)
