@@ -199,7 +199,7 @@ def claim(run_dir: Path | None, config: Config) -> Path:
             make_directories(disk, runs.resolve())
             try:
                 disk.make_directory(path)
-            except FileExistsError:
+            except (FileExistsError, FileNotFoundError):  # or a run that failed has just removed `runs`
                 continue
             disk.sync_directory(runs.resolve())
         return path

@@ -39,12 +39,14 @@ def overrides(settings, prefix=""):
             yield from ("--set", f"{prefix}{key}={json.dumps(value)}")
 
 
-def wait_for(path, process):
+def wait_for(directory, pattern, process):
+    """The first path of this form, once there is one."""
     until = time.monotonic() + 120
-    while not path.exists():
+    while not (found := list(directory.glob(pattern))):
         assert process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() < until
         time.sleep(0.01)
+    return found[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"trainers": 2, "store": "mapped"}], ids=["one trainer", "two trainers"])
@@ -53,10 +55,8 @@ def test_a_run_killed_in_the_middle_and_resumed_has_the_same_parameters(tmp_path
     expected = train(prepare(parse_config(settings), tmp_path / "undisturbed"), quiet)
     begun = [*COMMAND, "--checkpoint-every", "20", *overrides(settings | {"checkpoint": {"keep": 99}})]
     process = subprocess.Popen(begun, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    runs = tmp_path / "runs"
-    wait_for(runs, process)
-    run = next(runs.iterdir())
-    wait_for(run / "checkpoints" / "00000060", process)
+    run = wait_for(tmp_path, "runs/*", process)
+    wait_for(run, "checkpoints/00000060", process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
