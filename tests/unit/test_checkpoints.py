@@ -148,6 +148,16 @@ def test_a_run_that_goes_on_from_elsewhere_wants_a_directory_without_checkpoints
     assert Checkpoints(tmp_path / "other").numbers() == [4, 8, 9]
 
 
+@pytest.mark.parametrize("below", ["", "below"])
+def test_checkpoints_may_lie_behind_a_link_of_the_users(tmp_path, below):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    expected = Run().train().end()
+    Run(checkpoint=every(tmp_path / "link" / below, 4)).train(5).end()
+    assert Checkpoints(tmp_path / "disk" / below).numbers() == [4]
+    assert_same_end(expected, Run(checkpoint=every(tmp_path / "link" / below, 4), resume=True).train().end())
+
+
 def test_which_checkpoint_is_meant_must_be_clear(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no checkpoint to go on from: begin anew"):
         Run(checkpoint=every(tmp_path), resume=True)

@@ -72,7 +72,7 @@ class Checkpoints:
                 raise ConfigError(f"checkpoint.{name} is {value!r}: give a whole number, at least 1")
         if compress not in (None, "zstd"):
             raise ConfigError(f"checkpoint.compress is {compress!r}: give 'zstd', or leave it out")
-        self.directory = Path(directory)
+        self.directory = Path(directory).resolve()  # a user's own links are followed; those within are not
         self.keep, self.full_every, self.compress = keep, full_every, compress
         self.disk: Disk = SystemDisk() if disk is None else disk
         self._base: BaseEntry | None = None
