@@ -88,6 +88,8 @@ def share_batches(
             plans = _join(launch, source, told[0]["address"])
             stack.callback(plans.close)
             capacity = plans.described.capacity
+        # Else the first one may fail and leave while another still looks for its plans, until that one's deadline.
+        tell_all(groups.critical, driver, "", "the connection to the plans")
         batches = make(plans, capacity, peers)
         if batches.done:
             batches.meet("the rows to go on with to be in the store")
