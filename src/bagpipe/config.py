@@ -170,7 +170,7 @@ class RecoveryConfig(Section):
     restarts_max: Annotated[int, Field(ge=0)] = 3
     """How often each process is started again; 0: a lost one ends the run."""
     history: str = "1GB"
-    """Memory that each server may take for earlier values of rows; with less, a run returns further back."""
+    """Memory that each server may take for earlier values of rows; with less, more of them go to disk."""
     spare: bool = True
     """Keep a process ready for whoever is lost, on a Ray of its own; off: about 300 MB less, and seconds more."""
 
