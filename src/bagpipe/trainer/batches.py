@@ -146,13 +146,14 @@ class Batches:
             return
         self.closed, stuck = True, False
         try:
-            with nullcontext() if self._keeping is None else self._keeping.ending(self):
+            kept = nullcontext() if self._keeping is None else self._keeping.ending(self)
+            with kept, self._joint.leaving(early=not self._ended):
                 self._leave_loop()
                 self.cache.release()
                 if self._checker is not None:
                     self._checker.finished()
                 self.store.sync()
-                self._joint.end(early=not self._ended)
+                self._joint.end()
         except Exception as error:
             stuck = isinstance(error, DeadlineError)  # a stage may still read plans
             self._joint.give_up(error)

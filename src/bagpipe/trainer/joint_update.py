@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,8 +94,12 @@ class OwnUpdate:
     def stop(self) -> None:
         """No further iteration begins."""
 
-    def end(self, early: bool) -> None:
-        """All that was trained is in the store; `early`: before the data ended."""
+    def leaving(self, early: bool) -> AbstractContextManager[None]:  # noqa: ARG002 - nobody misses it
+        """Around leaving the loop; `early`: before the data ended."""
+        return nullcontext()
+
+    def end(self) -> None:
+        """All that was trained is in the store."""
 
     def release(self) -> None:
         """Nothing is left to do."""
@@ -217,10 +222,15 @@ class JointUpdate(OwnUpdate):
         """Let the exchanges end with what was trained."""
         self.sync.close()
 
-    def end(self, early: bool) -> None:
+    def end(self) -> None:
         """Return when all trainers are here."""
+        self.sync.barrier("the end of training")
+
+    @contextmanager
+    def leaving(self, early: bool) -> Iterator[None]:
+        """Say of a failure that this trainer has left the loop before the others, if that may be why."""
         try:
-            self.sync.barrier("the end of training")
+            yield
         except PipelineError as error:
             if not early or self._given_up:
                 raise
