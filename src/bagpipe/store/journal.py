@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from bagpipe.checkpoint.disk import Appending, Disk, Readable, SystemDisk
+from bagpipe.checkpoint.disk import Appending, Disk, Readable, SystemDisk, make_directories
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
 from bagpipe.store.base import TablePart
@@ -71,7 +71,8 @@ class Journal:
         """The mark that ends the last of them."""
         self._refusal: str | None = None
         self._closed = False
-        _make_directory(self.disk, self.directory)
+        with failing("making", self.directory):
+            make_directories(self.disk, self.directory)
         with failing("locking", self.directory / _LOCK):
             self._claim = self.disk.append(self.directory / _LOCK)
             if not self._lock_within(wait_s):
@@ -389,14 +390,3 @@ def _is_whole(file: Readable, path: Path, base: int) -> bool:
         return all(True for _ in records(file, path, base))
     except StoreError:
         return False
-
-
-def _make_directory(disk: Disk, path: Path) -> None:
-    with failing("making", path):
-        try:
-            disk.files(path)
-        except FileNotFoundError:
-            _make_directory(disk, path.parent)
-            with suppress(FileExistsError):
-                disk.make_directory(path)
-            disk.sync_directory(path.parent)
