@@ -55,11 +55,12 @@ def test_two_trainers_and_two_servers_give_the_parameters_of_threads_of_one_proc
     summary = json.loads(done.stdout)
     together = expected(tmp_path, 20, "trainers=2", *uneven)
     assert summary.pop("recoveries") == []
-    of_timing = {"seconds", "samples_per_second", "stall_fraction", "run_dir", "plan_bytes"}
+    of_timing = {"seconds", "samples_per_second", "stall_fraction", "run_dir", "plan_bytes", "peak_rows"}
     assert {key: value for key, value in summary.items() if key not in of_timing} == {
         key: value for key, value in together.items() if key not in of_timing
     }
     assert summary["plan_bytes"] > 0
+    assert 0 < summary["peak_rows"] <= summary["cache_rows"]
     logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
     assert {"trainer-0.log", "trainer-1.log", "server-0.log", "server-1.log"} <= logs
     assert "trainer 1: starts on" in done.stderr
