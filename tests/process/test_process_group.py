@@ -17,7 +17,7 @@ import torch
 from bagpipe.reference import _mean_dense
 
 COMMON = """
-import json, os, signal, sys, threading
+import json, os, signal, sys, threading, time
 import torch
 from torch import nn
 from bagpipe.errors import BagpipeError
@@ -33,6 +33,13 @@ def held():
     paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     kinds = [os.readlink(path) for path in paths if os.path.exists(path)]
     return len(os.listdir("/proc/self/task")), sum(kind.startswith(("socket", "anon")) for kind in kinds)
+
+def held_at_last():
+    "A thread that has ended is still listed for a moment."
+    deadline = time.monotonic() + 20
+    while held() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return held()
 
 def report(**found):
     print(json.dumps(found), flush=True)
@@ -95,7 +102,8 @@ again.close()
 if rank == 0:
     meeting.close()
     meeting.close()
-report(wrong=wrong, mine=mine, summed=summed.tolist(), reduced=reduced.tolist(), late=late, before=before, after=held())
+sums = {"mine": mine, "summed": summed.tolist(), "reduced": reduced.tolist()}
+report(wrong=wrong, **sums, late=late, before=before, after=held_at_last())
 """
 KILLED = """
 groups = open_groups(rank, size, meeting, deadline_s=120)
@@ -117,7 +125,7 @@ except BagpipeError as caught:
 groups.close()
 if rank == 0:
     meeting.close()
-report(kind=type(error).__name__, message=str(error), again=again, before=before, after=held())
+report(kind=type(error).__name__, message=str(error), again=again, before=before, after=held_at_last())
 """
 
 

@@ -232,7 +232,8 @@ class Recorded(Store):
     def snapshot(self, done: int, place: Path | None = None) -> Snapshot:
         """The rows as they were at a mark, for another thread to read; the old values stay until it is closed.
 
-        Those that memory has no room for go to `place`, unless there is a better one.
+        Those that memory has no room for go to `place`, unless there is a better one. It can't be read any more (a
+        StoreError) after a return to an earlier mark, or to one that only the journal leads to: then all rows are new.
         """
         self._check_usable()
         self._history.place = self._history.place or place

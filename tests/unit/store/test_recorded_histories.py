@@ -69,11 +69,12 @@ class MarkedRows(RuleBasedStateMachine):
     @rule(data=st.data())
     def return_to(self, data: st.DataObject) -> None:
         self.done = data.draw(st.sampled_from(self.there()))
+        is_rebuilt = self.done not in self.store._history.marks()
         self.store.return_to(self.done)
         self.marks = {mark: kept for mark, kept in self.marks.items() if mark <= self.done}
         self.rows = [dict(table) for table in self.marks[self.done][1]]
         for reading in self.readings:
-            reading.is_lost |= reading.snapshot.done > self.done
+            reading.is_lost |= is_rebuilt or reading.snapshot.done > self.done
 
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
@@ -167,7 +168,7 @@ class LoggedRows(MarkedRows):
 
 
 class BoundedRows(LoggedRows):
-    """The same with hardly any memory for old values: no snapshot is ever lost for that, and no mark."""
+    """The same with hardly any memory for old values: no write loses a snapshot for that, and none a mark."""
 
     def open(self) -> Recorded:
         store = Recorded(memory(), Journal(Path("/journal"), self.disk), 200)
