@@ -92,7 +92,7 @@ def test_every_pair_of_settings_is_bit_identical(model, optimizer, lookahead, ca
 @given(
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
-    last=st.sampled_from([(), ("write-back",), ("prefetch",), ("plan",)]),
+    last=st.sampled_from([(), ("write-back",), ("insert",), ("fetch-0",), ("fetch-1",), ("plan",)]),
     lookahead=st.sampled_from([1, 2, 3, 5, "auto"]),
     policy=st.sampled_from(["lookahead", "lru", "nocache"]),
     cache=st.integers(60, 120),

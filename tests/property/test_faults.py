@@ -179,7 +179,7 @@ def test_a_run_that_is_lost_after_its_last_iteration_ends_as_it_would_have(name)
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("trainer.fetch.read", "prefetch failed.*told to fail"),
+        ("trainer.fetch.read", r"fetch-\d failed.*told to fail"),
         ("server.write.received", "server 0 at server-0.*failed inside"),
         ("server.save.begun", "checkpoint of iteration 4.*failed inside the server"),
         ("journal.append.begun", "server 0 at server-0.*failed inside"),

@@ -33,8 +33,8 @@ def expected(world, trained=None):
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
     last=st.sets(
-        st.sampled_from(["write-back", "prefetch", "sync"])
-        | st.tuples(st.integers(0, 2), st.sampled_from([LOOP, "write-back", "prefetch", "sync"])),
+        st.sampled_from(["write-back", "insert", "fetch-0", "sync"])
+        | st.tuples(st.integers(0, 2), st.sampled_from([LOOP, "write-back", "insert", "fetch-1", "sync"])),
         max_size=2,
     ),
     trainers=st.integers(2, 4),

@@ -19,7 +19,7 @@ BATCHES = make_batches(9, size=5, last=2)
         st.integers(0, 8), st.sampled_from(["barrier", "barrier after", "skip", "save"]), min_size=2
     ),
     seed=st.integers(0, 10**6),
-    last=st.sampled_from([(), ("sync",), ((0, "write-back"),), ("write-back",), ((1, "prefetch"),)]),
+    last=st.sampled_from([(), ("sync",), ((0, "write-back"),), ("write-back",), ((1, "insert"),), ((1, "fetch-0"),)]),
     design=st.sampled_from(["replicated", "lrpp"]),
     delayed=st.booleans(),
     policy=st.sampled_from(["lookahead", "lru"]),

@@ -26,7 +26,10 @@ CHOICES = {
     "cache": ("tight", "roomy"),
     "policy": ("lookahead", "lru", "nocache", "ideal"),
     "model": ("dlrm", "wide_deep", "deep_cross", "deepfm"),
-    "last": ((), ("write-back",), ("prefetch",), ("sync",), ((0, LOOP),), ((0, "sync"),), ((1, "write-back"),)),
+    "last": (
+        *((), ("write-back",), ("insert",), ("fetch-0", "fetch-1"), ("sync",)),
+        *(((0, LOOP),), ((0, "sync"),), ((1, "write-back"),)),
+    ),
 }
 ROWS = {"tight": 40, "roomy": 300}
 
@@ -72,8 +75,10 @@ def test_every_pair_of_settings_is_bit_identical(row):
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
     last=st.sets(
-        st.sampled_from(["write-back", "prefetch", "plan", "sync"])
-        | st.tuples(st.integers(0, 2), st.sampled_from([LOOP, "write-back", "prefetch", "plan", "sync", "dense-1"])),
+        st.sampled_from(["write-back", "insert", "fetch-0", "plan", "sync"])
+        | st.tuples(
+            st.integers(0, 2), st.sampled_from([LOOP, "write-back", "insert", "fetch-1", "plan", "sync", "dense-1"])
+        ),
         max_size=2,
     ),
     design=st.sampled_from(DESIGNS),

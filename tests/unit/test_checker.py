@@ -16,6 +16,7 @@ import bagpipe
 from bagpipe.cache import RowCache, TableRows
 from bagpipe.errors import ConsistencyError
 from bagpipe.oracle.row_list import RowList
+from bagpipe.trainer.fetching import Fetching
 from bagpipe.trainer.pipeline import Pipeline, Wait
 from bagpipe.trainer.source import LocalPlans
 from bagpipe.trainer.stages import Seeded, Threads
@@ -236,7 +237,7 @@ def weakened(point):
 
 
 def fetches_without_waiting(patch):
-    patch.setattr(Pipeline, "_in_store", lambda _pipeline, _after: lambda: True)
+    patch.setattr(Fetching, "_in_store", lambda _fetching, _after: lambda: True)
 
 
 def copies_evictions_out_before_the_update(patch):

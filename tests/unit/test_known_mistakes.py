@@ -206,7 +206,7 @@ def test_errors_of_background_threads_are_not_swallowed(monkeypatch):
                 loss_of(net, batch).backward()
                 rows.step()
 
-    with pytest.raises(PipelineError, match=r"prefetch thread failed.*bits have rotted"):
+    with pytest.raises(PipelineError, match=r"fetch-\d thread failed.*bits have rotted"):
         train()
 
 

@@ -182,6 +182,42 @@ def count_absent_by_numpy(
 
 
 @kernel
+def find_needed(
+    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s, slots: Int32s
+) -> int:
+    """The slots of rows of the window's batches `first` to `last`, each once; how many. The tables share slots.
+
+    `marks` has a number for each slot, which is `first` afterwards where it was found, and was not anywhere before.
+    """
+    mask = begins.shape[1] - 1
+    found = 0
+    for iteration in range(first, last + 1):
+        column = iteration & mask
+        for t in tables:
+            for i in range(begins[t, column], begins[t + 1, column]):
+                slot = places[entries[i]] - 1
+                if slot >= 0 and marks[slot] != first:
+                    marks[slot] = first
+                    slots[found] = slot
+                    found += 1
+    return found
+
+
+def find_needed_by_numpy(
+    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s, slots: Int32s
+) -> int:
+    """Twin of `find_needed`."""
+    rows: list[int] = []
+    for column in np.arange(first, last + 1) & (begins.shape[1] - 1):
+        for t in tables:
+            rows += entries[begins[t, column] : begins[t + 1, column]].tolist()
+    found = list(dict.fromkeys(int(places[row]) - 1 for row in rows if places[row] > 0))
+    marks[found] = first
+    slots[: len(found)] = found
+    return len(found)
+
+
+@kernel
 def choose_ways(
     firsts: Int64s, ways: Int64s, draws: Int64s, pinned: Flags, claims: Int32s, winners: Int64s, chosen: Int32s
 ) -> None:

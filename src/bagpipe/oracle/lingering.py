@@ -2,22 +2,27 @@
 
 Algorithm 1 lets a row go right after its last use in the window. Where the cache has room beyond what the window needs,
 that costs fetches: while the window still grows, and for rows that come back after more batches than it holds. Rows
-that linger are outside of the arithmetic that proves that the slots suffice (I5); so after each plan there are no more
-of them than the next plans leave room for, and the others leave, the oldest first.
+that linger are outside of the arithmetic that proves that the slots suffice (I5), except those that the next batches
+need, which have their slots in it already; so after each plan there are no more of the others than the next plans leave
+room for. Who leaves is what no batch of the window needs, the oldest first, and then what is needed latest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels.plan import KEEP
+from bagpipe.kernels.victims import HELD, NEVER, find_needed, lowest
+from bagpipe.oracle.parts import Part
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.oracle.uses import Uses
+from bagpipe.oracle.window import Window
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -28,14 +33,17 @@ Flags = NDArray[np.bool_]
 class Lingering:
     """The lingering rows of all groups."""
 
-    def __init__(self, groups: Sequence[Group], tenants: Tenants) -> None:
+    def __init__(
+        self, groups: Sequence[Group], tenants: Tenants, window: Window, parts: Sequence[Part], ahead: int
+    ) -> None:
         self._groups, self._tenants = groups, tenants
         self._slots = [LingeringSlots(group.slots.capacity) for group in groups]
+        self._needs = [Needs(group, tenants, window, parts, ahead) for group in groups]
 
     @property
     def nbytes(self) -> int:
         """Memory in use once every page is touched."""
-        return sum(slots.nbytes for slots in self._slots)
+        return sum(slots.nbytes for slots in self._slots) + sum(needs.nbytes for needs in self._needs)
 
     def keep(self, room: Sequence[int], bounds: Int64s, stays: Stays) -> None:
         """Let the rows of a batch that would leave after it linger, in the groups that have room for all of them."""
@@ -52,15 +60,53 @@ class Lingering:
         `left`: so many plans follow before the data ends; rows that none of them needs leave evenly until then.
         """
         leaving = []
-        for group, slots, num_rows in zip(self._groups, self._slots, room, strict=True):
+        for group, slots, needs, num_rows in zip(self._groups, self._slots, self._needs, room, strict=True):
             of_batch = group.collect(rows.slots, rows.bounds)
             slots.settle(of_batch, group.collect(stays, rows.bounds) == KEEP, iteration)
             look = 0 if left is None else -(-len(slots) // (left + 1))
-            leaving.append(slots.pop(len(slots) - num_rows, look, iteration, self._is_needed(group, iteration)))
+            leaving.append(slots.pop(num_rows, look, iteration, needs))
         return self._tenants.evict(leaving, iteration)
 
-    def _is_needed(self, group: Group, iteration: int) -> Callable[[Int32s], Flags]:
-        return lambda slots: self._tenants.were_read_after(iteration, group.number, slots)
+
+class Needed(Protocol):
+    """What the window tells of the tenants of slots."""
+
+    def last(self, slots: Int32s) -> Int64s:
+        """The iteration of the last batch read that needs each."""
+
+    def soon(self, iteration: int) -> Int32s:
+        """The slots whose tenants are needed by the batches right after an iteration; asked once for each."""
+
+
+class Needs:
+    """The same of a group, from what the oracle remembers."""
+
+    def __init__(self, group: Group, tenants: Tenants, window: Window, parts: Sequence[Part], ahead: int) -> None:
+        self._group, self._tenants, self._window, self._ahead = group, tenants, window, ahead
+        self._parts = [(part.rows, np.intersect1d(part.tables, group.tables)) for part in parts]
+        self._marks: Int32s = np.full(group.slots.capacity, -1, np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use once every page is touched."""
+        return self._marks.nbytes
+
+    def last(self, slots: Int32s) -> Int64s:
+        """The iteration of the last batch read that needs each."""
+        return self._tenants.last_reads(self._group.number, slots)
+
+    def soon(self, iteration: int) -> Int32s:
+        """Those of the next batch, and of the ones whose rows may be on their way while that trains."""
+        window, first = self._window, iteration + 1
+        last = min(first + self._ahead, window.first + len(window) - 1)
+        columns = np.arange(first, last + 1) & window.mask
+        found = np.empty(int((window.begins[-1, columns] - window.begins[0, columns]).sum()), np.int32)
+        count = 0
+        for rows, tables in self._parts:
+            count += find_needed(
+                tables, window.begins, first, last, window.entries, rows.places, self._marks, found[count:]
+            )
+        return found[:count]
 
 
 class LingeringSlots:
@@ -69,6 +115,8 @@ class LingeringSlots:
     def __init__(self, capacity: int) -> None:
         self._uses = Uses(capacity)
         self._lingers: Flags = np.zeros(capacity, np.bool_)
+        self._held: Flags = np.zeros(capacity, np.bool_)
+        """In `pop`: needed soon."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -77,7 +125,7 @@ class LingeringSlots:
     @property
     def nbytes(self) -> int:
         """Memory in use once every page is touched."""
-        return self._uses.nbytes + self._lingers.nbytes
+        return self._uses.nbytes + self._lingers.nbytes + self._held.nbytes
 
     def settle(self, slots: Int32s, lingering: Flags, iteration: int) -> None:
         """A batch has its rows in these slots: from now on those that are marked linger, and the others do not."""
@@ -86,24 +134,43 @@ class LingeringSlots:
         self._uses.last[slots] = iteration
         self._uses.push(slots[lingering], iteration)
 
-    def pop(self, least: int, look: int, iteration: int, is_needed: Callable[[Int32s], Flags]) -> Int32s:
-        """Take out at least so many slots, oldest first, and of the first `look` all whose rows are not needed again.
+    def pop(self, room: int, look: int, iteration: int, needs: Needed) -> Int32s:
+        """Take out so many slots that no more than `room` are left beside those needed soon.
 
-        Rows that are needed are taken only when there are no others; else they go to the end of the queue.
+        Oldest first, and of the first `look` all whose rows are not needed again. Rows that are needed are taken only
+        when there are no others; else they go to the end of the queue.
         """
+        soon = needs.soon(iteration) if self._count > room else np.empty(0, np.int32)
+        soon = soon[self._lingers[soon]]
         chosen: list[Int32s] = []
         passed: list[Int32s] = []
-        lacking, unseen = least, self._count
+        until: list[Int64s] = []
+        lacking, unseen = self._count - len(soon) - room, self._count
         while (size := min(max(lacking, look), unseen)) > 0:
             slots, _ = self._uses.pop_oldest(size)
-            needed = is_needed(slots)
+            last = needs.last(slots)
+            needed = last > iteration
             chosen.append(slots[~needed])
             passed.append(slots[needed])
+            until.append(last[needed])
             unseen, look, lacking = unseen - size, look - size, lacking - len(chosen[-1])
         over = np.concatenate([*passed, np.empty(0, np.int32)])
-        taken = max(0, lacking)
-        self._uses.push(over[taken:], iteration)
-        result = np.concatenate([*chosen, over[:taken]])
+        if lacking > 0:
+            self._held[soon] = True
+            taken = _needed_latest(lacking, np.concatenate(until), self._held[over])
+            self._held[soon] = False
+            chosen.append(over[taken])
+            over = np.delete(over, taken)
+        self._uses.push(over, iteration)
+        result = np.concatenate([*chosen, np.empty(0, np.int32)])
         self._lingers[result] = False
         self._count -= len(result)
         return result
+
+
+def _needed_latest(count: int, until: Int64s, held: Flags) -> Int32s:
+    """The numbers of so many rows that are not held; one that is needed more than once counts by the last time."""
+    taken = np.empty(count, np.int32)
+    found = lowest(np.where(held, HELD, NEVER - until), count, taken)
+    assert found == count, "rows that are held are not counted"
+    return taken

@@ -87,7 +87,9 @@ class Oracle:
         self._window = Window(len(tables), self.policy.target_max, start, masks)
         self._parts = make_parts(tables, threads, rows_direct_max, bytes_direct_max)
         self._tenants = Tenants(tables, capacity, self._parts)
-        self._lingering = Lingering(self.groups, self._tenants) if self.policy.lingers else None
+        self._lingering = (
+            Lingering(self.groups, self._tenants, self._window, self._parts, ahead) if self.policy.lingers else None
+        )
         self._workers = Workers(threads)
         self._scratch = Scratch(len(tables), self.policy.target_max, masks)
         self._cuts: deque[tuple[Int64s, Int32s]] = deque()

@@ -29,7 +29,7 @@ class Fetch(RowList):
     the iteration whose eviction last wrote the row, and less than the plan's own, so no wait can be circular."""
     slot_after: Int32s
     """For each row: inserting it waits until this plan's evictions are copied out; -1: no wait beyond the order of the
-    prefetch stage, in which the plan's own victims leave before its rows are inserted and plans come one by one."""
+    insert stage, in which the plan's own victims leave before its rows are inserted and plans come one by one."""
     whole: NDArray[np.bool_] | None = None
     """For each row whether it is read with its optimizer state, or its vectors only, since another trainer updates it
     as long as it is in the cache. None: all are read whole."""
@@ -43,7 +43,7 @@ class Fetch(RowList):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Victims(RowList):
-    """Rows that make room for this plan's fetches: they leave before the iteration trains, in its prefetch stage."""
+    """Rows that make room for this plan's fetches: they leave before its rows take their slots."""
 
     evict_after: int = -1
     """They are copied out once this earlier iteration is updated: no later one before this plan's uses them."""

@@ -52,13 +52,13 @@ class Tenants:
         for noted, own in self._by_notes(tables):
             noted.places[entries[own]] = -(plan + 1)
 
-    def were_read_after(self, iteration: int, group: int, slots: Int32s) -> Flags:
-        """Which tenants of these slots are rows of a batch that was read after that of this iteration."""
+    def last_reads(self, group: int, slots: Int32s) -> Int64s:
+        """The iteration of the last batch read that has the tenant of each of these slots."""
         codes = self.codes[self._group_begins[group] + slots]
-        later = np.empty(len(slots), np.bool_)
+        found = np.empty(len(slots), np.int64)
         for noted, own in self._by_notes(codes >> HALF):
-            later[own] = noted.words[codes[own] & LOWER] >> HALF > iteration + 1
-        return later
+            found[own] = (noted.words[codes[own] & LOWER] >> HALF) - 1
+        return found
 
     def _list(self, codes: Int64s, slots: Int32s) -> RowList:
         """The tenants that still live in their slots."""

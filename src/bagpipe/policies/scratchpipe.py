@@ -3,9 +3,9 @@
 Six batches are on their way at once (load, plan, collect, exchange, insert, train). When one is planned, the rows of
 the three before it are being collected, exchanged and inserted, and those of the two behind it will be collected before
 what it evicts is written back: the slots of all of them are *held* (section IV-C; its RAW hazards 2, 3 and 4). Of the
-others LRU, LFU or chance picks victims. Here collect, exchange and insert are the prefetch stage, which keeps its waits
-by itself: where fewer slots are free of holds than are needed, held rows leave too, training waits, and a warning says
-so once.
+others LRU, LFU or chance picks victims. Here collect, exchange and insert are the pipeline's fetch and insert, which
+keep their waits by themselves: where fewer slots are free of holds than are needed, held rows leave too, training
+waits, and a warning says so once.
 """
 
 from __future__ import annotations

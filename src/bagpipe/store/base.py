@@ -61,9 +61,10 @@ class StoreStats:
 class Store(ABC):
     """Rows by table number and id.
 
-    One thread may read while another writes, as long as no row is in both calls. `ids`, `iterate`, `sync` and `close`
-    want the writer at rest. An error leaves every row as it was; only an error of the medium itself in the middle of a
-    write can't, and then the store refuses all further work. A closed store refuses everything but `close`.
+    Several threads may read while another writes, as long as no row is read and written at once. `ids`, `iterate`,
+    `sync` and `close` want the writer at rest. An error leaves every row as it was; only an error of the medium itself
+    in the middle of a write can't, and then the store refuses all further work. A closed store refuses everything but
+    `close`.
     """
 
     @property

@@ -109,6 +109,11 @@ class RemoteStore(RemoteMarks, Store):
         return self._sources
 
     @property
+    def _is_alone(self) -> bool:
+        """Whether there is one trainer, who knows what it has passed: servers need not be told, nor wait for it."""
+        return self._session.trainers == 1
+
+    @property
     def num_servers(self) -> int:
         """Over which rows are spread."""
         return len(self._session.addresses)
@@ -123,7 +128,7 @@ class RemoteStore(RemoteMarks, Store):
         for table, ids, out in parts:
             check_read(self._sources, table, ids, out)
         parts = [(table, np.ascontiguousarray(ids), out) for table, ids, out in parts]
-        call = ReadCall(self._sources, parts, after)
+        call = ReadCall(self._sources, parts, NO_ITERATION if self._is_alone else after)
         pieces = cut(parts, call.widths, self.num_servers, self._bytes_max)
         self._ask_all([call.requests(of_server) for of_server in pieces])
         call.finish()
@@ -145,7 +150,7 @@ class RemoteStore(RemoteMarks, Store):
                 [
                     WriteRequest(parts, piece, passed if piece.last else NO_ITERATION)
                     for piece in pieces
-                    if piece.num_rows or passed != NO_ITERATION
+                    if piece.num_rows or (passed != NO_ITERATION and not self._is_alone)
                 ]
                 for pieces in cut(parts, self._session.widths, self.num_servers, self._bytes_max)
             ]

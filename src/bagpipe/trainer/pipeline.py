@@ -4,48 +4,33 @@ An iteration passes four points: trained, updated, copied out, acknowledged. The
 (I3, I4), each marked below:
   1. copy-out of an eviction waits until the iteration of the row's last update is updated;
   2. an insertion waits until the slot's last tenant is copied out;
-  3. a fetch waits until all iterations up to its `after` are acknowledged.
-Queues are bounded by `depth` plans, and rows on their way by blocks of STAGED_ROWS (I5).
+  3. a fetch waits until all iterations up to its `after` are acknowledged (`fetching.py`).
+Queues are bounded by `depth` plans, and rows on their way by STAGED_ROWS each way (I5).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from bagpipe.cache import RowCache, TableRows
 from bagpipe.failpoints import reach
-from bagpipe.oracle.plan import Fetch, Plan
+from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.row_list import RowList
 from bagpipe.store.base import NO_ITERATION, Store
+from bagpipe.trainer import staging
+from bagpipe.trainer.fetching import Fetching, Rows
 from bagpipe.trainer.observer import Observer
+from bagpipe.trainer.points import Points
 from bagpipe.trainer.stages import Driver, Stage, Wait
+from bagpipe.trainer.staging import blocks_of, tables_of
 from bagpipe.trainer.traffic import Traffic
 
 Payload = TypeVar("Payload")
-Ids = npt.NDArray[np.int64]
-Slots = npt.NDArray[np.int32]
-Part = tuple[int, Ids, Slots, int]
-"""Table, ids, slots and columns of rows to read."""
 
 DEPTH = 8
-STAGED_ROWS = 1 << 17
-"""Rows that are on their way between the store and their slots at once: what is larger comes in blocks of so many."""
-
-
-@dataclass(slots=True)
-class Points:
-    """How far training is: all iterations up to each number have passed that point."""
-
-    updated: int = -1
-    copied_out: int = -1
-    acknowledged: int = -1
 
 
 class Pipeline(Generic[Payload]):
@@ -64,14 +49,14 @@ class Pipeline(Generic[Payload]):
         """`dims` are the columns that the vectors of each table's rows have; needed by plans with rows not whole."""
         self.points, self.traffic = Points(), Traffic()
         self._plans, self._cache, self._store, self._driver = plans, cache, store, driver
-        self._depth, self._observer, self._dims = depth, observer, dims
+        self._depth, self._observer = depth, observer
         self._started = False
-        self._planned: deque[tuple[Plan, Payload]] = deque()
+        self._fetching = Fetching[Payload](cache, store, self.points, self._ended, observer, dims)
         self._ready: deque[tuple[Plan, Payload]] = deque()
         self._trained: deque[Plan] = deque()
         self._victims: deque[tuple[int, list[TableRows]]] = deque()
         """With the iteration whose plan they made room for."""
-        self._exhausted = self._all_ready = self._closing = False
+        self._all_ready = self._closing = False
         self._flush_wanted = self._flush_done = 0
         self._in_training = 0
         """Plans that were taken and are not updated yet."""
@@ -92,8 +77,8 @@ class Pipeline(Generic[Payload]):
         """
         if not self._started:
             self._started = True
-            stages = {"plan": self._plan(), "prefetch": self._prefetch(), "write-back": self._write_back()}
-            self._driver.start(stages | self._other_stages)
+            stages = {"plan": self._plan(), **self._fetching.stages(), "insert": self._insert_fetched()}
+            self._driver.start(stages | {"write-back": self._write_back()} | self._other_stages)
         start = time.perf_counter()
         self._driver.wait(Wait("the rows of the next batch", self._has_next))
         self.traffic.stall_s += time.perf_counter() - start
@@ -146,7 +131,7 @@ class Pipeline(Generic[Payload]):
 
     def _plan(self) -> Stage:
         while True:
-            yield Wait("room for another plan", lambda: len(self._planned) < self._depth or self._closing)
+            yield Wait("room for another plan", lambda: len(self._fetching.planned) < self._depth or self._closing)
             try:
                 item = None if self._closing else next(self._plans, None)
             except Exception as error:
@@ -155,24 +140,17 @@ class Pipeline(Generic[Payload]):
             if item is None:
                 break
             reach("trainer.plan.received")
-            self._planned.append(item)
-        self._exhausted = True
+            self._fetching.planned.append(item)
+        self._fetching.exhausted = True
 
-    def _prefetch(self) -> Stage:
-        barrier = -1
+    def _insert_fetched(self) -> Stage:
+        fetching, barrier = self._fetching, -1
         while True:
-            yield Wait("a plan", lambda: bool(self._planned) or self._exhausted or self._closing)
-            if self._ended() or not self._planned:
+            yield self._until("rows of the next plan", fetching.has_next)
+            fetched = None if self._ended() else fetching.next()
+            if fetched is None:
                 break
-            plan, payload = self._planned.popleft()
-            early, late = self._read_early(plan)
-            after = int(plan.fetch.after.max(initial=-1))
-            yield self._until(f"iteration {after} to be in the store", self._in_store(after))  # wait 3
-            if self._ended():
-                break
-            staged, *others = self._blocks(late)
-            fetched = early + self._read(plan, staged, after)  # while the victims may still be in use
-            reach("trainer.fetch.read")
+            plan = fetched.plan
             if plan.victims.evict_after >= 0:  # also if another trainer writes them: their slots are about to be taken
                 yield from self._make_room(plan, barrier)
             freed = int(plan.fetch.slot_after.max(initial=-1))
@@ -180,15 +158,17 @@ class Pipeline(Generic[Payload]):
             if self._ended():
                 break
             self._cache.expect(len(plan.fetch) if plan.fetch.whole is None else int(plan.fetch.whole.sum()))
-            self._insert(plan, fetched)
-            for block in others:
-                fetched = []  # before the next one: no more than one block of rows is on its way
-                fetched = self._read(plan, block, after)
-                self._insert(plan, fetched)
+            self._insert(plan, fetched.rows)
+            for block in fetched.others:
+                fetched.rows = []  # before the next one: no more than one block of a plan is on its way
+                fetched.rows = fetching.read(plan, block, fetched.after)
+                self._insert(plan, fetched.rows)
             reach("trainer.fetch.inserted")
+            fetching.done()
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
             barrier = plan.iteration if len(plan.flush) else barrier
-            self._ready.append((plan, payload))
+            self._ready.append((plan, fetched.payload))
+            del fetched
         self._all_ready = True
 
     def _make_room(self, plan: Plan, barrier: int) -> Stage:
@@ -265,48 +245,7 @@ class Pipeline(Generic[Payload]):
     def _reached(self, point: str, iteration: int) -> Callable[[], bool]:
         return lambda: bool(getattr(self.points, point) >= iteration)
 
-    def _in_store(self, after: int) -> Callable[[], bool]:
-        return lambda: self.points.acknowledged >= after and self._store.reached(after)
-
-    def _blocks(self, fetch: Fetch) -> list[list[Part]]:
-        """What a plan fetches, in blocks of at most STAGED_ROWS rows; at least one."""
-        blocks: list[list[Part]] = [[]]
-        room = STAGED_ROWS
-        for table, ids, slots, columns in self._parts(fetch):
-            while len(ids):
-                blocks[-1].append((table, ids[:room], slots[:room], columns))
-                ids, slots, room = ids[room:], slots[room:], room - min(room, len(ids))
-                if not room:
-                    blocks.append([])
-                    room = STAGED_ROWS
-        return blocks if blocks[-1] else blocks[:-1] or blocks
-
-    def _read_early(self, plan: Plan) -> tuple[list[tuple[TableRows, Slots]], Fetch]:
-        """Rows that the store has already, read while others of the plan are still to be written back; and these."""
-        fetch, late = plan.fetch, plan.fetch.after > self.points.acknowledged
-        if not late.any() or late.all() or len(fetch) > STAGED_ROWS:
-            return [], fetch
-        early = fetch.only(~late)
-        after = int(early.after.max())
-        if not self._store.reached(after):
-            return [], fetch
-        (parts,) = self._blocks(early)
-        return self._read(plan, parts, after), fetch.only(late)
-
-    def _read(self, plan: Plan, parts: Sequence[Part], after: int) -> list[tuple[TableRows, Slots]]:
-        """Rows that the plan fetches, and their slots."""
-        fetched = []
-        for table, ids, slots, columns in parts:
-            values = np.empty((len(ids), columns), np.float32)
-            fetched.append((TableRows(table, ids, values), slots))
-        if fetched:
-            self._store.read_many([rows for rows, _ in fetched], after)
-        if self._observer:
-            for rows, _ in fetched:
-                self._observer.fetched(plan, rows)
-        return fetched
-
-    def _insert(self, plan: Plan, fetched: Sequence[tuple[TableRows, Slots]]) -> None:
+    def _insert(self, plan: Plan, fetched: Rows) -> None:
         """Rows that were read take their slots."""
         with self._cache.moving:
             for rows, slots in fetched:
@@ -316,18 +255,6 @@ class Pipeline(Generic[Payload]):
         self.traffic.fetched_rows += sum(len(slots) for _, slots in fetched)
         self.traffic.fetched_bytes += sum(rows.values.nbytes for rows, _ in fetched)
         self.traffic.peak_rows = self._cache.peak_rows
-
-    def _parts(self, fetch: Fetch) -> Iterator[Part]:
-        """Table, ids, slots and columns to read: of a table's rows those that are whole, then those that are not."""
-        for table, ids, slots in tables_of(fetch):
-            width = self._cache.widths[self._cache.group[table]]
-            if fetch.whole is None or self._dims is None or self._dims[table] == width:
-                yield table, ids, slots, width
-                continue
-            whole = fetch.whole[fetch.bounds[table] : fetch.bounds[table + 1]]
-            for chosen, columns in ((whole, width), (~whole, self._dims[table])):
-                if chosen.any():
-                    yield table, ids[chosen], slots[chosen], columns
 
     def _copy_out(self, leaving: RowList) -> list[TableRows]:
         copied = []
@@ -364,7 +291,7 @@ class Pipeline(Generic[Payload]):
 
     def _flush(self) -> Stage:
         yield Wait("its turn", lambda: True)
-        blocks = self._cache.take_dirty(STAGED_ROWS)
+        blocks = self._cache.take_dirty(staging.STAGED_ROWS)
         block: list[TableRows] | None = []
         while block is not None:
             with self._cache.moving:  # victims that left since the last look are updates so far as well
@@ -387,21 +314,3 @@ class Pipeline(Generic[Payload]):
             for part in copied:
                 self._observer.copied(part)
         return copied
-
-
-def blocks_of(rows: RowList) -> list[RowList]:
-    """A list in blocks of at most STAGED_ROWS rows; at least one."""
-    if len(rows) <= STAGED_ROWS:
-        return [rows]
-    blocks = []
-    for first in range(0, len(rows), STAGED_ROWS):
-        part = slice(first, first + STAGED_ROWS)
-        blocks.append(RowList(rows.ids[part], rows.slots[part], np.clip(rows.bounds - first, 0, STAGED_ROWS)))
-    return blocks
-
-
-def tables_of(rows: RowList) -> Iterator[tuple[int, Ids, Slots]]:
-    """The parts of a list that are not empty: table, ids, slots."""
-    for table in np.flatnonzero(np.diff(rows.bounds)).tolist():
-        part = slice(int(rows.bounds[table]), int(rows.bounds[table + 1]))
-        yield table, rows.ids[part], rows.slots[part]

@@ -30,8 +30,8 @@ from bagpipe.oracle.sync_plan import Gradients, Sync, Values
 from bagpipe.trainer.collective import Collective, name_trainers, sum_in_rank_order
 from bagpipe.trainer.exact_sum import Bins
 from bagpipe.trainer.packing import Packing
-from bagpipe.trainer.pipeline import tables_of
 from bagpipe.trainer.stages import Driver, Stage, Wait
+from bagpipe.trainer.staging import tables_of
 
 if TYPE_CHECKING:
     from bagpipe.joint_checker import JointChecker, Ledger

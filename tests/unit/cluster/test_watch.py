@@ -275,7 +275,7 @@ def test_where_only_the_connection_of_two_trainers_broke_the_one_that_is_missed_
     [
         (Failure("ClusterError", "trainer 1 failed with ValueError: odd"), r"^trainer 1 failed with ValueError"),
         (Failure("GradientError", "iteration 4: not finite"), r"^trainer 1: iteration 4"),
-        (Failure("PipelineError", "the prefetch thread failed: KeyError: 3"), r"^trainer 0: trainer 0 can't exchange"),
+        (Failure("PipelineError", "the fetch-0 thread failed: KeyError: 3"), r"^trainer 0: trainer 0 can't exchange"),
         (Failure("PipelineError", "trainer 1 left the training loop after iteration 4 and did not meet the others: " +
                  BROKE.format(1, 0)), r"^trainer 0: trainer 0 can't exchange"),
         (Failure("PipelineError", "that trainer is at another exchange: see what that trainer reports"), r"^trainer 0"),

@@ -63,7 +63,9 @@ def test_training_under_the_checker_gives_the_bits_of_the_reference(expected, va
 
 
 @every_variant
-@pytest.mark.parametrize(("last", "eagerness"), [((), 1.0), (("write-back",), 20.0), (("prefetch",), 0.0)])
+@pytest.mark.parametrize(
+    ("last", "eagerness"), [((), 1.0), (("write-back",), 20.0), (("insert",), 0.0), (("fetch-0",), 3.0)]
+)
 def test_no_schedule_changes_a_bit(expected, variant, last, eagerness) -> None:
     driver = Seeded(len(variant), eagerness, frozenset(last))
     assert_identical(expected, train(variant, 62 + len(last), 4, driver))

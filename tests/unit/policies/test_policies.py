@@ -169,15 +169,40 @@ def test_a_lingering_row_that_is_needed_again_leaves_last() -> None:
     slots.settle(everyone, np.array([True, True, True, False]), 0)
     assert len(slots) == 3
 
-    def needed(some: np.ndarray) -> np.ndarray:
-        return np.isin(some, [0, 2])
+    class Needs:
+        def last(self, some: np.ndarray) -> np.ndarray:
+            return np.array([99, 4, 50, 0, 99, 99], np.int64)[some]
 
-    assert slots.pop(1, 0, 5, needed).tolist() == [1]
-    assert slots.pop(1, 0, 6, needed).tolist() == [2], "0 was passed over before, and waits behind 2"
-    assert slots.pop(0, 1, 7, needed).tolist() == []
+        def soon(self, iteration: int) -> np.ndarray:
+            return np.array([[], [0, 3]][iteration == 6], np.int32)
+
+    needs = Needs()
+    assert slots.pop(2, 0, 5, needs).tolist() == [1]
+    assert slots.pop(1, 0, 6, needs).tolist() == [], "0 is needed soon and does not count"
+    assert slots.pop(0, 0, 6, needs).tolist() == [2], "though it is needed before 0"
+    assert slots.pop(1, 1, 7, needs).tolist() == []
     slots.settle(np.array([0], np.int32), np.array([False]), 8)
     assert len(slots) == 0
-    assert slots.pop(0, 0, 9, needed).tolist() == []
+    assert slots.pop(0, 0, 9, needs).tolist() == []
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_lingering_row_that_is_needed_soon_does_not_leave_to_be_fetched_at_once(ahead: int, threads: int) -> None:
+    """A fetch that waits for a write-back of the iteration before it holds training up."""
+    random = np.random.default_rng(0)
+    tables = [OracleTable("first", 6000), OracleTable("second", 6000)]
+    for capacity, size in ((1500, 200), (900, 200), (600, 100), (1200, 300)):
+        batches = [np.unique(random.integers(0, 6000, size)) for _ in range(150)]
+        near = refetched = 0
+        oracle = Oracle(tables, [capacity], "auto", "lookahead", threads=threads, ahead=ahead)
+        for plan, _ in oracle.plans(([batch, batch[::2]], None) for batch in batches):
+            waits = plan.iteration - plan.fetch.after[plan.fetch.after >= 0]
+            near += np.count_nonzero(waits <= 1 + ahead)
+            refetched += np.count_nonzero(waits < 60)
+        oracle.close()
+        assert refetched > 1000, "rows were meant to leave though they are needed again"
+        assert near == 0
 
 
 def resident_bytes() -> int:

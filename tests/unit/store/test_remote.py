@@ -156,6 +156,18 @@ def test_a_read_waits_until_the_other_trainer_has_written(worlds) -> None:
     assert np.array_equal(seen[0], values(1, 50))
 
 
+def test_who_is_alone_neither_tells_what_it_has_passed_nor_waits_for_it(worlds) -> None:
+    for trainers in (1, 2):
+        world = worlds(2)
+        stores = [world.store(trainer=trainer, trainers=trainers) for trainer in range(trainers)]
+        before = [stats.requests for stats in stores[0].server_stats()]
+        for store in stores:
+            store.write_many([], passed=3)
+        more = [stats.requests - number for stats, number in zip(stores[0].server_stats(), before, strict=True)]
+        assert more == ([1, 1] if trainers == 1 else [1 + 2, 1 + 2]), "to ask for the statistics is a request"
+        read(stores[0], ids(1, 2, 3), after=3 if trainers == 2 else 9)
+
+
 def test_waiting_for_a_trainer_has_an_end_that_names_it(worlds) -> None:
     world = worlds(1, limits=ServerLimits(parked_max=1, park_s=1))
     store = world.store(trainer=0, trainers=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,9 @@ from bagpipe.layout import RowLayout
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.store import MemoryStore
+from bagpipe.trainer.fetching import READERS, Fetching
 from bagpipe.trainer.pipeline import Pipeline
-from bagpipe.trainer.stages import Seeded
+from bagpipe.trainer.stages import Seeded, Threads
 from bagpipe.types import Table
 
 ROWS, SLOTS = 12, 7
@@ -123,20 +126,21 @@ def test_large_fetches_and_write_backs_come_in_blocks_of_bounded_size(policy, mo
 
     monkeypatch.setattr(MemoryStore, "read_many", reading)
     monkeypatch.setattr(MemoryStore, "write_many", writing)
-    for staged in (1, 2, 3):
-        monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", staged)
+    for staged in (1, 2, 3, 4):
+        monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", staged)
         reads.clear()
         writes.clear()
         for seed in range(5):
             for flushes, stop in (((), None), ((2, 3, 9), None), ((), 6)):
                 found, expected = run(seed, policy, flushes, stop)
                 assert (found == expected).all()
-        assert max(reads) == max(writes) == staged
+        assert max(writes) == staged
+        assert max(reads) == max(1, staged // READERS), "so many may each reader have on their way"
         assert min(reads) >= 1, "no empty blocks"
 
 
 def test_victims_of_a_plan_leave_block_by_block_as_the_store_takes_them(monkeypatch):
-    monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", 2)
+    monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 2)
     left = []
     copy_out = Pipeline._copy_out
 
@@ -163,14 +167,14 @@ def test_victims_of_a_plan_leave_block_by_block_as_the_store_takes_them(monkeypa
 
 def test_rows_are_read_while_the_victims_of_their_plan_are_still_in_use(monkeypatch):
     early = 0
-    read = Pipeline._read
+    read = Fetching.read
 
-    def noting(pipeline, plan, parts, after):
+    def noting(fetching, plan, parts, after):
         nonlocal early
-        early += pipeline.points.updated < plan.victims.evict_after
-        return read(pipeline, plan, parts, after)
+        early += fetching._points.updated < plan.victims.evict_after
+        return read(fetching, plan, parts, after)
 
-    monkeypatch.setattr(Pipeline, "_read", noting)
+    monkeypatch.setattr(Fetching, "read", noting)
     for seed in range(10):
         run(seed, "lfu")
     assert early > 0
@@ -178,17 +182,17 @@ def test_rows_are_read_while_the_victims_of_their_plan_are_still_in_use(monkeypa
 
 def test_rows_that_the_store_has_are_read_while_others_of_their_plan_are_still_to_be_written(monkeypatch):
     early = dict.fromkeys(("lookahead", "lru", "nocache"), 0)
-    read = Pipeline._read
+    read = Fetching.read
 
-    def noting(pipeline, plan, parts, after):
+    def noting(fetching, plan, parts, after):
         asked = np.concatenate([ids for _, ids, _, _ in parts]) if parts else []
         waits = plan.fetch.after[np.isin(plan.fetch.ids, asked)]
         assert (waits <= after).all()
-        assert pipeline.points.acknowledged >= after
+        assert fetching._points.acknowledged >= after
         early[policy] += len(waits) < len(plan.fetch)
-        return read(pipeline, plan, parts, after)
+        return read(fetching, plan, parts, after)
 
-    monkeypatch.setattr(Pipeline, "_read", noting)
+    monkeypatch.setattr(Fetching, "read", noting)
     for policy in early:
         for seed in range(10):
             found, expected = run(seed, policy)
@@ -235,3 +239,63 @@ def test_the_peak_counts_rows_from_when_they_come_until_they_leave(policy, monke
     for seed in range(10):
         peaks.clear()
         run(seed, policy)
+
+
+class Slow(MemoryStore):
+    """A store whose reads begin together: each waits for another one, as long as one is to come."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.together = threading.Barrier(READERS)
+        self.num_reads = 0
+
+    def read_many(self, parts, after=-1):
+        self.num_reads += 1
+        self.together.wait(60)
+        super().read_many(parts, after)
+
+
+def test_the_rows_of_two_plans_are_read_at_once_and_trained_in_order():
+    batches = [np.array([2 * k, 2 * k + 1]) for k in range(READERS * 3)]
+    store = Slow([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
+    cache = RowCache([2], [ROWS], torch.device("cpu"))
+    oracle = Oracle([OracleTable("only", ROWS)], [ROWS], lookahead=3, policy="lookahead")
+    pipeline = Pipeline(
+        oracle.plans(([batch], number) for number, batch in enumerate(batches)), cache, store, Threads()
+    )
+    taken = []
+    while pipeline.wait():
+        plan, number = pipeline.take()
+        taken.append(number)
+        assert sorted(plan.rows.ids.tolist()) == batches[number].tolist()
+        pipeline.updated(plan)
+    pipeline.close()
+    oracle.close()
+    assert taken == list(range(len(batches)))
+    assert store.num_reads == len(batches)
+
+
+def test_no_plan_is_read_before_the_rows_of_the_one_that_its_reader_had_are_in_their_slots(monkeypatch):
+    """I5: what is on its way is bounded, however slow the insertions are."""
+    under_way = most = 0
+    read, insert = Fetching.read, Pipeline._insert
+
+    def reading(fetching, plan, parts, after):
+        nonlocal under_way, most
+        rows = read(fetching, plan, parts, after)
+        under_way += sum(len(slots) for _, slots in rows)
+        most = max(most, under_way)
+        return rows
+
+    def inserting(pipeline, plan, fetched):
+        nonlocal under_way
+        insert(pipeline, plan, fetched)
+        under_way -= sum(len(slots) for _, slots in fetched)
+
+    monkeypatch.setattr(Fetching, "read", reading)
+    monkeypatch.setattr(Pipeline, "_insert", inserting)
+    monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 2 * READERS)
+    for seed in range(20):
+        run(seed, "lookahead")
+    assert under_way == 0
+    assert 2 < most <= 2 * READERS

@@ -24,9 +24,9 @@ def test_large_write_backs_come_in_blocks_of_bounded_size(design, policy, monkey
         write_many(view, parts, passed)
 
     monkeypatch.setattr(StoreView, "write_many", noting)
-    monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", 4)
+    monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 4)
     world = World(BATCHES, trainers=3)
-    for seed, last in enumerate([(), ("write-back",), ((1, "prefetch"),)]):
+    for seed, last in enumerate([(), ("write-back",), ((1, "insert"), (2, "fetch-0"))]):
         found = run(world, seed, 2.0, last, train_with_events(BARRIERS), design=design, cache=60, policy=policy)
         assert_identical(world.reference(), found.state)
     assert max(sizes) == 4

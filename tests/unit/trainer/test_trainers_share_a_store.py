@@ -115,7 +115,7 @@ def test_an_empty_write_that_does_not_count_is_found(monkeypatch):
         write_many(view, parts, passed if parts else -1)
 
     monkeypatch.setattr(StoreView, "write_many", forgetful)
-    with pytest.raises(DeadlineError, match=r"nothing can run: .*prefetch: iteration \d+ to be in the store"):
+    with pytest.raises(DeadlineError, match=r"nothing can run: .*fetch-\d: iteration \d+ to be in the store"):
         list(map(run_seeded, range(SEEDS)))
 
 

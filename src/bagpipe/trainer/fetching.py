@@ -1,0 +1,173 @@
+"""Reads the rows that plans fetch: those of READERS plans at once, handed on in the order of the plans.
+
+Between a request and its answer a link has nothing to carry, and while rows take their slots neither: with a second
+request under way it has. Rows that the store has are read while others of their plan are still to be written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from bagpipe.cache import RowCache, TableRows
+from bagpipe.failpoints import reach
+from bagpipe.oracle.plan import Fetch, Plan
+from bagpipe.store.base import Store
+from bagpipe.trainer import staging
+from bagpipe.trainer.observer import Observer
+from bagpipe.trainer.points import Points
+from bagpipe.trainer.stages import Stage, Wait
+from bagpipe.trainer.staging import tables_of
+
+Payload = TypeVar("Payload")
+Ids = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int32]
+Part = tuple[int, Ids, Slots, int]
+"""Table, ids, slots and columns of rows to read."""
+Rows = list[tuple[TableRows, Slots]]
+"""Rows that were read, and the slots that they will take."""
+
+READERS = 2
+
+
+@dataclass(slots=True)
+class Fetched(Generic[Payload]):
+    """A plan whose rows were read, or the first block of them."""
+
+    plan: Plan
+    payload: Payload
+    rows: Rows
+    after: int
+    """The last iteration that must be in the store before they are read."""
+    others: list[list[Part]]
+    """Further blocks, still to be read."""
+
+
+class Fetching(Generic[Payload]):
+    """Plans in, and out with the rows that they fetch."""
+
+    def __init__(
+        self,
+        cache: RowCache,
+        store: Store,
+        points: Points,
+        is_closing: Callable[[], bool],
+        observer: Observer | None,
+        dims: Sequence[int] | None,
+    ) -> None:
+        self.planned: deque[tuple[Plan, Payload]] = deque()
+        self.exhausted = False
+        """No plan is added any more."""
+        self._cache, self._store, self._points = cache, store, points
+        self._is_closing, self._observer, self._dims = is_closing, observer, dims
+        self._taken = self._handed_on = 0
+        self._fetched: list[Fetched[Payload] | None] = [None] * READERS
+        self._ended = [False] * READERS
+
+    def stages(self) -> dict[str, Stage]:
+        """The readers: plans are theirs in turn."""
+        return {f"fetch-{reader}": self._fetch(reader) for reader in range(READERS)}
+
+    def has_next(self) -> bool:
+        """Whether the rows of the next plan were read, or there is none."""
+        reader = self._handed_on % READERS
+        return self._fetched[reader] is not None or self._ended[reader]
+
+    def next(self) -> Fetched[Payload] | None:
+        """The next plan, which counts as being on its way until `done`; None after the last one."""
+        return self._fetched[self._handed_on % READERS]
+
+    def done(self) -> None:
+        """The rows of that plan are in their slots: its reader may go on."""
+        self._fetched[self._handed_on % READERS] = None
+        self._handed_on += 1
+
+    def read(self, plan: Plan, parts: Sequence[Part], after: int) -> Rows:
+        """Rows that the plan fetches, once the store has iteration `after`."""
+        fetched: Rows = []
+        for table, ids, slots, columns in parts:
+            values = np.empty((len(ids), columns), np.float32)
+            fetched.append((TableRows(table, ids, values), slots))
+        if fetched:
+            self._store.read_many([rows for rows, _ in fetched], after)
+        if self._observer:
+            for rows, _ in fetched:
+                self._observer.fetched(plan, rows)
+        return fetched
+
+    def _fetch(self, reader: int) -> Stage:
+        while True:
+            yield Wait("a plan", lambda: self._is_turn_of(reader) or self._is_over())
+            if self._is_over():
+                break
+            plan, payload = self.planned.popleft()
+            self._taken += 1
+            yield Wait("its turn", lambda: True)  # the next plan is another reader's, who may wait for it
+            early, late = self._read_early(plan)
+            after = int(plan.fetch.after.max(initial=-1))
+            yield Wait(f"iteration {after} to be in the store", self._in_store(after))  # wait 3
+            if self._is_closing():
+                break
+            first, *others = self._blocks(late)
+            rows = early + self.read(plan, first, after)  # while the victims of the plan may still be in use
+            reach("trainer.fetch.read")
+            self._fetched[reader] = Fetched(plan, payload, rows, after, others)
+            del early, rows  # whoever inserts them lets go of them
+            yield Wait("its rows to take their slots", lambda: self._fetched[reader] is None or self._is_closing())
+        self._ended[reader] = True
+
+    def _is_turn_of(self, reader: int) -> bool:
+        return bool(self.planned) and self._taken % READERS == reader
+
+    def _is_over(self) -> bool:
+        return self._is_closing() or (self.exhausted and not self.planned)
+
+    def _in_store(self, after: int) -> Callable[[], bool]:
+        return lambda: (self._points.acknowledged >= after and self._store.reached(after)) or self._is_closing()
+
+    def _read_early(self, plan: Plan) -> tuple[Rows, Fetch]:
+        """Rows that the store has already, read while others of the plan are still to be written back; and these."""
+        fetch, late = plan.fetch, plan.fetch.after > self._points.acknowledged
+        if not late.any() or late.all() or len(fetch) > _rows_at_once():
+            return [], fetch
+        early = fetch.only(~late)
+        after = int(early.after.max())
+        if not self._store.reached(after):
+            return [], fetch
+        (parts,) = self._blocks(early)
+        return self.read(plan, parts, after), fetch.only(late)
+
+    def _blocks(self, fetch: Fetch) -> list[list[Part]]:
+        """What a plan fetches, in blocks of bounded size; at least one."""
+        found: list[list[Part]] = [[]]
+        room = _rows_at_once()
+        for table, ids, slots, columns in self._parts(fetch):
+            while len(ids):
+                found[-1].append((table, ids[:room], slots[:room], columns))
+                ids, slots, room = ids[room:], slots[room:], room - min(room, len(ids))
+                if not room:
+                    found.append([])
+                    room = _rows_at_once()
+        return found if found[-1] else found[:-1] or found
+
+    def _parts(self, fetch: Fetch) -> Iterator[Part]:
+        """Table, ids, slots and columns to read: of a table's rows those that are whole, then those that are not."""
+        for table, ids, slots in tables_of(fetch):
+            width = self._cache.widths[self._cache.group[table]]
+            if fetch.whole is None or self._dims is None or self._dims[table] == width:
+                yield table, ids, slots, width
+                continue
+            whole = fetch.whole[fetch.bounds[table] : fetch.bounds[table + 1]]
+            for chosen, columns in ((whole, width), (~whole, self._dims[table])):
+                if chosen.any():
+                    yield table, ids[chosen], slots[chosen], columns
+
+
+def _rows_at_once() -> int:
+    """So many may each reader have on their way."""
+    return max(1, staging.STAGED_ROWS // READERS)
