@@ -71,20 +71,20 @@ class Fetching(Generic[Payload]):
 
     def stages(self) -> dict[str, Stage]:
         """The readers: plans are theirs in turn."""
-        return {f"fetch-{reader}": self._fetch(reader) for reader in range(READERS)}
+        return {f"fetch-{reader}": self._fetch(reader) for reader in range(len(self._fetched))}
 
     def has_next(self) -> bool:
         """Whether the rows of the next plan were read, or there is none."""
-        reader = self._handed_on % READERS
+        reader = self._handed_on % len(self._fetched)
         return self._fetched[reader] is not None or self._ended[reader]
 
     def next(self) -> Fetched[Payload] | None:
         """The next plan, which counts as being on its way until `done`; None after the last one."""
-        return self._fetched[self._handed_on % READERS]
+        return self._fetched[self._handed_on % len(self._fetched)]
 
     def done(self) -> None:
         """The rows of that plan are in their slots: its reader may go on."""
-        self._fetched[self._handed_on % READERS] = None
+        self._fetched[self._handed_on % len(self._fetched)] = None
         self._handed_on += 1
 
     def read(self, plan: Plan, parts: Sequence[Part], after: int) -> Rows:
@@ -122,7 +122,7 @@ class Fetching(Generic[Payload]):
         self._ended[reader] = True
 
     def _is_turn_of(self, reader: int) -> bool:
-        return bool(self.planned) and self._taken % READERS == reader
+        return bool(self.planned) and self._taken % len(self._fetched) == reader
 
     def _is_over(self) -> bool:
         return self._is_closing() or (self.exhausted and not self.planned)
