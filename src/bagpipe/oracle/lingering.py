@@ -2,9 +2,9 @@
 
 Algorithm 1 lets a row go right after its last use in the window. Where the cache has room beyond what the window needs,
 that costs fetches: while the window still grows, and for rows that come back after more batches than it holds. Rows
-that linger are outside of the arithmetic that proves that the slots suffice (I5), except those that the next batches
-need, which have their slots in it already; so after each plan there are no more of the others than the next plans leave
-room for. Who leaves is what no batch of the window needs, the oldest first, and then what is needed latest.
+that linger are outside of the arithmetic that proves that the slots suffice (I5); so after each plan there are no more
+of them than the next plans leave room for. Who leaves is what no batch of the window needs, the oldest first, then what
+is needed latest, and what the next batches need only if nothing else is left.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels.plan import KEEP
-from bagpipe.kernels.victims import HELD, NEVER, find_needed, lowest
+from bagpipe.kernels.victims import NEVER, find_needed, lowest
 from bagpipe.oracle.parts import Part
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.slots import Group
@@ -135,17 +135,15 @@ class LingeringSlots:
         self._uses.push(slots[lingering], iteration)
 
     def pop(self, room: int, look: int, iteration: int, needs: Needed) -> Int32s:
-        """Take out so many slots that no more than `room` are left beside those needed soon.
+        """Take out so many slots that no more than `room` are left, oldest first.
 
-        Oldest first, and of the first `look` all whose rows are not needed again. Rows that are needed are taken only
-        when there are no others; else they go to the end of the queue.
+        Of the first `look` all are taken whose rows are not needed again. Rows that are needed are taken only when
+        there are no others, those needed soon last; else they go to the end of the queue.
         """
-        soon = needs.soon(iteration) if self._count > room else np.empty(0, np.int32)
-        soon = soon[self._lingers[soon]]
         chosen: list[Int32s] = []
         passed: list[Int32s] = []
         until: list[Int64s] = []
-        lacking, unseen = self._count - len(soon) - room, self._count
+        lacking, unseen = self._count - room, self._count
         while (size := min(max(lacking, look), unseen)) > 0:
             slots, _ = self._uses.pop_oldest(size)
             last = needs.last(slots)
@@ -156,6 +154,7 @@ class LingeringSlots:
             unseen, look, lacking = unseen - size, look - size, lacking - len(chosen[-1])
         over = np.concatenate([*passed, np.empty(0, np.int32)])
         if lacking > 0:
+            soon = needs.soon(iteration)
             self._held[soon] = True
             taken = _needed_latest(lacking, np.concatenate(until), self._held[over])
             self._held[soon] = False
@@ -169,8 +168,7 @@ class LingeringSlots:
 
 
 def _needed_latest(count: int, until: Int64s, held: Flags) -> Int32s:
-    """The numbers of so many rows that are not held; one that is needed more than once counts by the last time."""
+    """The numbers of so many rows, held ones last; one that is needed more than once counts by the last time."""
     taken = np.empty(count, np.int32)
-    found = lowest(np.where(held, HELD, NEVER - until), count, taken)
-    assert found == count, "rows that are held are not counted"
+    lowest(NEVER - until + held * np.int64(NEVER), count, taken)
     return taken

@@ -176,7 +176,7 @@ class SimpleOracle:
         return sorted(self.evict(victims, x, freed_by=-1), key=lambda victim: victim[0])
 
     def let_linger(self, x: int, leaving: list[Row], ended: bool) -> list[Row]:
-        """While there is room, rows stay that the window does not need; those that leave instead, the oldest first."""
+        """While there is room, rows stay that the window does not need; those that leave instead."""
         gone: list[Row] = []
         left = len(self.batches) - 1 - x
         needed = {row for batch in self.batches[x + 1 :] for row in batch.rows}
@@ -193,10 +193,16 @@ class SimpleOracle:
             while lingering and (len(chosen) < least or len(chosen) + len(passed) < look):
                 row = lingering.pop(0)
                 (passed if row in needed else chosen).append(row)
-            more = max(0, least - len(chosen))
-            gone += own + chosen + passed[:more]
-            self.lingering[group] = lingering + passed[more:]
+            taken = self.needed_latest(x, passed)[: max(0, least - len(chosen))]
+            gone += own + chosen + [row for row in passed if row in taken]
+            self.lingering[group] = lingering + [row for row in passed if row not in taken]
         return sorted(gone, key=lambda row: row[0])
+
+    def needed_latest(self, x: int, rows: list[Row]) -> list[Row]:
+        """Those first whose last use in the window is latest, and those behind that the next batches need."""
+        soon = {row for batch in self.batches[x + 1 : x + 2 + self.ahead] for row in batch.rows}
+        last = {row: y for y, batch in enumerate(self.batches) for row in batch.rows}
+        return sorted(rows, key=lambda row: (row in soon, -last[row]))
 
     def evict(self, rows: list[Row], x: int, freed_by: int) -> list[tuple[int, int, int]]:
         """Give up the slots of these rows."""

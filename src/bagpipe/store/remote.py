@@ -123,7 +123,10 @@ class RemoteStore(RemoteMarks, Store):
         self.read_many([(table, ids, out)])
 
     def read_many(self, parts: Sequence[TablePart], after: int = NO_ITERATION) -> None:
-        """Fill the values of several tables' rows, once every trainer has passed iteration `after`."""
+        """Fill the values of several tables' rows, once every trainer has passed iteration `after`.
+
+        Who is the only trainer knows what it has passed, and does not wait.
+        """
         self._check_usable()
         for table, ids, out in parts:
             check_read(self._sources, table, ids, out)
@@ -138,7 +141,10 @@ class RemoteStore(RemoteMarks, Store):
         self.write_many([(table, ids, values)])
 
     def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:
-        """Set rows of several tables, each named once; all servers then know that this trainer has passed `passed`."""
+        """Set rows of several tables, each named once; all servers then know that this trainer has passed `passed`.
+
+        Unless it is the only one: nobody waits for that.
+        """
         self._check_usable()
         check_tables_differ(parts)
         for table, ids, values in parts:

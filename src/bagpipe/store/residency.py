@@ -27,9 +27,9 @@ EXTENT_BYTES = 4 << 20  # holds whole pages also where the kernel uses larger on
 _PAGES_PER_EXTENT = EXTENT_BYTES // PAGE_BYTES
 RESIDENT_BYTES_MIN = 4 << 20
 
-# Two threads at most, each between counting and copying, may bring in this share of the bound uncounted.
+# Three threads at most, each between counting and copying, may bring in this share of the bound uncounted.
 _SLICE_SHARE = 8
-_TRIGGER_SHARE = 6 / 8
+_TRIGGER_SHARE = 5 / 8
 _KEPT_SHARE = 3 / 8
 
 

@@ -164,11 +164,12 @@ class Pipeline(Generic[Payload]):
                 fetched.rows = fetching.read(plan, block, fetched.after)
                 self._insert(plan, fetched.rows)
             reach("trainer.fetch.inserted")
+            payload = fetched.payload
+            del fetched  # before its reader goes on: no more rows are on their way than STAGED_ROWS
             fetching.done()
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
             barrier = plan.iteration if len(plan.flush) else barrier
-            self._ready.append((plan, fetched.payload))
-            del fetched
+            self._ready.append((plan, payload))
         self._all_ready = True
 
     def _make_room(self, plan: Plan, barrier: int) -> Stage:
