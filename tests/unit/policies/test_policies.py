@@ -203,6 +203,19 @@ def test_a_lingering_row_that_is_needed_soon_does_not_leave_while_there_are_othe
     assert near == 0
 
 
+def test_lingering_rows_leave_room_also_where_the_window_was_short_and_grows() -> None:
+    """Then more rows are seen to be on their way than there are slots, and what lingers must not take any of these."""
+    batches = [[0, 6, 4, 2], [5, 0, 2, 3, 4], [6], [0], [3], [4, 7, 0], [2], [1], [5, 3, 6, 0, 1], [7, 5]]
+    assert len(plans_of("lookahead", batches, 5, "auto")) == 10
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        some = [random.integers(0, 16, random.integers(1, random.choice([3, 11]))).tolist() for _ in range(30)]
+        capacity = max(len(set(batch)) for batch in some) + int(random.integers(0, 6))
+        oracle = Oracle([OracleTable("only", 16)], [capacity], "auto", ahead=int(random.integers(0, 5)))
+        assert len(list(oracle.plans(([np.array(batch)], None) for batch in some))) == 30
+        oracle.close()
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
