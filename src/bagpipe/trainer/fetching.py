@@ -56,7 +56,6 @@ class Fetching(Generic[Payload]):
         cache: RowCache,
         store: Store,
         points: Points,
-        is_closing: Callable[[], bool],
         observer: Observer | None,
         dims: Sequence[int] | None,
     ) -> None:
@@ -64,7 +63,7 @@ class Fetching(Generic[Payload]):
         self.exhausted = False
         """No plan is added any more."""
         self._cache, self._store, self._points = cache, store, points
-        self._is_closing, self._observer, self._dims = is_closing, observer, dims
+        self._observer, self._dims = observer, dims
         self._taken = self._handed_on = 0
         self._fetched: list[Fetched[Payload] | None] = [None] * READERS
         self._ended = [False] * READERS
@@ -111,24 +110,24 @@ class Fetching(Generic[Payload]):
             early, late = self._read_early(plan)
             after = int(plan.fetch.after.max(initial=-1))
             yield Wait(f"iteration {after} to be in the store", self._in_store(after))  # wait 3
-            if self._is_closing():
+            if self._points.closing:
                 break
             first, *others = self._blocks(late)
             rows = early + self.read(plan, first, after)  # while the victims of the plan may still be in use
             reach("trainer.fetch.read")
             self._fetched[reader] = Fetched(plan, payload, rows, after, others)
             del early, rows  # whoever inserts them lets go of them
-            yield Wait("its rows to take their slots", lambda: self._fetched[reader] is None or self._is_closing())
+            yield Wait("its rows to take their slots", lambda: self._fetched[reader] is None or self._points.closing)
         self._ended[reader] = True
 
     def _is_turn_of(self, reader: int) -> bool:
         return bool(self.planned) and self._taken % len(self._fetched) == reader
 
     def _is_over(self) -> bool:
-        return self._is_closing() or (self.exhausted and not self.planned)
+        return self._points.closing or (self.exhausted and not self.planned)
 
     def _in_store(self, after: int) -> Callable[[], bool]:
-        return lambda: (self._points.acknowledged >= after and self._store.reached(after)) or self._is_closing()
+        return lambda: (self._points.acknowledged >= after and self._store.reached(after)) or self._points.closing
 
     def _read_early(self, plan: Plan) -> tuple[Rows, Fetch]:
         """Rows that the store has already, read while others of the plan are still to be written back; and these."""

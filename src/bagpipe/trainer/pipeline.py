@@ -51,12 +51,12 @@ class Pipeline(Generic[Payload]):
         self._plans, self._cache, self._store, self._driver = plans, cache, store, driver
         self._depth, self._observer = depth, observer
         self._started = False
-        self._fetching = Fetching[Payload](cache, store, self.points, self._ended, observer, dims)
+        self._fetching = Fetching[Payload](cache, store, self.points, observer, dims)
         self._ready: deque[tuple[Plan, Payload]] = deque()
         self._trained: deque[Plan] = deque()
         self._victims: deque[tuple[int, list[TableRows]]] = deque()
         """With the iteration whose plan they made room for."""
-        self._all_ready = self._closing = False
+        self._all_ready = False
         self._flush_wanted = self._flush_done = 0
         self._in_training = 0
         """Plans that were taken and are not updated yet."""
@@ -117,7 +117,7 @@ class Pipeline(Generic[Payload]):
 
     def close(self) -> None:
         """Write back everything and end the stages, then let go of the plans and what they are made of."""
-        self._closing = True
+        self.points.closing = True
         self._driver.notify()
         if self._started:
             self._driver.join()
@@ -125,15 +125,17 @@ class Pipeline(Generic[Payload]):
 
     def abandon(self) -> None:
         """Let the stages end by themselves: nobody waits for them, and what is in training stays undone."""
-        self._closing = True
+        self.points.closing = True
         self._in_training = 0
         self._driver.notify()
 
     def _plan(self) -> Stage:
         while True:
-            yield Wait("room for another plan", lambda: len(self._fetching.planned) < self._depth or self._closing)
+            yield Wait(
+                "room for another plan", lambda: len(self._fetching.planned) < self._depth or self.points.closing
+            )
             try:
-                item = None if self._closing else next(self._plans, None)
+                item = None if self.points.closing else next(self._plans, None)
             except Exception as error:
                 self.source_error = error
                 item = None
@@ -227,7 +229,7 @@ class Pipeline(Generic[Payload]):
 
     def _has_work(self) -> bool:
         # only then nothing is added any more; fewer than none where some were abandoned and then updated all the same
-        last = self._closing and self._all_ready and self._in_training <= 0
+        last = self.points.closing and self._all_ready and self._in_training <= 0
         return bool(self._victims or self._trained) or self._flush_wanted > self._flush_done or last
 
     def _victims_first(self) -> bool:
@@ -238,10 +240,10 @@ class Pipeline(Generic[Payload]):
         return lambda: len(self._victims) < blocks
 
     def _ended(self) -> bool:
-        return self._closing
+        return self.points.closing
 
     def _until(self, what: str, ready: Callable[[], bool]) -> Wait:
-        return Wait(what, lambda: ready() or self._closing)
+        return Wait(what, lambda: ready() or self.points.closing)
 
     def _reached(self, point: str, iteration: int) -> Callable[[], bool]:
         return lambda: bool(getattr(self.points, point) >= iteration)

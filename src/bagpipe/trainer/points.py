@@ -12,3 +12,5 @@ class Points:
     updated: int = -1
     copied_out: int = -1
     acknowledged: int = -1
+    closing: bool = False
+    """Nothing is fetched any more."""
