@@ -182,39 +182,28 @@ def count_absent_by_numpy(
 
 
 @kernel
-def find_needed(
-    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s, slots: Int32s
-) -> int:
-    """The slots of rows of the window's batches `first` to `last`, each once; how many. The tables share slots.
-
-    `marks` has a number for each slot, which is `first` afterwards where it was found, and was not anywhere before.
-    """
+def mark_needed(
+    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s
+) -> None:
+    """Mark the slots of rows of the window's batches `first` to `last` with `first`. The tables share slots."""
     mask = begins.shape[1] - 1
-    found = 0
     for iteration in range(first, last + 1):
         column = iteration & mask
         for t in tables:
             for i in range(begins[t, column], begins[t + 1, column]):
-                slot = places[entries[i]] - 1
-                if slot >= 0 and marks[slot] != first:
-                    marks[slot] = first
-                    slots[found] = slot
-                    found += 1
-    return found
+                place = places[entries[i]]
+                if place > 0:
+                    marks[place - 1] = first
 
 
-def find_needed_by_numpy(
-    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s, slots: Int32s
-) -> int:
-    """Twin of `find_needed`."""
-    rows: list[int] = []
+def mark_needed_by_numpy(
+    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s
+) -> None:
+    """Twin of `mark_needed`."""
     for column in np.arange(first, last + 1) & (begins.shape[1] - 1):
         for t in tables:
-            rows += entries[begins[t, column] : begins[t + 1, column]].tolist()
-    found = list(dict.fromkeys(int(places[row]) - 1 for row in rows if places[row] > 0))
-    marks[found] = first
-    slots[: len(found)] = found
-    return len(found)
+            found = places[entries[begins[t, column] : begins[t + 1, column]]]
+            marks[found[found > 0] - 1] = first
 
 
 @kernel

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels.plan import KEEP
-from bagpipe.kernels.victims import NEVER, find_needed, lowest
+from bagpipe.kernels.victims import NEVER, lowest, mark_needed
 from bagpipe.oracle.parts import Part
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.slots import Group
@@ -74,8 +74,8 @@ class Needed(Protocol):
     def last(self, slots: Int32s) -> Int64s:
         """The iteration of the last batch read that needs each."""
 
-    def soon(self, iteration: int) -> Int32s:
-        """The slots whose tenants are needed by the batches right after an iteration; asked once for each."""
+    def soon(self, slots: Int32s, iteration: int) -> Flags:
+        """Whether one of the batches right after an iteration needs each."""
 
 
 class Needs:
@@ -84,7 +84,8 @@ class Needs:
     def __init__(self, group: Group, tenants: Tenants, window: Window, parts: Sequence[Part], ahead: int) -> None:
         self._group, self._tenants, self._window, self._ahead = group, tenants, window, ahead
         self._parts = [(part.rows, np.intersect1d(part.tables, group.tables)) for part in parts]
-        self._marks: Int32s = np.full(group.slots.capacity, -1, np.int32)
+        self._marks: Int32s = np.zeros(group.slots.capacity, np.int32)
+        """The last iteration whose batch, or one right behind it, was seen to need each slot's tenant."""
 
     @property
     def nbytes(self) -> int:
@@ -95,18 +96,13 @@ class Needs:
         """The iteration of the last batch read that needs each."""
         return self._tenants.last_reads(self._group.number, slots)
 
-    def soon(self, iteration: int) -> Int32s:
-        """Those of the next batch, and of the ones whose rows may be on their way while that trains."""
+    def soon(self, slots: Int32s, iteration: int) -> Flags:
+        """Whether the next batch needs each, or one whose rows may be on their way while that trains."""
         window, first = self._window, iteration + 1
         last = min(first + self._ahead, window.first + len(window) - 1)
-        columns = np.arange(first, last + 1) & window.mask
-        found = np.empty(int((window.begins[-1, columns] - window.begins[0, columns]).sum()), np.int32)
-        count = 0
         for rows, tables in self._parts:
-            count += find_needed(
-                tables, window.begins, first, last, window.entries, rows.places, self._marks, found[count:]
-            )
-        return found[:count]
+            mark_needed(tables, window.begins, first, last, window.entries, rows.places, self._marks)
+        return self._marks[slots] == first
 
 
 class LingeringSlots:
@@ -115,8 +111,6 @@ class LingeringSlots:
     def __init__(self, capacity: int) -> None:
         self._uses = Uses(capacity)
         self._lingers: Flags = np.zeros(capacity, np.bool_)
-        self._held: Flags = np.zeros(capacity, np.bool_)
-        """In `pop`: needed soon."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -125,7 +119,7 @@ class LingeringSlots:
     @property
     def nbytes(self) -> int:
         """Memory in use once every page is touched."""
-        return self._uses.nbytes + self._lingers.nbytes + self._held.nbytes
+        return self._uses.nbytes + self._lingers.nbytes
 
     def settle(self, slots: Int32s, lingering: Flags, iteration: int) -> None:
         """A batch has its rows in these slots: from now on those that are marked linger, and the others do not."""
@@ -154,10 +148,7 @@ class LingeringSlots:
             unseen, look, lacking = unseen - size, look - size, lacking - len(chosen[-1])
         over = np.concatenate([*passed, np.empty(0, np.int32)])
         if lacking > 0:
-            soon = needs.soon(iteration)
-            self._held[soon] = True
-            taken = _needed_latest(lacking, np.concatenate(until), self._held[over])
-            self._held[soon] = False
+            taken = _needed_latest(lacking, np.concatenate(until), needs.soon(over, iteration))
             chosen.append(over[taken])
             over = np.delete(over, taken)
         self._uses.push(over, iteration)
@@ -167,8 +158,8 @@ class LingeringSlots:
         return result
 
 
-def _needed_latest(count: int, until: Int64s, held: Flags) -> Int32s:
-    """The numbers of so many rows, held ones last; one that is needed more than once counts by the last time."""
+def _needed_latest(count: int, until: Int64s, soon: Flags) -> Int32s:
+    """The numbers of so many rows, those needed soon last; what is needed more than once counts by the last time."""
     taken = np.empty(count, np.int32)
-    lowest(NEVER - until + held * np.int64(NEVER), count, taken)
+    lowest(NEVER - until + soon * np.int64(NEVER), count, taken)
     return taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -278,22 +279,22 @@ def test_the_rows_of_two_plans_are_read_at_once_and_trained_in_order():
 def test_no_plan_is_read_before_the_rows_of_the_one_that_its_reader_had_are_in_their_slots(monkeypatch):
     """I5: what is on its way is bounded, however slow the insertions are."""
     under_way = most = 0
-    read, insert = Fetching.read, Pipeline._insert
+    read = Fetching.read
+
+    def gone(num_rows):
+        nonlocal under_way
+        under_way -= num_rows
 
     def reading(fetching, plan, parts, after):
         nonlocal under_way, most
-        rows = read(fetching, plan, parts, after)
-        under_way += sum(len(slots) for _, slots in rows)
+        fetched = read(fetching, plan, parts, after)
+        for rows, slots in fetched:
+            under_way += len(slots)
+            weakref.finalize(rows.values, gone, len(slots))
         most = max(most, under_way)
-        return rows
-
-    def inserting(pipeline, plan, fetched):
-        nonlocal under_way
-        insert(pipeline, plan, fetched)
-        under_way -= sum(len(slots) for _, slots in fetched)
+        return fetched
 
     monkeypatch.setattr(Fetching, "read", reading)
-    monkeypatch.setattr(Pipeline, "_insert", inserting)
     monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 2 * READERS)
     for seed in range(20):
         run(seed, "lookahead")
