@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+import bagpipe
 from bagpipe.cli.output import AsJson, errors, print_json, print_rows
 from bagpipe.errors import ConfigError
 
@@ -16,15 +20,14 @@ Quick = Annotated[bool, typer.Option(help="Small enough to try out; the figures 
 
 def bench(name: Name = None, list_all: List = False, quick: Quick = False, as_json: AsJson = False) -> None:
     """Measure one part of the system on this machine."""
-    from bagpipe.bench import MODULES, load
-
+    benchmarks = _load()
     if list_all:
-        rows = [{"name": each, "measures": load(each).summary} for each in MODULES]
+        rows = [{"name": each, "measures": benchmarks.load(each).summary} for each in benchmarks.MODULES]
         print_json(rows) if as_json else print_rows("benchmarks", rows)
         return
     if name is None:
-        raise ConfigError(f"name a benchmark: one of {', '.join(MODULES)}, or all")
-    reports = [_run(each, quick) for each in (MODULES if name == "all" else (name,))]
+        raise ConfigError(f"name a benchmark: one of {', '.join(benchmarks.MODULES)}, or all")
+    reports = [_run(benchmarks, each, quick) for each in (benchmarks.MODULES if name == "all" else (name,))]
     if as_json:
         print_json(reports[0] if name != "all" else reports)
         return
@@ -32,9 +35,20 @@ def bench(name: Name = None, list_all: List = False, quick: Quick = False, as_js
         print_rows(report["name"], report["results"])
 
 
-def _run(name: str, quick: bool) -> dict[str, Any]:
-    from bagpipe.bench import load, machine
+def _load() -> Any:
+    """The folder of benchmarks, which lies beside the package in a checkout and is not installed with it."""
+    root = Path(bagpipe.__file__).resolve().parents[2]
+    if not (root / "benchmarks" / "__init__.py").is_file():
+        raise ConfigError(
+            "the benchmarks are not installed with the package: they are in the folder benchmarks of the source tree; "
+            "run `make install` and `.venv/bin/bagpipe bench` there"
+        )
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    return importlib.import_module("benchmarks")
 
-    benchmark = load(name)
+
+def _run(benchmarks: Any, name: str, quick: bool) -> dict[str, Any]:
+    benchmark = benchmarks.load(name)
     errors.print(f"{name}: {benchmark.summary}")
-    return {"name": name, "machine": machine(), "results": benchmark.run(quick)}
+    return {"name": name, "machine": benchmarks.machine(), "results": benchmark.run(quick)}

@@ -102,7 +102,8 @@ class Needs:
         last = min(first + self._ahead, window.first + len(window) - 1)
         for rows, tables in self._parts:
             mark_needed(tables, window.begins, first, last, window.entries, rows.places, self._marks)
-        return self._marks[slots] == first
+        needed: Flags = self._marks[slots] == first
+        return needed
 
 
 class LingeringSlots:

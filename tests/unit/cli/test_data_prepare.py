@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bagpipe.bench.prepare import write_criteo
 from bagpipe.cli import main
 from bagpipe.data.prepare import job, progress
+from benchmarks.prepare import write_criteo
 from prepared import contents, write_raw
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"

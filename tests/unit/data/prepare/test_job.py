@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bagpipe.bench.prepare import write_criteo
 from bagpipe.data import Shards
 from bagpipe.data.prepare import job
 from bagpipe.data.prepare.job import prepare
 from bagpipe.data.prepare.options import Options
 from bagpipe.data.prepare.show import Shown
 from bagpipe.errors import ConfigError, DataError
+from benchmarks.prepare import write_criteo
 from prepared import contents, run, write_raw
 
 
@@ -304,7 +304,7 @@ def test_memory_stays_under_its_bound_when_vocabularies_do_not_fit(tmp_path):
         command = ["data", "prepare", "criteo", str(tmp_path / "train.txt"), str(destination), "--memory", memory]
         command += ["--shard-samples", "20000", "--numbering", "frequency", "--json"]
         ended = subprocess.run(
-            [sys.executable, "-m", "bagpipe.bench.prepare", *command],
+            [sys.executable, "-m", "benchmarks.prepare", *command],
             capture_output=True,
             text=True,
             timeout=250,

@@ -1,0 +1,88 @@
+"""Benchmarks by name; `bagpipe bench NAME` runs one and `--list` names them all.
+
+They lie beside the package and not in it: they need a checkout, and only their command loads them. A benchmark is a
+module of this folder that registers one function. Ratios come from runs interleaved in one process,
+because machines are noisy; the JSON always has `name`, `machine` and `results`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagpipe.errors import ConfigError
+
+Results = list[dict[str, Any]]
+
+# Processes that a benchmark starts run modules of this folder too, wherever they are started.
+_PATH = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if (_ROOT := str(Path(__file__).parents[1])) not in _PATH:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, *_PATH)))
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A named measurement."""
+
+    name: str
+    summary: str
+    run: Callable[[bool], Results]
+    """Takes `quick`: True makes it small enough for a test; figures are then not meaningful."""
+
+
+MODULES = (
+    "generator",
+    "reader",
+    "processors",
+    "oracle",
+    "sync",
+    "embedding",
+    "store",
+    "transport",
+    "servers",
+    "train",
+    "overlap",
+    "policies",
+    "trainers",
+    "checkpoint",
+    "terabyte",
+    "start",
+    "cluster",
+    "recovery",
+    "prepare",
+)
+
+
+def load(name: str) -> Benchmark:
+    """The benchmark of this name."""
+    if name not in MODULES:
+        raise ConfigError(f"there is no benchmark {name!r}: choose one of {', '.join(MODULES)}")
+    benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    assert isinstance(benchmark, Benchmark)
+    return benchmark
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,184 @@
+"""How fast the oracle turns ids into plans, on criteo-kaggle-like data: finding the unique ids is part of it.
+
+Variants of one comparison take turns in one process, a few iterations each, on the same batches; all are past the
+growth of their windows. Batches are made beforehand, more of them than the longest window, and fed in a loop. With
+several trainers plans are divided among them; cutting out all their parts is timed apart, each may do it for itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagpipe.data.generator import generated
+from bagpipe.data.presets import find_preset
+from bagpipe.oracle.batch import CutIds
+from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.tables import OracleTable
+from benchmarks import Benchmark, Results
+
+Ids = list[NDArray[np.int64]]
+
+PRESET = "criteo-kaggle-like"
+BATCH_SIZE = 16_384
+LOOKAHEAD = 200
+LOOKAHEADS = (5, 50, 200, 300)
+BATCH_SIZES = (2_048, 4_096, 8_192, 16_384)
+NUM_FEATURES = (6, 13, 26)
+NUM_BATCHES = 320
+CAPACITY = 4_000_000
+MOVE_COST = 1 / 48
+"""Of rows without optimizer state: with several trainers their owners change as often as can be."""
+TURN = 5
+"""Iterations of a variant before it is the next one's turn."""
+
+
+@dataclass
+class _Variant:
+    """One oracle with its endless data."""
+
+    labels: dict[str, Any]
+    oracle: Oracle
+    batches: Sequence[Ids]
+    batch_size: int
+    trainers: int = 1
+    seconds: list[float] = field(default_factory=list)
+    part_seconds: list[float] = field(default_factory=list)
+    """What cutting all trainers' parts out of a divided plan takes."""
+    num_rows: int = 0
+    num_fetched: int = 0
+    plan_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        plans = self.oracle.plans(self._endless())
+        tables = self.oracle.tables
+        costs = [MOVE_COST] * len(tables)
+        self.divisions = Partition(self.trainers, tables, self.oracle.capacity, move_costs=costs).plans(plans)
+        self.plans = plans
+
+    def _endless(self) -> Iterator[tuple[Ids | CutIds, None]]:
+        bounds = [rank * self.batch_size // self.trainers for rank in range(self.trainers + 1)]
+        cuts = np.tile(np.array(bounds, np.int64), (len(self.batches[0]), 1))
+        while True:
+            for ids in self.batches:
+                yield (CutIds(ids, cuts) if self.trainers > 1 else ids), None
+
+    def take_turn(self, iterations: int) -> None:
+        """Make some plans and keep the time."""
+        start = time.perf_counter()
+        if self.trainers == 1:
+            plans = [next(self.plans)[0] for _ in range(iterations)]
+            self.seconds.append((time.perf_counter() - start) / iterations)
+        else:
+            divisions = [next(self.divisions)[0] for _ in range(iterations)]
+            divided = time.perf_counter()
+            self.seconds.append((divided - start) / iterations)
+            for division in divisions:
+                for rank in range(self.trainers):
+                    division.part(rank, (0,) * self.trainers)
+            self.part_seconds.append((time.perf_counter() - divided) / iterations)
+            plans = [division.plan for division in divisions]
+        self.num_rows = sum(len(plan.rows) for plan in plans) // iterations
+        self.num_fetched = sum(len(plan.fetch) for plan in plans) // iterations
+        self.plan_bytes = sum(plan.nbytes for plan in plans) // iterations
+
+    def result(self, base: _Variant) -> dict[str, Any]:
+        """Median figures, and the time of a sample beside that of the base variant, turn by turn."""
+        ratios = [
+            (mine / self.batch_size) / (other / base.batch_size)
+            for mine, other in zip(self.seconds, base.seconds, strict=True)
+        ]
+        parts = np.array(self.part_seconds) / np.array(base.seconds[: len(self.part_seconds)])
+        return self.labels | {
+            "samples_per_second": self.batch_size / float(np.median(self.seconds)),
+            "samples_per_second_best": self.batch_size / min(self.seconds),
+            "ids_per_second": self.batch_size * len(self.batches[0]) / float(np.median(self.seconds)),
+            "time_ratio_to_first": float(np.median(ratios)),
+            **({"parts_time_ratio_to_first": float(np.median(parts))} if len(parts) else {}),
+            "unique_rows": self.num_rows,
+            "fetched_rows": self.num_fetched,
+            "plan_bytes": self.plan_bytes,
+            "memory_bytes": self.oracle.stats().memory_bytes,
+        }
+
+
+def run(quick: bool) -> Results:
+    """Threads, trainers, lookaheads, batch sizes, numbers of features, tables without arrays; about two minutes."""
+    rows, batches = _make_batches(quick)
+    lookahead = 8 if quick else LOOKAHEAD
+    results: Results = []
+    results += _measure("threads", {n: {"threads": n} for n in (1, 2)}, rows, batches, lookahead, quick)
+    results += _measure("trainers", {n: {"trainers": n} for n in (1, 8)}, rows, batches, lookahead, quick)
+    lookaheads = (2, 8) if quick else LOOKAHEADS
+    results += _measure("lookahead", {n: {"lookahead": n} for n in lookaheads}, rows, batches, lookahead, quick)
+    maps = {"arrays": {}, "mapped": {"rows_direct_max": 0}}
+    results += _measure("tables", maps, rows, batches, lookahead, quick)
+    shapes: dict[object, dict[str, Any]] = {size: {"batch_size": size} for size in BATCH_SIZES[:: 3 if quick else 1]}
+    results += _measure("batch_size", shapes, rows, batches, 8 if quick else 50, quick)
+    counts: dict[object, dict[str, Any]] = {count: {"num_features": count} for count in NUM_FEATURES}
+    return results + _measure("num_features", counts, rows, batches, 8 if quick else 50, quick)
+
+
+def _make_batches(quick: bool) -> tuple[list[int | None], list[Ids]]:
+    preset = find_preset(PRESET).scaled(0.01) if quick else find_preset(PRESET)
+    source = generated(preset, (12 if quick else NUM_BATCHES) * BATCH_SIZE)
+    names = [name for table in source.tables for name in table.features]
+    batches = [
+        [batch.sparse[name].values.numpy().reshape(-1) for name in names]
+        for batch in source.batches(BATCH_SIZE, workers=2)
+    ]
+    return [table.rows for table in source.tables], batches
+
+
+def _measure(
+    measure: str,
+    variants: Mapping[Any, dict[str, Any]],
+    rows: list[int | None],
+    batches: list[Ids],
+    lookahead: int,
+    quick: bool,
+) -> Results:
+    made = [
+        _make_variant({"measure": measure, measure: value}, dict(options), rows, batches, lookahead)
+        for value, options in variants.items()
+    ]
+    for variant in made:
+        window = variant.oracle.policy.target_max
+        variant.take_turn(window + 5)
+        variant.seconds.clear()
+        variant.part_seconds.clear()
+    for _ in range(2 if quick else 30):
+        for variant in made:
+            variant.take_turn(TURN)
+    for variant in made:
+        variant.oracle.close()
+    return [variant.result(made[0]) for variant in made]
+
+
+def _make_variant(
+    labels: dict[str, Any], options: dict[str, Any], rows: list[int | None], batches: list[Ids], lookahead: int
+) -> _Variant:
+    batch_size, num_features = options.pop("batch_size", BATCH_SIZE), options.pop("num_features", len(rows))
+    by_size = sorted(
+        range(len(rows)), key=lambda t: rows[t] or 0
+    )  # so that few features have their share of large tables
+    chosen = sorted(by_size[(feature + 1) * len(rows) // num_features - 1] for feature in range(num_features))
+    parts = [
+        [ids[t][start : start + batch_size] for t in chosen]
+        for ids in batches
+        for start in range(0, BATCH_SIZE, batch_size)
+    ]
+    tables = [OracleTable(f"table {t}", rows[t]) for t in chosen]
+    oracle = Oracle(tables, [CAPACITY], **{"lookahead": lookahead, "uses_ahead": 1, **options})
+    return _Variant(labels, oracle, parts, batch_size, options.get("trainers", 1))
+
+
+BENCHMARK = Benchmark(
+    "oracle", "from ids to plans: samples a second by threads, trainers, lookahead, batch size, features", run
+)

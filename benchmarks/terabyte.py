@@ -1,0 +1,181 @@
+"""Tables far larger than memory: `criteo-terabyte-like`, 882.8 M rows of 16 columns, on disk, within 6 GB of memory.
+
+Wide&Deep with SGD rows in a process of its own. Its memory is what it holds itself plus the page cache that its files
+take, measured from outside ten times a second. Where this process may make control groups with a memory limit, the
+kernel keeps the limit (`limited_by` is "cgroup"). Elsewhere it keeps it for anonymous memory only, less what the store
+may take of the page cache, which the store sees to itself ("rlimit").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bagpipe.api import accelerate
+from bagpipe.data import generated
+from bagpipe.errors import PipelineError
+from bagpipe.initial import Uniform
+from bagpipe.models import build_model
+from bagpipe.optim import SGD
+from bagpipe.store.mapped import RESIDENT_BYTES_MAX
+from benchmarks import Benchmark, Results
+
+PRESET = "criteo-terabyte-like"
+DIM = 16
+LR = 0.01
+CACHE = "256MB"
+LIMIT_BYTES = 6 * 10**9
+WARM_UP_ITERATIONS = 10
+POLL_S = 0.1
+ROWS_DIRECTORY = "rows"
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def run(quick: bool) -> Results:
+    """Train in a child process and watch it; about two minutes."""
+    batch_size, iterations = (256, WARM_UP_ITERATIONS + 2) if quick else (16_384, WARM_UP_ITERATIONS + 240)
+    with tempfile.TemporaryDirectory(prefix="bagpipe-terabyte-") as directory, _memory_group() as group:
+        command = [sys.executable, "-m", "benchmarks.terabyte", directory, str(batch_size), str(iterations)]
+        if group is not None:
+            command.append(str(group))
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603 - this module
+            try:
+                memory = _watch(child, Path(directory))
+                said = child.communicate()[0]
+            finally:
+                child.kill()
+        if child.returncode:
+            raise PipelineError(f"a process that should train within {LIMIT_BYTES:,} B ended with {child.returncode}")
+    limited_by = "rlimit" if group is None else "cgroup"
+    return [json.loads(said) | memory | {"limit_bytes": LIMIT_BYTES, "limited_by": limited_by}]
+
+
+def _watch(child: subprocess.Popen[str], directory: Path) -> dict[str, Any]:
+    """The most memory that the process and its files took at once, until it ends."""
+    peak, peak_resident, peak_cached = 0, 0, 0
+    while child.poll() is None:
+        resident = _resident_bytes(child.pid)
+        cached = sum(_cached_bytes(path) for path in (directory / ROWS_DIRECTORY).glob("*"))
+        peak, peak_resident, peak_cached = (
+            max(peak, resident + cached),
+            max(peak_resident, resident),
+            max(peak_cached, cached),
+        )
+        time.sleep(POLL_S)
+    return {
+        "peak_memory_bytes": peak,
+        "peak_resident_bytes": peak_resident,
+        "peak_page_cache_bytes": peak_cached,
+    }
+
+
+def _resident_bytes(process: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cached_bytes(path: Path) -> int:
+    """How much of a file is in the page cache, as the kernel tells."""
+    try:
+        view = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError):  # gone, or empty
+        return 0
+    pages = np.zeros(-(-len(view) // mmap.PAGESIZE), np.uint8)
+    failed = ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(view)), ctypes.c_void_p(pages.ctypes.data)
+    )
+    return 0 if failed else int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+@contextmanager
+def _memory_group() -> Iterator[Path | None]:
+    """A control group (version 2) below this process's own with the limit, if this process may make one."""
+    group: Path | None = None
+    try:
+        own = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::/")[2].strip()
+        parent = _GROUPS / own
+        if "memory" in (parent / "cgroup.subtree_control").read_text(encoding="ascii").split():
+            group = parent / f"bagpipe-bench-{os.getpid()}"
+            group.mkdir()
+            (group / "memory.swap.max").write_text("0", encoding="ascii")
+            (group / "memory.max").write_text(str(LIMIT_BYTES), encoding="ascii")
+    except OSError:
+        if group is not None:
+            with suppress(OSError):
+                group.rmdir()
+        group = None
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.rmdir()
+
+
+def _train(directory: Path, batch_size: int, iterations: int, group: Path | None) -> dict[str, Any]:
+    """What the child process does, under its limit."""
+    if group is None:
+        resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES - RESIDENT_BYTES_MAX,) * 2)
+    else:
+        (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+    data = generated(PRESET, batch_size * iterations)
+    model = build_model("wide_deep", data.tables, data.num_dense, DIM, "meta")
+    rows = SGD(LR)
+    batches = accelerate(
+        model, data.batches(batch_size), rows, cache=CACHE, store=directory / ROWS_DIRECTORY, tables=data.tables,
+        initial=lambda table: Uniform(0, table.name, DIM**-0.5),
+    )  # fmt: skip
+    dense = torch.optim.SGD(model.parameters(), lr=LR)
+    start, waited = 0.0, 0.0
+    with batches:
+        for number, batch in enumerate(batches):
+            if number == WARM_UP_ITERATIONS:
+                start, waited = time.perf_counter(), batches.stats()["stall_seconds"]
+            logits = model(batch.dense, batch.sparse)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+            dense.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            dense.step()
+            rows.step()
+    seconds = time.perf_counter() - start
+    stats = batches.stats()
+    touched = sum(batches.store.num_rows(table) for table in range(len(data.tables)))
+    batches.store.close()
+    return {
+        "table_rows": sum(table.rows or 0 for table in data.tables),
+        "table_bytes": sum(table.rows or 0 for table in data.tables) * DIM * 4,
+        "batch_size": batch_size,
+        "iterations": iterations,
+        "samples_per_second": batch_size * (iterations - WARM_UP_ITERATIONS) / seconds,
+        "hit_rate": stats["hit_rate"],
+        "stall_fraction": (stats["stall_seconds"] - waited) / seconds,
+        "lookahead": stats["lookahead"],
+        "cache_rows": stats["cache_rows"],
+        "rows_touched": touched,
+        "disk_bytes": sum(path.stat().st_blocks * 512 for path in (directory / ROWS_DIRECTORY).iterdir()),
+    }
+
+
+BENCHMARK = Benchmark("terabyte", "tables of 56 GB trained from disk within 6 GB of memory", run)
+
+if __name__ == "__main__":
+    place, size, count, *groups = sys.argv[1:]
+    found = _train(Path(place), int(size), int(count), Path(groups[0]) if groups else None)
+    sys.stdout.write(json.dumps(found) + "\n")

@@ -1,0 +1,49 @@
+"""What trainers exchange, counted small: designs relate as they must, whatever the data."""
+
+import pytest
+
+from bagpipe.oracle.assign import ASSIGNERS
+from bagpipe.oracle.partition import DESIGNS
+from benchmarks.sync import BENCHMARK, STATES, TRAINERS, VARIANTS, VECTOR_BYTES
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {(result["assign"], result["design"], result["row_optimizer"]): result for result in BENCHMARK.run(True)}
+
+
+def test_every_assignment_and_design_is_counted(results):
+    assert set(results) == {(assign, *variant) for assign in ASSIGNERS for variant in VARIANTS}
+
+
+@pytest.mark.parametrize("assign", ASSIGNERS)
+def test_designs_differ_as_they_must(results, assign):
+    owned, partitioned, replicated, lrpp = (results[assign, design, None] for design in DESIGNS)
+    assert replicated["rows"] == replicated["unique_rows"]
+    assert lrpp["rows"] < replicated["rows"]
+    assert lrpp["rows_critical"] == replicated["rows_critical"], "a row that the next iteration uses does not leave"
+    assert owned["bytes_a_trainer"] < partitioned["bytes_a_trainer"] < lrpp["bytes_a_trainer"]
+    for result in owned, partitioned, replicated, lrpp:
+        assert 0 < result["rows_critical"] <= result["rows"] <= result["unique_rows"]
+        assert 0 < result["bytes_a_trainer_critical"] <= result["bytes_a_trainer"]
+        assert result["bytes_by_iteration"]["8"] == result["bytes_a_trainer"]
+
+
+@pytest.mark.parametrize("assign", ASSIGNERS)
+def test_rows_that_change_their_owners_cost_less_the_less_state_they_have(results, assign):
+    of_states = [results[assign, "owned", optimizer] for optimizer in (*STATES, None)]
+    sent = [result["bytes_a_trainer"] for result in of_states]
+    assert sent == sorted(sent)
+    assert sent[0] < 0.9 * sent[-1]
+    assert [result["rows_moved"] > 0 for result in of_states] == [True, True, True, True, False]
+
+
+def test_a_replicated_row_costs_what_a_ring_sends(results):
+    result = results["contiguous", "replicated", None]
+    ring = 2 * (TRAINERS - 1) / TRAINERS * VECTOR_BYTES
+    assert result["bytes_a_trainer"] == pytest.approx(ring * result["rows"])
+    assert result["bytes_a_trainer_critical"] == pytest.approx(ring * result["rows_critical"])
+
+
+def test_placing_samples_by_their_rows_makes_fewer_of_them_change_hands(results):
+    assert results["aware", "owned", None]["rows"] < results["contiguous", "owned", None]["rows"]
