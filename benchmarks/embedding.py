@@ -2,8 +2,9 @@
 
 Batches of 16,384 samples of `criteo-kaggle-like`, 26 tables of 48 columns, the same gradients for all; every contestant
 starts from the same vectors, takes its turn batch by batch, and must end at the same vectors to float tolerance. Ids
-are taken modulo a million, so that the peers' whole tables fit small machines; the rows of a batch stay as many. Ours
-need a plan, which the oracle makes in the background: its time, on as many threads, is given apart and added. Run it on
+are taken modulo a million, so that the peers' whole tables fit small machines; the rows of a batch stay as many. All go
+through autograd; ours are the layers that `bagpipe.accelerate` leaves in a model, updated by `rows.step()`. They need a
+plan, which the oracle makes in the background, on one thread: its time is given apart and added. Run it on
 a machine that is otherwise idle: beside other work the peers' OpenMP threads lose far more than ours, and the ratios
 flatter us.
 """
@@ -14,24 +15,24 @@ import importlib.util
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
+import bagpipe
 from bagpipe.data.generator import Generated
 from bagpipe.data.presets import find_preset
 from bagpipe.initial import Uniform
-from bagpipe.kernels.bag import Bags, accumulate, pool
-from bagpipe.kernels.parallel import Workers
-from bagpipe.kernels.update import apply, first_not_finite
 from bagpipe.optim import SGD, Adagrad, RowOptimizer
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.tables import OracleTable
 from benchmarks import Benchmark, Results
+from benchmarks.idle import wait_until_idle
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -40,7 +41,6 @@ DIM = 48
 LOOKAHEAD = 100
 LR = 0.01
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-3, 1e-4
-BASE = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _work(size: Size) -> Work:
 
 
 def _compare(work: Work, optimizer: RowOptimizer) -> dict[str, Any]:
-    ours = Ours(work, optimizer)
+    ours, oracle = Ours(work, optimizer), Planning(work)
     contestants: dict[str, Contestant] = {"bagpipe": ours, "pytorch": PyTorch(work, optimizer)}
     missing = None
     if importlib.util.find_spec("fbgemm_gpu") is None:
@@ -123,8 +123,9 @@ def _compare(work: Work, optimizer: RowOptimizer) -> dict[str, Any]:
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     planning: list[float] = []
     for turn in range(work.size.rounds):
+        ours.take()
         start = time.perf_counter()
-        ours.plan(turn % work.size.batches)
+        oracle.plan(turn % work.size.batches)
         planning.append(time.perf_counter() - start)
         for name, contestant in contestants.items():
             start = time.perf_counter()
@@ -169,26 +170,78 @@ def _check_agreement(work: Work, contestants: dict[str, Contestant]) -> None:
             np.testing.assert_allclose(vectors, ours, RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE, err_msg=name)
 
 
+class Layers(nn.Module):
+    """One layer a table."""
+
+    def __init__(self, tables: Sequence[int]) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, DIM, mode="sum", device="meta") for rows in tables)
+
+
 class Ours:
-    """Kernels on a cache of rows, tables dealt to two threads, as the trainer uses them."""
+    """The layers of a model after `bagpipe.accelerate`, in the loop that people write; all rows of the batches fit."""
 
     def __init__(self, work: Work, optimizer: RowOptimizer) -> None:
-        self._work, self._optimizer, self._updates = work, optimizer, 0
-        self._workers = Workers(torch.get_num_threads())
-        width = DIM + optimizer.state_width((DIM,))
-        self._cache = np.zeros((work.size.cache_rows, width), np.float32)
-        free = iter(np.random.default_rng(0).permutation(work.size.cache_rows))
-        self._slot_of: list[dict[int, int]] = []
-        for table in range(len(work.tables)):
-            ids = np.unique(np.concatenate([batch[table] for batch in work.ids]))
-            slots = np.fromiter(free, np.int64, len(ids))
-            self._cache[slots, :DIM] = work.initial(table, ids)
-            self._slot_of.append(dict(zip(ids.tolist(), slots.tolist(), strict=True)))
-        self._plans = [[self._plan(table, ids) for table, ids in enumerate(batch)] for batch in work.ids]
-        rows = [max(len(batch[table][1]) for batch in self._plans) for table in range(len(work.tables))]
-        self._buffers = [np.empty((count, DIM), np.float32) for count in rows]
+        self._work, self._rows = work, type(optimizer)(LR)
+        self._names = [f"table_{table}" for table in range(len(work.tables))]
+        self._model = Layers(work.tables)
+        self._batches = bagpipe.accelerate(
+            self._model,
+            (self._batch(turn % work.size.batches) for turn in range(work.size.rounds)),
+            self._rows,
+            cache=work.size.cache_rows,
+            features={name: f"bags.{table}" for table, name in enumerate(self._names)},
+            initial=lambda table: Uniform(0, table.name.rpartition(".")[2], 0.1),
+        )
+        self._iterator = iter(self._batches)
+        self._given: Mapping[str, torch.Tensor] = {}
+        self._outputs: Sequence[torch.Tensor] = ()
+
+    def _batch(self, number: int) -> dict[str, torch.Tensor]:
+        """Tensors of its own each time, as loaders give them."""
+        return {
+            name: torch.from_numpy(ids.copy())[:, None]
+            for name, ids in zip(self._names, self._work.ids[number], strict=True)
+        }
+
+    def take(self) -> None:
+        """The next batch, whose rows are in the cache, and nothing runs in the background."""
+        self._given = next(self._iterator)
+        wait_until_idle(lambda: (0, 0))
+
+    def close(self) -> None:
+        """Write back, and end the threads."""
+        self._batches.close()
+        self._batches.store.close()
+
+    def forward(self, batch: int) -> None:  # noqa: ARG002
+        """Look the vectors of a batch up."""
+        self._outputs = self._look_up(self._given)
+
+    def _look_up(self, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [bag(given[name]) for bag, name in zip(self._model.bags, self._names, strict=True)]
+
+    def backward(self, batch: int) -> None:  # noqa: ARG002
+        """Bring the gradients into the rows."""
+        torch.autograd.backward(self._outputs, self._work.grads)
+        self._outputs = ()
+        self._rows.step()
+
+    def vectors(self, table: int, ids: Ids) -> Floats:
+        """The vectors of some rows, as trained."""
+        asked = self._batch(0) | {self._names[table]: torch.from_numpy(ids)[:, None]}
+        with torch.no_grad():
+            found = [self._look_up(given)[table].numpy() for given in self._batches.evaluate([asked])]
+        return found[0]
+
+
+class Planning:
+    """The oracle for the same batches, as it runs in the background: on one thread."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
         tables = [OracleTable(str(table), count) for table, count in enumerate(work.tables)]
-        self._oracle = Oracle(tables, [work.size.cache_rows], LOOKAHEAD, threads=self._workers.num_threads)
+        self._oracle = Oracle(tables, [work.size.cache_rows], LOOKAHEAD)
         for batch in range(LOOKAHEAD - 1):
             self._oracle.read(work.ids[batch % work.size.batches])
 
@@ -196,67 +249,6 @@ class Ours:
         """What the oracle does for each batch: read one more, plan the oldest."""
         self._oracle.read(self._work.ids[batch])
         self._oracle.emit()
-
-    def close(self) -> None:
-        """End the threads."""
-        self._workers.close()
-        self._oracle.close()
-
-    def _plan(self, table: int, ids: Ids) -> tuple[Bags, npt.NDArray[np.int32]]:
-        unique, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        order = np.argsort(first)  # plans number rows as they first occur
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        slots = np.array([self._slot_of[table][one] for one in unique[order].tolist()], np.int32)
-        return Bags((BASE + place[inverse])[:, None], BASE), slots
-
-    def forward(self, batch: int) -> None:
-        """Look the vectors of a batch up."""
-        self._outputs = []
-        for bags, slots in self._plans[batch]:
-            output = torch.empty(len(bags), DIM)
-            self._outputs.append(output)
-            self._pool(bags, slots, output.numpy())
-
-    def _pool(self, bags: Bags, slots: npt.NDArray[np.int32], out: Floats) -> None:
-        parts = self._workers.num_threads
-        edges = [len(bags) * part // parts for part in range(parts + 1)]
-        bad = [-1] * parts
-
-        def pool_part(part: int) -> None:
-            bad[part] = pool(self._cache, slots, bags, 0, out, edges[part], edges[part + 1])
-
-        self._workers.run([lambda part=part: pool_part(part) for part in range(parts)])  # type: ignore[misc]
-        assert max(bad) < 0, bad
-
-    def backward(self, batch: int) -> None:
-        """Bring the gradients into the rows: add up and check all tables, then update them."""
-        self._outputs = []
-        self._updates += 1
-        scalars, plans = self._optimizer.scalars(self._updates), self._plans[batch]
-        order = sorted(range(len(plans)), key=lambda table: -len(plans[table][1]))
-        bad = [-1] * len(plans)
-
-        def add(table: int) -> None:
-            bags, slots = plans[table]
-            buffer = self._buffers[table][: len(slots)]
-            buffer.fill(0)
-            accumulate(self._work.grads[table].numpy(), bags, buffer)
-            bad[table] = first_not_finite(buffer)
-
-        def update(table: int) -> None:
-            slots = plans[table][1]
-            apply(self._optimizer, self._cache, slots, self._buffers[table][: len(slots)], (DIM,), scalars)
-
-        self._workers.run([lambda table=table: add(table) for table in order])  # type: ignore[misc]
-        assert max(bad) < 0, bad
-        self._workers.run([lambda table=table: update(table) for table in order])  # type: ignore[misc]
-
-    def vectors(self, table: int, ids: Ids) -> Floats:
-        """The vectors of some rows, as trained."""
-        slots = [self._slot_of[table][one] for one in ids.tolist()]
-        vectors: Floats = self._cache[slots, :DIM]
-        return vectors
 
 
 class PyTorch:

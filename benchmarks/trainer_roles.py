@@ -1,7 +1,8 @@
 """What the processes of `bagpipe bench trainers` do: the embedding server, the oracle with the data, and each trainer.
 
-They are asked one thing at a time by the process that started them (`children.py`). One system is open at a time; it is
-closed, with its server's rows, before the next one begins from the same values.
+They are what `bagpipe launch` has, with the marks of its trainers and the journal of its server, so that a lost process
+could come back. The process that started them asks them one thing at a time (`children.py`). One system is open at a
+time; it is closed, with its server's rows, before the next one begins from the same values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bagpipe.allocator import keep_freed_memory
-from bagpipe.config import parse_config
+from bagpipe.config import RecoveryConfig, memory_bytes, parse_config
 from bagpipe.data import Generated, find_preset
 from bagpipe.job import Job, dense_optimizer
 from bagpipe.layout import RowLayout
@@ -36,6 +37,7 @@ from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.process_group import open_groups
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.trainer.sync import Groups, Peers
+from bagpipe.training import keep_job
 from bagpipe.types import Batch
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork
@@ -106,11 +108,16 @@ class ServerRole:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def open(self, run: str) -> str:
-        """A server without rows; its address."""
+    def open(self, run: str, directory: str) -> str:
+        """A server without rows, which keeps a journal and old values as that of a launch does; its address."""
         ready: Queue[Ready | None] = Queue()
         self._stop = stop = threading.Event()
-        options = ServerOptions(address=f"{self._host}:0", run=bytes.fromhex(run))
+        options = ServerOptions(
+            address=f"{self._host}:0",
+            run=bytes.fromhex(run),
+            journal=str(Path(directory) / f"journal-{run}"),
+            history_max=memory_bytes("recovery.history", RecoveryConfig().history),
+        )
 
         def work() -> None:
             try:
@@ -241,11 +248,14 @@ class TrainedSystem:
 
     def __init__(self, job: Job, plans: RemotePlans, store: Store, peers: Peers) -> None:
         self.losses: list[float] = []
-        self._model, binding, layouts = job.model()
+        made = job.model()
+        self._model, binding, layouts = made
         self._rows = layouts[0].optimizer
+        kept = keep_job(job, made, recover=True)
         self._batches = remote_batches(
-            self._model, binding, layouts, self._rows, plans, store, peers=peers, assign=job.config.assign
-        )
+            self._model, binding, layouts, self._rows, plans, store, peers=peers, assign=job.config.assign,
+            keeping=kept.keeping(store, peers.rank),
+        )  # fmt: skip
         self._dense = dense_optimizer(job.config.dense_optimizer)(list(self._model.parameters()))
 
     @cached_property

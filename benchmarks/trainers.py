@@ -237,7 +237,7 @@ class Ours:
         self._num_opened += 1
         run = os.urandom(16).hex()
         given: dict[str, Any] = {"model": self._model, "quick": self._size is QUICK, **system._asdict()}
-        (server,) = call(self._servers, "open", run=run)
+        (server,) = call(self._servers, "open", run=run, directory=self._directory)
         (oracle,) = call(self._planners, "open", run=run, **given)
         meeting = f"{self._meeting_host}:{PORT + self._num_opened}"
         given |= {"server": server, "oracle": oracle, "meeting": meeting, "directory": self._directory}
