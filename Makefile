@@ -1,39 +1,57 @@
-# The commands of this project; each installs what it needs into .venv first.
+# The commands of this project; each installs what it needs into .venv first. `make help` lists them.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n 2
+T      ?=
 
-.PHONY: install train test check format bench chaos clean
+.PHONY: help install train test fast net golden check format house bench chaos clean
+.DEFAULT_GOAL := help
 
-install: $(STAMP)
+help:  ## list these commands
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 17
+
+install: $(STAMP)  ## into .venv, with what development needs
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
 	touch $@
 
-train: install
+train: install  ## train DLRM on generated data, about a minute
 	$(BIN)/bagpipe train
 
-test: install
-	$(BIN)/python -m pytest -n 2 -m 'not long'
+test: install  ## all tests but the long ones; T=tests/unit/store for some of them
+	$(PYTEST) -m 'not long' --durations=15 $(T)
 
-check: install
+fast: install  ## the tests to run while writing: pure parts and contracts, under a minute
+	$(PYTEST) -m 'not long' -q $(FAST)
+
+net: install  ## what must hold whatever the inside looks like: public names, exactness, faults
+	$(PYTEST) -m 'not long' tests/net tests/exact tests/faults
+
+golden: install  ## compare digests with the release at which the redesign began; PART=1 for what CI runs
+	$(BIN)/python tests/golden/golden.py $(if $(PART),--part)
+
+check: install  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: install
+format: install  ## mend what the linter can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install  # with FBGEMM's kernels to compare with
+house: install  ## sizes, layers and cycles of the package, and lines by part
+	$(BIN)/python tools/house.py
+
+bench: install  ## all benchmarks, with FBGEMM's kernels to compare with
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[bench]'
 	$(BIN)/bagpipe bench all
 
-chaos: install
-	$(BIN)/python -m pytest -m long
+chaos: install  ## the long tests: many seeds, many kills, millions of lines
+	HYPOTHESIS_PROFILE=chaos $(BIN)/python -m pytest -m long
 
-clean:
+clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

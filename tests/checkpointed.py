@@ -10,9 +10,9 @@ from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.checkpoint.reading import load_rows
 from bagpipe.checkpoint.shards import write_rows
-from bagpipe.server.shards import servers_by_numpy
 from bagpipe.server.storage import Width
 from bagpipe.store.memory import MemoryStore
+from definitions.shards import define_servers
 
 WIDTHS = {"user": 5, "wörd": 3}
 TABLES = (
@@ -58,7 +58,7 @@ class _Snapshot:
     def iterate(self, table, since, rows_per_chunk):
         written = self.world.written[table]
         ids = np.array([key for key in written if since is None or written[key] > since], np.int64)
-        ids = ids[servers_by_numpy(table, ids, self.servers) == self.server]
+        ids = ids[define_servers(table, ids, self.servers) == self.server]
         width = list(WIDTHS.values())[table]
         values = np.array([np.frombuffer(self.world.rows[table][key], np.float32) for key in ids.tolist()], np.float32)
         values = values.reshape(-1, width)

@@ -58,7 +58,6 @@ class Execution:
         self.out = {
             "evict": [listed(plan.evict, self.groups) for plan in self.plans],
             "victims": [listed(plan.victims, self.groups) for plan in self.plans],
-            "flush": [listed(plan.flush, self.groups) for plan in self.plans],
         }
         self.store: dict[Row, tuple[int, ...]] = {}
         self.cache: dict[tuple[int, int], tuple[Row, tuple[int, ...]]] = {}
@@ -127,13 +126,13 @@ class Execution:
             case ["prefetched"]:
                 return x == self.num_prefetched and self._all_done("insert", x, len(plan.fetch))
             case ["train"]:
-                return x == self.num_trained < self.num_prefetched and self._is_open(x) and not self._has_pending(x)
+                return x == self.num_trained < self.num_prefetched and not self._has_pending(x)
             case ["update"]:
                 return x < self.num_trained
             case ["updated"]:
                 return x == self.num_updated and self._all_done("update", x, len(plan.rows))
             case ["copy", "victims"]:
-                return x == self.num_prefetched and self._is_open(x) and self._is_updated(plan.victims.evict_after)
+                return x == self.num_prefetched and self._is_updated(plan.victims.evict_after)
             case ["copy", _]:
                 return self._is_updated(x) if self.waits.updated else x < self.num_prefetched
             case ["write", kind]:
@@ -150,10 +149,6 @@ class Execution:
 
     def _is_updated(self, x: int) -> bool:
         return x < self.num_updated or not self.waits.updated
-
-    def _is_open(self, x: int) -> bool:
-        """No barrier before x is unfinished."""
-        return not any(len(plan.flush) for plan in self.plans[self.num_acknowledged : x])
 
     def _copied_out(self, x: int) -> bool:
         return self._all_done("copy evict", x, len(self.plans[x].evict))

@@ -15,8 +15,8 @@ from bagpipe.errors import PipelineError
 from bagpipe.failpoints import Faults, Killed, acting_as
 from bagpipe.oracle.outbox import DESCRIPTION, Outbox
 from bagpipe.trainer.stages import Wait
-from bagpipe.trainer.together import Together, _Loop
 from bagpipe.wire.simulated import SimulatedNetwork
+from harness.schedules import Together, _Loop
 
 
 @dataclass(eq=False)

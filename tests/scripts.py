@@ -13,10 +13,10 @@ from bagpipe.config import load_config
 from bagpipe.store import MemoryStore
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.views import shared_views
+from bagpipe.together import run_threads
 from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.stages import Threads
 from bagpipe.trainer.sync import Groups
-from bagpipe.trainer.together import run_threads
 
 DEADLINE_S = 60.0
 

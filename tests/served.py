@@ -11,11 +11,11 @@ from bagpipe.job import Job, prepare
 from bagpipe.oracle.service import OracleService
 from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
+from bagpipe.together import run_threads
 from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Threads
 from bagpipe.trainer.sync import Groups
-from bagpipe.trainer.together import run_threads
 from bagpipe.training import train_remote
 from bagpipe.wire.in_order import Patience
 from bagpipe.wire.simulated import SimulatedNetwork

@@ -24,8 +24,7 @@ from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
 from bagpipe.together import Trainers
 from bagpipe.trainer.batches import Batches, attach
-from bagpipe.trainer.stages import Seeded
-from bagpipe.trainer.together import Together
+from harness.schedules import Seeded, Together
 from support import OPTIMIZERS, TABLES, dense_sgd, initial
 
 DESIGNS = ("owned", "partitioned", "replicated", "lrpp")

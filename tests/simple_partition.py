@@ -68,7 +68,7 @@ class SimplePartition:
         ]
 
     def follow(self, plan: Plan) -> tuple[list[_Use], dict[str, list[Any]]]:
-        """How each row comes to its users; and who reads, evicts and flushes."""
+        """How each row comes to its users; and who reads and evicts."""
         assert plan.sharing is not None
         homes = plan.sharing.homes.tolist()
         who: dict[str, list[Any]] = {"victims": self.writers(plan.victims)}
@@ -91,7 +91,7 @@ class SimplePartition:
                 self.owner[place] = self.better_owner(plan, t, index, slot, users, holder)
             uses.append(_Use(t, index, row, slot, users, holder, self.owner[place], kind, self.freed[place]))
         who["takers"] = [self.takers(use) for use in uses if use.kind == "fetched"]
-        return uses, who | {"evict": self.writers(plan.evict), "flush": self.writers(plan.flush)}
+        return uses, who | {"evict": self.writers(plan.evict)}
 
     def better_owner(self, plan: Plan, table: int, index: int, slot: int, users: set[int], holder: int | None) -> Any:
         """The user for whom the next uses speak more than for the owner, by more than a move costs; or the owner."""
@@ -143,7 +143,6 @@ class SimplePartition:
             self.gradients(plan, uses[0], rank, False), self.values(uses[2] if self.delayed else [], rank, ("later",)),
             self.rows(plan.evict, drops["evict"]), self.rows(plan.victims, drops["victims"]),
         )  # fmt: skip
-        flush = [by == rank or bool(self.costs) for by in who["flush"]]
         whole = np.array([use.owner == rank for use in uses[0] if use.kind == "fetched"], bool)
         taken = [rank in takers for takers in who["takers"]]
         fetch, victims = self.rows(plan.fetch, taken), self.rows(plan.victims, [by == rank for by in who["victims"]])
@@ -156,7 +155,6 @@ class SimplePartition:
             ),
             evict=self.rows(plan.evict, [by == rank for by in who["evict"]]),
             victims=Victims(victims.ids, victims.slots, victims.bounds, plan.victims.evict_after),
-            flush=self.rows(plan.flush, flush),
             hits=sum(use.kind != "fetched" for use in mine), sharing=None, sync=sync,
         )  # fmt: skip
 

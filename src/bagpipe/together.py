@@ -6,15 +6,19 @@ Everything is as between processes, but that exchanges go through memory: the sa
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from bagpipe.cache import RowCache
 from bagpipe.config import Config, cache_size
+from bagpipe.errors import DeadlineError
 from bagpipe.joint_checker import Ledger
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
@@ -27,9 +31,8 @@ from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.divided import Divided, SharedPlans
 from bagpipe.trainer.keeping import Keeping
 from bagpipe.trainer.pipeline import DEPTH
-from bagpipe.trainer.stages import Driver, Threads
+from bagpipe.trainer.stages import DEADLINE_S, Driver, Threads
 from bagpipe.trainer.sync import Groups, Peers
-from bagpipe.trainer.together import run_threads
 from bagpipe.types import Batch
 
 Made = tuple[nn.Module, Binding, list[RowLayout]]
@@ -124,3 +127,75 @@ class Trainers:
 def divide_by(assigner: Assigner) -> Callable[[Batch], Sequence[tuple[Batch, int]]]:
     """Each trainer's part of a batch."""
     return lambda batch: [(part, len(part)) for part in assigner(batch).parts(batch)]
+
+
+class LoopThread(Generic[Result]):
+    """A training loop in a thread of its own, with as many threads for PyTorch as the caller has."""
+
+    def __init__(self, rank: int, function: Callable[[], Result]) -> None:
+        self.rank = rank
+        self.started = self.ended = False
+        self.error: BaseException | None = None
+        self.result: Result
+        self.thread = threading.Thread(target=self._run, name=f"bagpipe-trainer-{rank}", daemon=True)
+        self._function = function
+
+    def start(self, begin: Callable[[Any], bool], finished: Callable[[Any], None]) -> None:
+        """Start the thread, which calls `begin` first, goes on if that is True, and calls `finished` last."""
+        self._begin, self._finished = begin, finished
+        # A new thread takes the number that any thread was given last, not that of the thread that starts it.
+        self._torch_threads = torch.get_num_threads()
+        self.thread.start()
+        self.started = True
+
+    def _run(self) -> None:
+        try:
+            if self._begin(self):
+                torch.set_num_threads(self._torch_threads)
+                self.result = self._function()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended = True
+            self._finished(self)
+
+
+def run_threads(
+    functions: Sequence[Callable[[], Result]],
+    deadline_s: float = DEADLINE_S,
+    abort: Callable[[BaseException], None] = lambda _: None,
+) -> list[Result]:
+    """Run each function in a thread, with as many threads for PyTorch as the caller has; their results, by rank.
+
+    What one raises first is raised here, after `abort` was called with it, which is to make the waits of the others
+    raise (`Threads.abort`, a closed collective), and after all have ended, for which they have `deadline_s`.
+    """
+    ended: queue.SimpleQueue[LoopThread[Result]] = queue.SimpleQueue()
+    loops = [LoopThread(rank, function) for rank, function in enumerate(functions)]
+    try:
+        for loop in loops:
+            loop.start(lambda _: True, ended.put)
+        for _ in loops:
+            loop = ended.get()
+            if loop.error is not None:
+                raise loop.error
+    except BaseException as error:
+        try:
+            abort(error)
+        finally:
+            join_loops(loops, deadline_s, error)
+        raise
+    join_loops(loops, deadline_s, None)
+    return [loop.result for loop in loops]
+
+
+def join_loops(loops: Sequence[LoopThread[Any]], deadline_s: float, cause: BaseException | None) -> None:
+    """Wait until all have ended; DeadlineError if one does not."""
+    until = time.monotonic() + deadline_s
+    for loop in loops:
+        if loop.started:
+            loop.thread.join(max(0.0, until - time.monotonic()))
+    if stuck := [str(loop.rank) for loop in loops if loop.thread.is_alive()]:
+        raise DeadlineError(
+            f"trainers {', '.join(stuck)} did not end within {deadline_s:g} s after {type(cause).__name__}: {cause}"
+        ) from cause

@@ -10,7 +10,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bagpipe.api import accelerate
 from bagpipe.state import of_store
-from bagpipe.trainer.stages import Seeded, Threads
+from bagpipe.trainer.stages import Threads
+from harness.schedules import Seeded
 from support import (
     OPTIMIZERS,
     TABLES,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bagpipe.cache import RowCache
 from bagpipe.errors import BagpipeError
 from bagpipe.trainer.packing import Packing
-from bagpipe.trainer.together import LOOP
+from harness.schedules import LOOP
 from several import World, run
 from support import assert_identical, make_batches
 from trainer_events import train_with_events

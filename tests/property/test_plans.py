@@ -6,18 +6,16 @@ import itertools
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bagpipe.kernels import window_map
-from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
-from bagpipe.oracle.simple import KNOWN, SimpleOracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
 from bagpipe.policies.base import Policy
+from definitions.plain_oracle import KNOWN, SimpleOracle
 from plan_contract import Batches, check_contract, make_plans, run_in_several_orders
 from plan_execution import Corruption, Execution, Waits, any_order, delaying, preferring
 
@@ -34,7 +32,7 @@ def fields_of(plan: Plan) -> dict[str, object]:
         "slot_after": plan.fetch.slot_after.tolist(),
         "evict_after": plan.victims.evict_after,
     }
-    for name in ("rows", "fetch", "evict", "victims", "flush"):
+    for name in ("rows", "fetch", "evict", "victims"):
         rows = getattr(plan, name)
         fields[name] = (rows.ids.tolist(), rows.slots.tolist(), rows.bounds.tolist())
     return fields
@@ -140,25 +138,6 @@ def test_mapped_tables_and_threads_change_no_plan(short_memory: None, case: tupl
     assert_same(plans, make_plans(tables, capacity, batches, rows_direct_max=0, **options))
     assert_same(plans, make_plans(tables, capacity, batches, threads=2, **options))
     assert_same(plans, make_plans(tables, capacity, batches, threads=3, bytes_direct_max=12 * 30, **options))
-
-
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), barriers=st.sets(st.integers(0, 23)), seed=st.integers(0, 2**32))
-def test_flushes_in_between_lose_nothing(case: tuple, barriers: set[int], seed: int) -> None:
-    tables, capacity, batches, options = case
-    oracle = Oracle(tables, capacity, **options)
-    plans, waiting, source = [], 0, iter(batches)
-    left = len(batches)
-    while left:
-        while waiting < oracle.policy.target and (batch := next(source, None)) is not None:
-            oracle.read([np.array(ids, np.int64) for ids in batch])
-            waiting += 1
-        waiting -= 1
-        left -= 1
-        plans.append(oracle.emit(last=left == 0, flush=len(plans) in barriers))
-    groups = [table.group for table in tables]
-    check_contract(plans, groups, capacity, batches)
-    Execution(plans, groups).run(any_order(random.Random(seed)))
 
 
 def is_corrupted(batches: Batches, waits: Waits, schedule: object, **options: object) -> bool:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from bagpipe.trainer.together import LOOP
 from covering import pairwise
+from harness.schedules import LOOP
 from several import DESIGNS, World, run, run_alone
 from support import OPTIMIZERS, assert_identical, make_batches
 from trainer_events import train_with_events

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 import bagpipe
 from bagpipe.errors import BatchError, ModelError, ValueRangeError
 from bagpipe.trainer.pipeline import Pipeline
-from bagpipe.trainer.stages import Seeded, Threads, Wait
+from bagpipe.trainer.stages import Threads, Wait
+from harness.schedules import Seeded
 from twins import (
     assert_close,
     assert_same_bits,

@@ -14,6 +14,7 @@ from bagpipe.cache import RowCache, divide, group_by_width
 from bagpipe.config import Size
 from bagpipe.errors import CapacityError
 from bagpipe.kernels import move
+from definitions.move import define_gather, define_scatter
 
 
 def slots(*numbers):
@@ -74,11 +75,11 @@ def test_moving_rows_gives_what_its_twin_gives(columns):
     values = rng.random((9, columns), np.float32)
     moved, simple = np.full((2, 20, 7), np.float32(0.5))
     move.scatter(moved, at, values)
-    move.scatter_simple(simple, at, values)
+    define_scatter(simple, at, values)
     assert moved.tobytes() == simple.tobytes()
     out, expected = np.empty((2, 9, 7), np.float32)
     move.gather(moved, at, out)
-    move.gather_simple(simple, at, expected)
+    define_gather(simple, at, expected)
     assert out.tobytes() == expected.tobytes()
 
 

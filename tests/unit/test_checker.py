@@ -19,7 +19,8 @@ from bagpipe.oracle.row_list import RowList
 from bagpipe.trainer.fetching import Fetching
 from bagpipe.trainer.pipeline import Pipeline, Wait
 from bagpipe.trainer.source import LocalPlans
-from bagpipe.trainer.stages import Seeded, Threads
+from bagpipe.trainer.stages import Threads
+from harness.schedules import Seeded
 from twins import (
     loss_of,
     make_batches,

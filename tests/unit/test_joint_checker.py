@@ -12,7 +12,7 @@ from bagpipe.store.views import StoreView
 from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.sync import RowSync, Sum
-from bagpipe.trainer.together import Together
+from harness.schedules import Together
 from several import DESIGNS, Several, World
 from support import assert_identical, make_batches
 

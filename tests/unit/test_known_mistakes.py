@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 import bagpipe
 from bagpipe.errors import BatchError, PipelineError, ValueRangeError
-from bagpipe.trainer.stages import Seeded, Threads
+from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
+from harness.schedules import Seeded
 from twins import (
     assert_close,
     assert_same_bits,

@@ -17,8 +17,8 @@ from bagpipe.trainer import sync
 from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.sync import RowSync
-from bagpipe.trainer.together import Together
 from bagpipe.types import Batch, Ids
+from harness.schedules import Together
 from several import DESIGNS, Several, World, run, run_alone
 from support import assert_identical, make_batches
 

@@ -21,8 +21,8 @@ from bagpipe.errors import (
 )
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.packing import Packing
-from bagpipe.trainer.together import Together
 from bagpipe.types import Ids
+from harness.schedules import Together
 from several import DESIGNS, Several, World
 from support import make_batches
 

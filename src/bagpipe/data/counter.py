@@ -95,28 +95,3 @@ def mix_reference(words: UInts) -> UInts:
 def below_reference(words: UInts, limits: UInts | np.uint64) -> UInts:
     """`below` for arrays, in NumPy."""
     return ((words >> R32) * limits) >> R32
-
-
-def permute_reference(ranks: UInts, rows: np.uint64, side: np.uint64, key: np.uint64) -> UInts:
-    """`permute` for arrays, in NumPy."""
-    lefts = np.uint64(-(-int(rows) // int(side)))
-    done, pending = ranks.copy(), np.arange(len(ranks))
-    while len(pending):
-        left, right = np.divmod(done[pending], side)
-        turn = np.array([key])
-        for _ in range(FEISTEL_ROUNDS):
-            left = (left + below_reference(mix_reference(turn + right * GOLDEN), lefts)) % lefts
-            turn += LANE
-            right = (right + below_reference(mix_reference(turn + left * GOLDEN), side)) % side
-            turn += LANE
-        done[pending] = left * side + right
-        pending = pending[done[pending] >= rows]
-    return done
-
-
-def shuffle_reference(words: NDArray[np.int64], key: np.uint64) -> None:
-    """`shuffle` in NumPy."""
-    places = np.arange(len(words), dtype=np.uint64)
-    others = below_reference(mix_reference(key + places * GOLDEN), places + ONE).tolist()
-    for last in range(len(words) - 1, 0, -1):
-        words[last], words[others[last]] = words[others[last]], words[last]

@@ -17,11 +17,8 @@ from bagpipe.data.counter import (
     ONE,
     R32,
     below,
-    below_reference,
     mix,
-    mix_reference,
     permute,
-    permute_reference,
 )
 from bagpipe.kernels import kernel
 
@@ -147,76 +144,8 @@ def add_effects(ids: Ints, offsets: Ints, weights: Floats, key: np.uint64, facto
         score[i] += (total * factors[offsets[i + 1] - offsets[i]]) >> 24
 
 
-def bell_reference(words: UInts) -> Ints:
-    """`bell` for arrays, in NumPy."""
-    parts = (words & HALF_WORD) + ((words >> R16) & HALF_WORD) + ((words >> R32) & HALF_WORD) + (words >> R48)
-    numbers: Ints = parts.astype(np.int64) - BELL_MEAN
-    return numbers
-
-
-def drifted_reference(ranks: UInts, days: Ints, law: Law) -> UInts:
-    """`drifted` for arrays, in NumPy."""
-    size = law.first[-1]
-    for day, pivot in enumerate(law.pivots, start=1):
-        partners = ((pivot >> R32) % size + size - ranks) % size
-        pairs = np.minimum(ranks, partners)
-        moves = (days >= day) & ((mix_reference(pivot + pairs * GOLDEN) >> R32) < law.drift)
-        ranks = np.where(moves, partners, ranks)
-    return ranks
-
-
 def _flat(counters: Ints, offsets: Ints) -> tuple[UInts, UInts]:
     """The counter of each id, and its place in its bag."""
     lengths = np.diff(offsets)
     places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     return np.repeat(counters, lengths).astype(np.uint64), places.astype(np.uint64)
-
-
-def draw_ids_reference(counters: Ints, offsets: Ints, law: Law, ids: Ints) -> None:
-    """`draw_ids` in NumPy."""
-    counter, places = _flat(counters, offsets)
-    streams = law.key + places * LANE
-    words = mix_reference((streams ^ BURST) + counter * GOLDEN)
-    back = ONE + (((words & LOW) * law.burst_samples) >> R32)
-    repeats = ((words >> R32) < law.burst) & (back <= counter)
-    counter[repeats] -= back[repeats]
-    words = mix_reference(streams + counter * GOLDEN)
-    buckets = below_reference(words, np.uint64(len(law.keep))).astype(np.int64)
-    buckets = np.where((words & LOW) >= law.keep[buckets], law.other[buckets], buckets)
-    widths = law.first[buckets + 1] - law.first[buckets]
-    ranks = law.first[buckets] + below_reference(mix_reference(words), widths)
-    if law.drift:
-        ranks = drifted_reference(ranks, counter.astype(np.int64) // law.day_samples, law)
-    if law.rows:
-        ids[:] = permute_reference(ranks, law.rows, law.side, law.table_key).astype(np.int64)
-    else:
-        ids[:] = mix_reference(law.table_key + ranks * GOLDEN).astype(np.int64)
-
-
-def draw_weights_reference(counters: Ints, offsets: Ints, key: np.uint64, weights: Floats) -> None:
-    """`draw_weights` in NumPy."""
-    counter, places = _flat(counters, offsets)
-    words = mix_reference(key + places * LANE + counter * GOLDEN)
-    weights[:] = ((words >> np.uint64(55)) + ONE).astype(np.float32) / np.float32(WEIGHT_STEPS)
-
-
-def draw_dense_reference(counters: Ints, keys: UInts, factors: Ints, dense: Floats, score: Ints) -> None:
-    """`draw_dense` in NumPy."""
-    numbers = bell_reference(mix_reference(keys + (counters.astype(np.uint64) * GOLDEN)[:, None]))
-    dense[:] = numbers.astype(np.float32) * np.float32(1 / BELL_DEVIATION)
-    score += numbers @ factors
-
-
-def add_effects_reference(
-    ids: Ints, offsets: Ints, weights: Floats, key: np.uint64, factors: Ints, score: Ints
-) -> None:
-    """`add_effects` in NumPy."""
-    lengths = np.diff(offsets)
-    steps = (weights * np.float32(WEIGHT_STEPS)).astype(np.int64) if len(weights) else WEIGHT_STEPS
-    totals = np.zeros(len(score), dtype=np.int64)
-    np.add.at(
-        totals,
-        np.repeat(np.arange(len(score)), lengths),
-        steps * bell_reference(mix_reference(key + ids.astype(np.uint64) * GOLDEN)),
-    )
-    score += (totals * factors[lengths]) >> 24

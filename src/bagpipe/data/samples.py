@@ -97,9 +97,3 @@ def copy_places(values: NDArray[Any], places: Ints, width: int, out: NDArray[Any
     for i in range(len(places)):
         for j in range(width):
             out[slots[i] * width + j] = values[places[i] * width + j]
-
-
-def copy_places_reference(values: NDArray[Any], places: Ints, width: int, out: NDArray[Any], slots: Ints) -> None:
-    """`copy_places` in NumPy."""
-    steps = np.arange(width)
-    out[(slots[:, None] * width + steps).ravel()] = values[(places[:, None] * width + steps).ravel()]

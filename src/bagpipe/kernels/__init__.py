@@ -1,6 +1,7 @@
-"""The hot loops: serial Numba functions that release the GIL, each beside a plain NumPy twin that tests compare it to.
+"""The hot loops: serial Numba functions that release the GIL; tests compare each with its plain definition in NumPy.
 
-Without fastmath Numba neither fuses nor reorders float operations, so a kernel and its twin give the same bits (I1).
+The definition stands beside a kernel that trains, where it says what its bits are, and otherwise in tests/definitions.
+Without fastmath Numba neither fuses nor reorders float operations, so both give the same bits (I1).
 Nothing here uses Numba's own threads: its default threading layer aborts when two Python threads enter it.
 """
 
@@ -16,18 +17,20 @@ from numba.core import event
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
+_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "fastmath": False, "error_model": "numpy"}
+"""A division by zero is inf or NaN, as in NumPy."""
 SILENT_SECONDS = 1.0
 """Compiling that takes longer than this is explained, once a process."""
 
 
 def kernel(function: Function) -> Function:
     """Compile a function at its first call, cached on disk, free of the GIL."""
-    return cast(Function, njit(nogil=True, cache=True, fastmath=False, boundscheck=False)(function))
+    return cast(Function, njit(**_OPTIONS, boundscheck=False)(function))
 
 
 def inlined(function: Function) -> Function:
     """Compile a function that kernels call, inlined into each of them."""
-    return cast(Function, njit(nogil=True, cache=True, fastmath=False, inline="always")(function))
+    return cast(Function, njit(**_OPTIONS, inline="always")(function))
 
 
 class Announcer(event.Listener):  # type: ignore[misc, unused-ignore]

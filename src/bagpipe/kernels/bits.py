@@ -97,14 +97,10 @@ def unpack_bits(words: Words, bounds: Int64s, rising: bool, mask: Any, widths: I
     return int(held)
 
 
-@kernel
 def first_outside(numbers: Numbers, bounds: Int64s, ends: Int64s) -> int:
     """The first number that is negative, or not less than its segment's end; -1: there is none."""
-    for s in range(bounds.shape[0] - 1):
-        for i in range(bounds[s], bounds[s + 1]):
-            if numbers[index(i)] < 0 or numbers[index(i)] >= ends[s]:
-                return i
-    return -1
+    wrong = (numbers < 0) | (numbers >= np.repeat(ends, np.diff(bounds)))
+    return int(wrong.argmax()) if wrong.any() else -1
 
 
 @kernel
@@ -117,53 +113,6 @@ def flag_chosen(numbers: Numbers, bounds: Int64s, chosen: Numbers, chosen_bounds
             flags[index(i)] = k < chosen_bounds[s + 1] and chosen[index(k)] == numbers[index(i)]
             k += flags[index(i)]
         every &= k == chosen_bounds[s + 1]
-    return every
-
-
-def find_widths_simple(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any, widths: Int64s) -> None:
-    """Twin of `find_widths`."""
-    for s, parts in enumerate(_parts(numbers, bounds, rising, mask)):
-        widths[s] = max((max(part.bit_length(), 1) for part in parts), default=0)
-
-
-def pack_bits_simple(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any, widths: Int64s, words: Words) -> None:
-    """Twin of `pack_bits`."""
-    everything = position = 0
-    for s, parts in enumerate(_parts(numbers, bounds, rising, mask)):
-        for part in parts:
-            everything |= part << position
-            position += int(widths[s])
-    words[:] = np.frombuffer(everything.to_bytes(4 * len(words), "little"), "<u4")
-
-
-def unpack_bits_simple(words: Words, bounds: Int64s, rising: bool, mask: Any, widths: Int64s, numbers: Numbers) -> int:
-    """Twin of `unpack_bits`."""
-    everything = int.from_bytes(words.astype("<u4").tobytes(), "little")
-    unsigned = numbers.view(f"u{numbers.dtype.itemsize}")
-    for s, width in enumerate(widths.tolist()):
-        last = 0
-        for i in range(bounds[s], bounds[s + 1]):
-            unsigned[i] = (everything % 2**width + last) & int(mask)
-            last = int(unsigned[i]) if rising else 0
-            everything >>= width
-    return everything
-
-
-def first_outside_simple(numbers: Numbers, bounds: Int64s, ends: Int64s) -> int:
-    """Twin of `first_outside`."""
-    wrong = np.flatnonzero((numbers < 0) | (numbers >= np.repeat(ends, np.diff(bounds))))
-    return int(wrong[0]) if len(wrong) else -1
-
-
-def flag_chosen_simple(numbers: Numbers, bounds: Int64s, chosen: Numbers, chosen_bounds: Int64s, flags: Any) -> bool:
-    """Twin of `flag_chosen`."""
-    every = True
-    for s in range(len(bounds) - 1):
-        left = chosen[chosen_bounds[s] : chosen_bounds[s + 1]].tolist()
-        for i in range(bounds[s], bounds[s + 1]):
-            flags[i] = left[:1] == [numbers[i]]
-            left = left[1:] if flags[i] else left
-        every &= not left
     return every
 
 

@@ -227,15 +227,6 @@ def read_integers(data: Bytes, starts: Ints, lengths: Ints, integers: NDArray[np
             integers[i] = -np.int64(number) if negative else np.int64(number)
 
 
-def read_integer_reference(cell: bytes) -> tuple[int, int]:
-    """`read_integers` of one cell, in plain Python."""
-    if not cell:
-        return 0, MISSING
-    if not re.fullmatch(rb"[+-]?[0-9]+", cell) or not -(2**63) <= int(cell) < 2**63:
-        return 0, WRONG
-    return int(cell), GOOD
-
-
 @kernel
 def gather(data: Bytes, starts: Ints, offsets: Ints, out: Bytes) -> None:
     """Copy cells one after the other: cell i to out[offsets[i]:offsets[i + 1]]. About 8 ns for 8 bytes.
@@ -252,12 +243,6 @@ def gather(data: Bytes, starts: Ints, offsets: Ints, out: Bytes) -> None:
             out[to] = data[start]
             to += 1
             start += 1
-
-
-def gather_reference(data: Bytes, starts: Ints, offsets: Ints, out: Bytes) -> None:
-    """`gather` in NumPy."""
-    for start, to, end in zip(starts, offsets[:-1], offsets[1:], strict=True):
-        out[to:end] = data[start : start + end - to]
 
 
 @kernel

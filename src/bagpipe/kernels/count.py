@@ -55,53 +55,15 @@ def count_accesses(
             words[position, LAST] = sample + 1
 
 
-def count_accesses_by_numpy(
-    positions: Int64s, offsets: Int64s, first: int, words: Int64s, sizes: Int64s, stops: Int64s, unique: Int64s
-) -> None:
-    """Twin of `count_accesses`."""
-    samples = first + np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    positions, samples = positions[positions >= 0], samples[positions >= 0]
-    last = words[positions, LAST]
-    order = np.argsort(positions, kind="stable")
-    again = np.flatnonzero(np.diff(positions[order]) == 0)
-    last[order[again + 1]] = samples[order[again]] + 1
-    for j, (size, stop) in enumerate(zip(sizes, stops, strict=True)):
-        unique[j] += np.count_nonzero((last <= samples - samples % size) & (samples < stop))
-    np.add.at(words[:, TODAY], positions, 1)
-    np.maximum.at(words[:, LAST], positions, samples + 1)
-
-
-@kernel
 def count_rows(words: Int64s, column: int, rows: Int64s) -> int:
     """Add to rows[c] the number of rows with c > 0 accesses; how many have more than fit there."""
-    num_beyond = 0
-    for i in range(words.shape[0]):
-        count = words[i, column]
-        if count >= rows.shape[0]:
-            num_beyond += 1
-        elif count > 0:
-            rows[count] += 1
-    return num_beyond
-
-
-def count_rows_by_numpy(words: Int64s, column: int, rows: Int64s) -> int:
-    """Twin of `count_rows`."""
     counts = words[:, column]
-    fitting = counts[(counts > 0) & (counts < len(rows))]
-    rows += np.bincount(fitting, minlength=len(rows))
-    return int((counts >= len(rows)).sum())
+    rows += np.bincount(counts[(counts > 0) & (counts < len(rows))], minlength=len(rows))
+    return int(np.count_nonzero(counts >= len(rows)))
 
 
-@kernel
 def set_levels(words: Int64s, counts: Int64s) -> None:
     """Note for each row which of these ascending counts is today's, as 1, 2, ...; 0: not used."""
-    for i in range(words.shape[0]):
-        if words[i, TODAY] > 0:
-            words[i, LEVEL] = 2 * (np.searchsorted(counts, words[i, TODAY]) + 1)
-
-
-def set_levels_by_numpy(words: Int64s, counts: Int64s) -> None:
-    """Twin of `set_levels`."""
     used = words[:, TODAY] > 0
     words[used, LEVEL] = 2 * (np.searchsorted(counts, words[used, TODAY]) + 1)
 
@@ -129,16 +91,3 @@ def close_day(words: Int64s, by_level: Int64s, sums: Int64s, is_day: bool) -> No
         by_level[level >> 1] += count
         words[i, TODAY] = 0
         words[i, TOTAL] += count
-
-
-def close_day_by_numpy(words: Int64s, by_level: Int64s, sums: Int64s, is_day: bool) -> None:
-    """Twin of `close_day`."""
-    today, levels = words[:, TODAY].copy(), words[:, LEVEL].copy()
-    used, again = today > 0, (today > 0) & (levels & 1 == 1)
-    new = used & (words[:, TOTAL] == 0)
-    sums += [today.sum(), used.sum(), new.sum(), again.sum(), today[again].sum()]
-    np.add.at(by_level, levels[used] >> 1, today[used])
-    words[:, TOTAL] += today
-    words[:, TODAY] = 0
-    if is_day:
-        words[:, LEVEL] = levels & ~1 | used

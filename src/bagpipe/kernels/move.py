@@ -9,10 +9,10 @@ from bagpipe.kernels import kernel
 
 @kernel
 def gather(cache: Any, slots: Any, rows: Any) -> None:
-    """rows[i] = cache[slots[i]]."""
+    """rows[i] = cache[slots[i]]; where `rows` has fewer columns, the first ones."""
     for i in range(slots.size):
         slot = slots[i]
-        for column in range(cache.shape[1]):
+        for column in range(rows.shape[1]):
             rows[i, column] = cache[slot, column]
 
 
@@ -23,13 +23,3 @@ def scatter(cache: Any, slots: Any, rows: Any) -> None:
         slot = slots[i]
         for column in range(rows.shape[1]):
             cache[slot, column] = rows[i, column]
-
-
-def gather_simple(cache: Any, slots: Any, rows: Any) -> None:
-    """The twin of `gather`."""
-    rows[:] = cache[slots]
-
-
-def scatter_simple(cache: Any, slots: Any, rows: Any) -> None:
-    """The twin of `scatter`."""
-    cache[slots, : rows.shape[1]] = rows

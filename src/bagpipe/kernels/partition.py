@@ -68,31 +68,8 @@ def better_owner(holder: int, users: Any, after: Any, later: Any, cost: float, n
     return one_of(equals, number) if equals else holder
 
 
-def better_owner_simple(holder: int, users: int, after: int, later: int, cost: float, number: int) -> int:
-    """Twin of `better_owner`."""
-    uses = (after,) if cost < SHORT else (after, later)
-
-    def worth(rank: int) -> int:
-        return (users >> rank & 1) + 2 * sum(int(use) >> rank & 1 for use in uses)
-
-    others = [rank for rank in range(64) if users >> rank & 1 and rank != holder and worth(rank) - worth(holder) > cost]
-    most = max(map(worth, others), default=0)
-    equals = [rank for rank in others if worth(rank) == most]
-    return equals[number % len(equals)] if equals else holder
-
-
-@kernel
 def mark_leaving(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s) -> None:
     """Mark the rows that a plan evicts."""
-    for t in range(bounds.shape[0] - 1):
-        last = bounds[t + 1] - 1
-        for i in range(bounds[t], bounds[t + 1]):
-            prefetch(state, bases[t] + slots[min(i + FAR, last)])
-            state[index(bases[t] + slots[i])] |= LEAVES
-
-
-def mark_leaving_by_numpy(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s) -> None:
-    """Twin of `mark_leaving`."""
     state[_places(bounds, slots, bases)] |= LEAVES
 
 
@@ -167,78 +144,15 @@ def follow(
     return met
 
 
-def follow_by_numpy(
-    bounds: Int64s,
-    slots: Int32s,
-    users: Masks,
-    next_users: Masks,
-    later_users: Masks,
-    before: Int32s,
-    bounds_before: Int64s,
-    fetch_bounds: Int64s,
-    fetch_slots: Int32s,
-    fetch_freed: Int32s,
-    homes: Ranks,
-    bits: Masks,
-    users_read: bool,
-    costs: Costs,
-    bases: Int64s,
-    state: Int64s,
-    holders: Ranks,
-    owners: Ranks,
-    kinds: Ranks,
-    freed: Int32s,
-    phases_before: Ranks,
-    takers: Masks,
-) -> int:
-    """Twin of `follow`."""
-    places, fetched_places = _places(bounds, slots, bases), _places(fetch_bounds, fetch_slots, bases)
-    fetched = np.isin(places, fetched_places)
-    assert np.array_equal(places[fetched], fetched_places), "the twin knows no other order"
-    words = state[places]
-    words[fetched] = (fetch_freed.astype(np.int64) << HALF) | (words[fetched] & LEAVES) | (homes + 1)
-    single = users & (users - users.dtype.type(1)) == 0
-    own = single & (words & LEAVES != 0)
-    words[own] = (words[own] & ~OWNER) | (np.log2(users[own].astype(np.float64)).astype(np.int64) + 1)
-    holders[:] = (words & OWNER) - 1
-    table = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    for i in np.flatnonzero(~fetched & (costs[table] < NEVER)).tolist():
-        mine, after, later = (int(part[i]) for part in (users, next_users, later_users))
-        owner = better_owner_simple(int(holders[i]), mine, after, later, float(costs[table[i]]), int(slots[i]))
-        words[i] = (words[i] & ~OWNER) | (owner + 1)
-    state[places] = words
-    owners[:], freed[:] = (words & OWNER) - 1, words >> HALF
-    kinds[:] = np.where(fetched, FETCHED, np.where(before >= 0, NEXT, LATER))
-    begins = np.repeat(bounds_before[:-1], np.diff(bounds))
-    phases_before[(begins + before)[kinds == NEXT]] = NOW
-    takers[:] = bits[owners[fetched]] | (users[fetched] * users.dtype.type(users_read))
-    return int(fetched.sum())
-
-
-@kernel
-def writers_of(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s, trainers: int, writers: Ranks) -> None:
+def writers_of(bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s, trainers: int) -> Ranks:
     """The trainers that write rows of the cache to the store: their owners, or what the slot says if all have them.
 
     They are no longer marked.
     """
-    for t in range(bounds.shape[0] - 1):
-        last = bounds[t + 1] - 1
-        for i in range(bounds[t], bounds[t + 1]):
-            prefetch(state, bases[t] + slots[min(i + FAR, last)])
-            place = index(bases[t] + slots[i])
-            owner = (state[place] & OWNER) - 1
-            writers[i] = slots[i] % trainers if owner == SHARED else owner
-            state[place] &= ~LEAVES
-
-
-def writers_of_by_numpy(
-    bounds: Int64s, slots: Int32s, bases: Int64s, state: Int64s, trainers: int, writers: Ranks
-) -> None:
-    """Twin of `writers_of`."""
     places = _places(bounds, slots, bases)
     owners = (state[places] & OWNER) - 1
-    writers[:] = np.where(owners == SHARED, slots % trainers, owners)
     state[places] &= ~LEAVES
+    return np.where(owners == SHARED, slots % trainers, owners).astype(np.int8)
 
 
 def _places(bounds: Int64s, slots: Int32s, bases: Int64s) -> Int64s:

@@ -54,5 +54,4 @@ def _sum_parts(parts: Floats, sums: Floats, total: Any, divided: bool) -> None:
         one = np.float32(0.0)
         for rank in range(parts.shape[0]):
             one += parts[rank, i]
-        # Not `/`, which raises where the divisor is 0; this gives inf or NaN, as the lanes do.
-        sums[0, i] = np.divide(one, total) if divided else one
+        sums[0, i] = one / total if divided else one

@@ -12,14 +12,13 @@ bytes never have the same key; two others do with probability 2^-64, and also th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from bagpipe.data.counter import GOLDEN, LANE, R32, mix, mix_reference
+from bagpipe.data.counter import GOLDEN, LANE, R32, mix
 from bagpipe.kernels import kernel
 
 Bytes = NDArray[np.uint8]
@@ -91,17 +90,3 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def hash_texts_reference(texts: Iterable[bytes | None]) -> tuple[Keys, Checks]:
-    """`hash_texts` in NumPy, text by text."""
-    keys, checks = [], []
-    for text in texts:
-        length = np.full(1, 0 if text is None else len(text), np.uint64)
-        key, check = length * GOLDEN, length * LANE
-        padded = b"" if text is None else text + bytes(-len(text) % _WORD)
-        for word in np.frombuffer(padded, "<u8"):
-            key, check = mix_reference(key ^ word), mix_reference(check + word)
-        keys.append(key[0])
-        checks.append(check[0] >> R32)
-    return np.array(keys, np.uint64), np.array(checks, np.uint32)

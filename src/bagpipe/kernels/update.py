@@ -88,12 +88,6 @@ def first_not_finite(grads: Floats) -> int:
     return int(_first_not_finite(grads.view(np.int32)))
 
 
-def first_not_finite_numpy(grads: Floats) -> int:
-    """The definition of `first_not_finite`."""
-    bad = np.flatnonzero(~np.isfinite(grads).all(axis=1))
-    return int(bad[0]) if bad.size else -1
-
-
 def scale(grads: Floats, factor: np.float32) -> None:
     """Multiply in place by one float32: a clipping factor, or a trainer's number of samples."""
     with np.errstate(all="ignore"):

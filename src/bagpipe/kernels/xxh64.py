@@ -41,12 +41,6 @@ def _mix_stripes(lanes: Words, words: Words) -> None:
     lanes[0], lanes[1], lanes[2], lanes[3] = a, b, c, d
 
 
-def mix_stripes_by_integers(lanes: Words, words: Words) -> None:
-    """Twin of `_mix_stripes`, in Python's integers."""
-    for i, word in enumerate(words.tolist()):
-        lanes[i % 4] = _round_of(int(lanes[i % 4]), word)
-
-
 class Xxh64:
     """The checksum of bytes that come piece by piece."""
 

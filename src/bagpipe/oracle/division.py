@@ -47,7 +47,6 @@ class Uses:
         takers: Masks,
         evict_by: Ranks,
         victims_by: Ranks,
-        flush_by: Ranks,
     ) -> None:
         self.plan, self.sharing, self.trainers, self._flows = plan, sharing, trainers, flows
         self.holders, self.owners, self.kinds, self.freed = holders, owners, kinds, freed
@@ -56,7 +55,7 @@ class Uses:
         """When each row is updated; known when the next plan is followed."""
         self.homes = homes
         """The owners of the rows that are fetched."""
-        self.takers, self.evict_by, self.victims_by, self.flush_by = takers, evict_by, victims_by, flush_by
+        self.takers, self.evict_by, self.victims_by = takers, evict_by, victims_by
         """Who reads and who writes the rows that are fetched and that leave."""
 
     def vectors(self, kind: int) -> Vectors:
@@ -174,8 +173,6 @@ class Division:
     """Whether all trainers have copies of the rows that nobody owns alone."""
     read_by_users: bool
     """Whether a row's first users read it beside its owner, who alone needs its optimizer state."""
-    flushed_by_all: NDArray[np.bool_]
-    """Of each table whether its rows may have changed their owner since: then whoever has one to write, flushes it."""
     fetched: Vectors
     values: Vectors
     later_values: Vectors
@@ -213,9 +210,6 @@ class Division:
             fetch=self._fetch(rank),
             evict=flagged(plan.evict, uses.evict_by == rank),
             victims=Victims(victims.ids, victims.slots, victims.bounds, plan.victims.evict_after),
-            flush=flagged(
-                plan.flush, (uses.flush_by == rank) | np.repeat(self.flushed_by_all, np.diff(plan.flush.bounds))
-            ),
             hits=int(np.count_nonzero(uses.kinds.take(mine.items) != FETCHED)),
             sharing=None,
             sync=sync,
@@ -243,7 +237,7 @@ class Division:
 
 def chosen(rows: RowList, lists: Lists) -> RowList:
     """The rows that a single list names."""
-    return RowList(*kernels.gather_rows(rows.ids, rows.slots, lists.items), lists.bounds[0])
+    return RowList(rows.ids[lists.items], rows.slots[lists.items], lists.bounds[0])
 
 
 def flagged(rows: RowList, flags: NDArray[np.bool_]) -> RowList:

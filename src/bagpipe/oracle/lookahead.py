@@ -179,11 +179,8 @@ class Oracle:
         self._workers.run(note_stays, self._parts)
         self._half_read = False
 
-    def emit(self, *, last: bool = False, ended: bool = False, flush: bool = False) -> Plan:
-        """The plan of the oldest batch read. `last`: no batch follows; `flush`: all rows that stay are written back.
-
-        `ended`: no batch follows those that were read.
-        """
+    def emit(self, *, last: bool = False, ended: bool = False) -> Plan:
+        """The plan of the oldest batch read. `last`: no batch follows; `ended`: none follows those that were read."""
         iteration, length = self._window.first, len(self._window)
         assert length, f"no batch was read for iteration {iteration}"
         learns, self._learns = self._learns, False
@@ -230,9 +227,8 @@ class Oracle:
             group.slots.free(group.collect(evict.slots, evict.bounds), iteration)
         lookahead = self.policy.lookahead_at(iteration, length)
         self.policy.advance()
-        kept = self._tenants.residents() if flush else self._nothing
         inverse = self._window.pop()
-        return Plan(iteration, rows, inverse, fetch, evict, victims, kept, lookahead, hits, sharing)
+        return Plan(iteration, rows, inverse, fetch, evict, victims, lookahead, hits, sharing)
 
     def stats(self) -> OracleStats:
         """What the oracle holds right now."""
@@ -278,10 +274,10 @@ class Oracle:
         """What trainers have to do with the rows of the oldest batch; `rows` hold places."""
         if self._bits is None:
             return None
-        window, homes, before = self._window, np.empty(len(fetch), np.int8), np.empty(len(rows), np.int32)
+        window, homes = self._window, np.empty(len(fetch), np.int8)
         begin = window.begins[0, iteration & window.mask]
         here = slice(begin, begin + len(rows))
-        find_before(window.previous[here], iteration, before)
+        before = find_before(window.previous[here], iteration)
 
         def choose(part: Part) -> None:
             choose_owners(

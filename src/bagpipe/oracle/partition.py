@@ -127,8 +127,7 @@ class Partition:
         )  # fmt: skip
         assert met == len(fetch), f"plan {plan.iteration} fetches rows that its batch does not use"
         phases = np.full(len(rows), AFTERWARDS if self.delayed else NOW, np.int8)
-        evict_by, flush_by = self._writers(plan.evict), self._writers(plan.flush)
-        notes = holders, owners, kinds, freed, phases, homes, takers, evict_by, victims_by, flush_by
+        notes = holders, owners, kinds, freed, phases, homes, takers, self._writers(plan.evict), victims_by
         self._waiting.append(Uses(plan, sharing, self.trainers, self._flows, *notes))
 
     def _homes(self, fetch: Fetch, sharing: Sharing) -> Ranks:
@@ -139,9 +138,7 @@ class Partition:
         return np.full(len(fetch), SHARED, np.int8)
 
     def _writers(self, rows: RowList) -> Ranks:
-        writers = np.empty(len(rows), np.int8)
-        kernels.writers_of(rows.bounds, rows.slots, self._bases, self._state, self.trainers, writers)
-        return writers
+        return kernels.writers_of(rows.bounds, rows.slots, self._bases, self._state, self.trainers)
 
     def _divide(self) -> Division:
         uses, nothing = self._waiting.popleft(), self._no_vectors
@@ -151,7 +148,6 @@ class Partition:
             self._features,
             replicas=not owners,
             read_by_users=self.design == "owned",
-            flushed_by_all=self._costs < kernels.NEVER,
             fetched=uses.vectors(FETCHED) if self.design == "partitioned" else nothing,
             values=self._waiting[0].vectors(NEXT) if owners and self._waiting else nothing,
             later_values=self._waiting[1].vectors(LATER) if owners and len(self._waiting) > 1 else nothing,

@@ -83,9 +83,6 @@ class Plan:
     """Rows whose stay ends here: copied out once this iteration is updated, then written back."""
     victims: Victims
     """Written back under this iteration's number too, which is acknowledged when both are in the store."""
-    flush: RowList
-    """Rows to write back and keep, once this iteration is updated. A barrier: until this iteration is acknowledged the
-    next does not train and no later plan's victims leave, so that their slots hold them and no write-back overtakes."""
     lookahead: int
     """Rows used again in fewer than this many iterations stay in the cache; 1: nothing had to."""
     hits: int
@@ -98,6 +95,6 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Size of the arrays."""
-        lists = (self.rows, self.fetch, self.evict, self.victims, self.flush)
+        lists = (self.rows, self.fetch, self.evict, self.victims)
         arrays = [getattr(part, field.name) for part in lists for field in fields(part)]
         return sum(a.nbytes for a in (*arrays, *self.inverse) if isinstance(a, np.ndarray))

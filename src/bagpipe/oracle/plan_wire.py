@@ -48,7 +48,7 @@ def pack_plan_of(
 ) -> tuple[Planned | PlannedPart, list[memoryview]]:
     """The same for batches of another kind."""
     packing = Packing()
-    for rows in (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush):
+    for rows in (plan.rows, plan.fetch, plan.evict, plan.victims):
         pack_rows(rows, packing)
     for last in (plan.fetch.after, plan.fetch.slot_after):
         packing.add_packed(last + np.int32(1))
@@ -57,7 +57,7 @@ def pack_plan_of(
     heads = [pack(batch, packing, features) for batch in batches]
     record = Planned(
         plan.iteration, fingerprint, plan.lookahead, plan.hits, plan.victims.evict_after, len(plan.rows),
-        len(plan.fetch), len(plan.evict), len(plan.victims), len(plan.flush), heads,
+        len(plan.fetch), len(plan.evict), len(plan.victims), heads,
     )  # fmt: skip
     if plan.sync is None:
         return record, packing.buffers()
@@ -124,10 +124,9 @@ def _unpack(
             ("fetch", record.num_fetch),
             ("evict", record.num_evict),
             ("victims", record.num_victims),
-            ("flush", record.num_flush),
         )
     ]
-    rows, fetched, evict, leaving, flush = lists
+    rows, fetched, evict, leaving = lists
     after, slot_after = (
         unpacking.packed_int32s(np.array([0, len(fetched)]), what) - np.int32(1) for what in ("after", "slot_after")
     )
@@ -138,7 +137,7 @@ def _unpack(
     inverse = _inverse(unpacking, shape, name, rows, record.batches)
     names = [feature for feature, _ in shape.features]
     batches = [unpack(head, unpacking, names) for head in record.batches]
-    plan = Plan(iteration, rows, inverse, fetch, evict, victims, flush, record.lookahead, record.hits)
+    plan = Plan(iteration, rows, inverse, fetch, evict, victims, record.lookahead, record.hits)
     return plan, batches
 
 

@@ -1,4 +1,4 @@
-"""Who lives in which slot, for lists that do not follow a batch: victims, lingering rows, flushes, the last plan's."""
+"""Who lives in which slot, for lists that do not follow a batch: victims, lingering rows, the last plan's."""
 
 from __future__ import annotations
 

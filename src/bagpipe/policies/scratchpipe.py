@@ -11,7 +11,7 @@ waits, and a warning says so once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -70,19 +70,3 @@ class ScratchPipePolicy(RankingPolicy):
         if self.options.pipelined:  # else fetches wait for the iteration before, and nothing needs to be held
             hold(facts.last, facts.next, iteration - PAST, iteration + FUTURE, HOLD, worth)
         return worth
-
-
-def least_cache_rows(batches: Iterable[Iterable[int]]) -> int:
-    """The slots with which no held row ever has to leave: the largest number of different rows in six batches in a row.
-
-    Proof. When batch x is planned, the slots that must not be taken are those of rows that batches x - 3 to x + 2 use,
-    one slot a row. The rows that x lacks are among these, and have no slot yet. So with as many slots as these six
-    batches have rows, at least as many are free or not held as x lacks. In the worst case all ids differ, which gives
-    six times the ids of a batch (section VI-D).
-    """
-    window: list[set[int]] = []
-    most = 0
-    for batch in batches:
-        window = [*window[-(PAST + FUTURE) :], set(batch)]
-        most = max(most, len(set().union(*window)))
-    return most

@@ -32,15 +32,6 @@ def _server(table: int, key: np.int64, num_servers: int) -> np.int64:
     return np.int64(((bits >> _HALF) * np.uint64(num_servers)) >> _HALF)
 
 
-def servers_by_numpy(table: int, ids: Int64s, num_servers: int) -> Int64s:
-    """Twin of `_server` over an array: the server of each row."""
-    bits = ids.astype(np.uint64) + np.uint64((table + 1) * int(_STEP) % 2**64)
-    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
-    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
-    bits ^= bits >> np.uint64(31)
-    return (((bits >> _HALF) * np.uint64(num_servers)) >> _HALF).astype(np.int64)
-
-
 @kernel
 def _divide(table: int, ids: Int64s, starts: Int64s, order: Int64s) -> None:
     """A counting sort. Cost: two passes over the ids, and the hash twice."""
@@ -64,13 +55,6 @@ def divide(table: int, ids: Int64s, num_servers: int) -> tuple[Int64s, Int64s]:
     return order, starts
 
 
-def divide_by_numpy(table: int, ids: Int64s, num_servers: int) -> tuple[Int64s, Int64s]:
-    """Twin of `divide`."""
-    servers = servers_by_numpy(table, ids, num_servers)
-    starts = np.append(0, np.cumsum(np.bincount(servers, minlength=num_servers)))
-    return np.argsort(servers, kind="stable"), starts
-
-
 @kernel
 def pick(rows: Floats, order: Int64s, out: Floats) -> None:
     """out[i] = rows[order[i]], where `out` has one dimension. Cost: one read and one write of each row."""
@@ -80,11 +64,6 @@ def pick(rows: Floats, order: Int64s, out: Floats) -> None:
         if i + _AHEAD < order.shape[0]:
             prefetch_bytes(source + order[i + _AHEAD] * row_bytes, row_bytes)
         memcpy(target + i * row_bytes, source + order[i] * row_bytes, row_bytes)
-
-
-def pick_by_numpy(rows: Floats, order: Int64s, out: Floats) -> None:
-    """Twin of `pick`."""
-    out[:] = rows[order].reshape(-1)
 
 
 @kernel
@@ -108,11 +87,3 @@ def place(rows: Floats, flags: Flags, order: Int64s, out: Floats, missing: Int64
     `missing` holds `num_missing` already.
     """
     return _place(rows.ctypes.data, flags, order, out, missing, num_missing)
-
-
-def place_by_numpy(rows: Floats, flags: Flags, order: Int64s, out: Floats, missing: Int64s, num_missing: int) -> int:
-    """Twin of `place`."""
-    out[order[flags]] = rows.reshape(-1, out.shape[1])
-    absent = order[~flags]
-    missing[num_missing : num_missing + len(absent)] = absent
-    return num_missing + len(absent)

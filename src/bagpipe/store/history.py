@@ -20,7 +20,7 @@ import numpy as np
 
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
-from bagpipe.kernels.history import NEVER, pick_earlier, stamp
+from bagpipe.kernels.history import NEVER, pick_earlier
 from bagpipe.store.base import Int64s, TablePart
 from bagpipe.store.blocks import Block, Int32s, Piece
 from bagpipe.store.local import LocalStore
@@ -192,9 +192,7 @@ class History:
         while claimed is None:  # with fewer rows, if marks were given up for that
             epoch, earlier = self._needed_epoch(), []
             for known, positions in zip(epochs, found, strict=True):
-                picked, before = np.empty(len(positions), np.int64), np.empty(len(positions), np.int32)
-                count = pick_earlier(known, positions, epoch, picked, before)
-                earlier.append((picked[:count], before[:count]))
+                earlier.append(pick_earlier(known, positions, epoch))
             claimed = self._claim(change, mark, [len(picked) for picked, _ in earlier])
         if not claimed:
             return
@@ -238,7 +236,7 @@ class History:
                 epochs = self._grown(table, int(positions.max()) + 1)
                 if change.mark is not None and is_there:
                     change.mark.pieces[table] += change.pieces[number]
-                stamp(epochs, positions, self._epoch)
+                epochs[positions] = self._epoch
             self._changed = True
 
     def _end(self, change: Recording) -> None:

@@ -47,19 +47,6 @@ def _scatter(chunks: Int64s, shift: int, row_bytes: int, positions: Int64s, valu
         memcpy(_address(chunks, shift, row_bytes, positions[i]), values.ctypes.data + i * row_bytes, row_bytes)
 
 
-def gather_by_numpy(chunks: Sequence[Floats], positions: Int64s, out: Floats) -> None:
-    """Twin of `_gather`."""
-    for i, position in enumerate(positions.tolist()):
-        if position >= 0:
-            out[i] = chunks[position // len(chunks[0])][position % len(chunks[0]), : out.shape[1]]
-
-
-def scatter_by_numpy(chunks: Sequence[Floats], positions: Int64s, values: Floats) -> None:
-    """Twin of `_scatter`."""
-    for i, position in enumerate(positions.tolist()):
-        chunks[position // len(chunks[0])][position % len(chunks[0])] = values[i]
-
-
 class ChunkedRows(Backing):
     """Rows of one table in chunks of a power of two of rows."""
 

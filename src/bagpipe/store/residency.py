@@ -56,17 +56,6 @@ def _count(touched: NDArray[np.int32], positions: Int64s, row_bytes: int) -> int
     return num_added
 
 
-def count_by_numpy(touched: NDArray[np.int32], positions: Int64s, row_bytes: int) -> int:
-    """Twin of `_count`."""
-    before = int(touched.sum())
-    first, last = positions * row_bytes // PAGE_BYTES, ((positions + 1) * row_bytes - 1) // PAGE_BYTES
-    spans = [np.arange(a, b + 1) for a, b in zip(first, last, strict=True)]
-    pages = np.unique(np.concatenate([np.empty(0, np.int64), *spans]))
-    np.add.at(touched, pages // _PAGES_PER_EXTENT, 1)
-    np.minimum(touched, _PAGES_PER_EXTENT, out=touched)
-    return int(touched.sum()) - before
-
-
 @kernel
 def _let_go(fd: int, extents: Int64s) -> int:
     """Write these extents out and drop them from the page cache; 0, or the number of the error."""

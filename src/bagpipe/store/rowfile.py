@@ -137,21 +137,6 @@ def _write(fd: int, positions: Int64s, order: Int64s, row_bytes: int, buffer: By
     return 0
 
 
-def read_by_numpy(path: Path, positions: Int64s, width: int, out: Floats) -> None:
-    """Twin of `_read_cached` and `_read_cold`."""
-    rows = np.fromfile(path, np.float32)
-    rows = rows[: rows.size // width * width].reshape(-1, width)
-    out[positions >= 0] = rows[positions[positions >= 0], : out.shape[1]]
-
-
-def write_by_numpy(path: Path, positions: Int64s, values: Floats) -> None:
-    """Twin of `_write`."""
-    with path.open("r+b") as file:
-        for position, row in zip(positions.tolist(), values, strict=True):
-            file.seek(position * row.nbytes)
-            file.write(row.tobytes())
-
-
 class RowFile(Backing):
     """Rows of one table in an open file; the file is the caller's to close."""
 

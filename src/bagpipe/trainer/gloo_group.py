@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagpipe.errors import BagpipeError
-from bagpipe.trainer.backend_group import BackendGroup
+from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
 from bagpipe.trainer.collective import Pending, RankOrderSum, check_exchange, sum_in_rank_order
-from bagpipe.trainer.meeting import Meeting, c10d
+from bagpipe.trainer.meeting import Meeting, c10d, describe, sentence
 
 _NOTES_KEPT = 64
 """Exchanges whose marks and receipts are kept until they have surely left; no more can be under way at once."""
@@ -30,8 +29,12 @@ _CLOSE_S = 5.0
 _DATA, _TAG_MAX = 0x40000000, 0x3FFFFFFF
 
 
-class GlooGroup(BackendGroup):
-    """One end of a group over gloo."""
+class GlooGroup:
+    """One end of a group over gloo, usable until its first failure.
+
+    That failure says what was exchanged with whom, and why it failed as far as anybody could say; then all who wait in
+    it are let go (I7).
+    """
 
     def __init__(self, meeting: Meeting, purpose: str, host: str, deadline_s: float) -> None:
         options = c10d.ProcessGroupGloo._Options()
@@ -39,8 +42,12 @@ class GlooGroup(BackendGroup):
         options._threads = 1
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
         store = c10d.PrefixStore(purpose, meeting.store)
-        backend = c10d.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
-        super().__init__(backend, meeting, purpose, deadline_s)
+        self.backend: Any = c10d.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
+        self.rank, self.size, self.purpose, self.deadline_s = meeting.rank, meeting.size, purpose, deadline_s
+        self.others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        self._meeting = meeting
+        self._failure: BagpipeError | None = None
+        self._under_way: dict[int, object] = {}
         self._sequence = 0
         self._notes: deque[list[Any]] = deque(maxlen=_NOTES_KEPT)
 
@@ -65,8 +72,65 @@ class GlooGroup(BackendGroup):
             with suppress(RuntimeError):
                 for work, _ in (note for notes in self._notes for note in notes):
                     work.wait(_remaining(until))
-        super().close()
+        if self.busy:
+            self.abort("it has closed the group")
+        if self._failure is None:
+            self._failure = PipelineError(f"trainer {self.rank} has closed its group for {self.purpose} exchanges")
+        self._under_way.clear()
+        self.backend = None
         self._notes.clear()
+
+    def abort(self, reason: BaseException | str) -> None:
+        """As the protocol; what was not yet received is lost."""
+        if self._failure is None:
+            self._meeting.tell(reason)
+            self._failure = PipelineError(
+                f"trainer {self.rank} left its group for {self.purpose} exchanges: {describe(reason)}"
+            )
+            self.disconnect()
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing has failed, and it is open."""
+        return self._failure is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether exchanges are under way."""
+        return bool(self._under_way)
+
+    def hold(self, transfer: object) -> None:
+        """Keep what is under way: its memory may be written to until it was waited for, or the connections are gone."""
+        self._under_way[id(transfer)] = transfer
+
+    def release(self, transfer: object) -> None:
+        """It was waited for, or has failed."""
+        self._under_way.pop(id(transfer), None)
+
+    def check(self, what: str) -> None:
+        """Refuse to begin anything after a failure."""
+        if self._failure is not None:
+            raise PipelineError(f"{what} can't be exchanged: {self._failure}") from self._failure
+
+    def fail(self, what: str, error: BaseException, waited_s: float) -> BagpipeError:
+        """The error to raise for a failed exchange; everyone who waits for this trainer is let go."""
+        if self._failure is not None:  # another thread's, or an abort: it came first
+            return PipelineError(f"{what} can't be exchanged: {self._failure}")
+        if waited_s >= self.deadline_s or "Timed out" in str(error):
+            self._failure = DeadlineError(
+                f"trainer {self.rank} waited {self.deadline_s:g} s for {what}: is it stuck, or has it skipped this "
+                "exchange?"
+            )
+            self._meeting.tell(self._failure)
+        else:
+            reasons = self._meeting.reasons()
+            told = "; ".join(f"trainer {rank} has stopped: {reason}" for rank, reason in reasons.items())
+            cause = told or f"{sentence(error)}: see what that trainer reports"
+            self._failure = PipelineError(f"trainer {self.rank} can't exchange {what}: {cause}")
+            if not told:
+                self._meeting.tell(f"it lost the connection for {what}")
+        self.disconnect()
+        return self._failure
 
     def disconnect(self) -> None:
         """End the waits of all threads and peers: a receive that times out closes all connections of the group."""

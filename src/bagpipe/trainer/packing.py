@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bagpipe.cache import RowCache
 from bagpipe.embedding_device import is_host
-from bagpipe.kernels import exchange
+from bagpipe.kernels import move
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen
 from bagpipe.oracle.row_list import RowList
@@ -73,7 +73,7 @@ class Packing:
                 continue
             for table, index, part in self._parts(lists, rank, buffer, self._gradients):
                 if self._host:
-                    exchange.add_part(tables[table].numpy(), index, part.numpy())
+                    tables[table].numpy()[index] += part.numpy()
                 else:
                     tables[table].index_add_(0, self._index(index), part)
         return self.divided(sums, total)
@@ -102,7 +102,7 @@ class Packing:
             for table, slots, part in self._parts(lists, rank, buffer, self._vectors):
                 rows = self._cache.data[self._cache.group[table]]
                 if self._host:
-                    exchange.gather_part(rows.numpy(), slots, part.numpy())
+                    move.gather(rows.numpy(), slots, part.numpy())
                 else:
                     part.copy_(rows[:, : part.shape[1]].index_select(0, self._index(slots)))
         return buffers
@@ -113,7 +113,7 @@ class Packing:
             for table, slots, part in self._parts(lists, rank, buffer, self._vectors):
                 rows = self._cache.data[self._cache.group[table]]
                 if self._host:
-                    exchange.scatter_part(rows.numpy(), slots, part.numpy())
+                    move.scatter(rows.numpy(), slots, part.numpy())
                 else:
                     rows[:, : part.shape[1]].index_copy_(0, self._index(slots), part)
 
@@ -123,7 +123,7 @@ class Packing:
             state, dim = int(self._states[table]), int(self._vectors[table])
             rows = self._cache.data[self._cache.group[table]][:, dim : dim + state]
             if state and self._host:
-                exchange.gather_part(rows.numpy(), slots, part.numpy()[:, :state])
+                move.gather(rows.numpy(), slots, part.numpy()[:, :state])
             elif state:
                 part[:, :state] = rows.index_select(0, self._index(slots))
             part[:, state] = torch.from_numpy(self._cache.give(table, slots).astype(np.float32))
@@ -135,7 +135,7 @@ class Packing:
             state, dim = int(self._states[table]), int(self._vectors[table])
             rows = self._cache.data[self._cache.group[table]][:, dim : dim + state]
             if state and self._host:
-                exchange.scatter_part(rows.numpy(), slots, part.numpy()[:, :state])
+                move.scatter(rows.numpy(), slots, part.numpy()[:, :state])
             elif state:
                 rows.index_copy_(0, self._index(slots), part[:, :state])
             dirty = part[:, state].cpu().numpy() != 0
@@ -164,7 +164,7 @@ class Packing:
 
     def _scale(self, rows: Tensor, index: Int32s, samples: float, part: Tensor, at: Int32s) -> None:
         if self._host:
-            exchange.gather_scaled(rows.numpy(), index, np.float32(samples), part.numpy(), at)
+            part.numpy()[at] = rows.numpy()[index] * np.float32(samples)
         else:
             part.index_copy_(0, self._index(at), rows.index_select(0, self._index(index)) * float(samples))
 

@@ -61,8 +61,6 @@ class Pipeline(Generic[Payload]):
         self._in_training = 0
         """Plans that were taken and are not updated yet."""
         self._other_stages: dict[str, Stage] = {}
-        self._barrier = -1
-        """The plan in training, if it flushes: the next one may not change rows before the store has them."""
         self.source_error: BaseException | None = None
         """What ended the plans, if it was not the end of the data."""
 
@@ -89,7 +87,6 @@ class Pipeline(Generic[Payload]):
     def take(self) -> tuple[Plan, Payload]:
         """The plan that `wait` has waited for."""
         plan, payload = self._ready.popleft()
-        self._barrier = plan.iteration if len(plan.flush) else -1
         self._in_training += 1
         self._driver.notify()
         return plan, payload
@@ -146,7 +143,7 @@ class Pipeline(Generic[Payload]):
         self._fetching.exhausted = True
 
     def _insert_fetched(self) -> Stage:
-        fetching, barrier = self._fetching, -1
+        fetching = self._fetching
         while True:
             yield self._until("rows of the next plan", fetching.has_next)
             fetched = None if self._ended() else fetching.next()
@@ -154,7 +151,7 @@ class Pipeline(Generic[Payload]):
                 break
             plan = fetched.plan
             if plan.victims.evict_after >= 0:  # also if another trainer writes them: their slots are about to be taken
-                yield from self._make_room(plan, barrier)
+                yield from self._make_room(plan)
             freed = int(plan.fetch.slot_after.max(initial=-1))
             yield self._until(f"evictions of iteration {freed} to leave", self._reached("copied_out", freed))  # wait 2
             if self._ended():
@@ -170,15 +167,13 @@ class Pipeline(Generic[Payload]):
             del fetched  # before its reader goes on: no more rows are on their way than STAGED_ROWS
             fetching.done()
             yield self._until("training to take a batch", lambda: len(self._ready) < self._depth)
-            barrier = plan.iteration if len(plan.flush) else barrier
             self._ready.append((plan, payload))
         self._all_ready = True
 
-    def _make_room(self, plan: Plan, barrier: int) -> Stage:
+    def _make_room(self, plan: Plan) -> Stage:
         """The victims of a plan leave; when there are many, the next ones once the last are in the store."""
         last, room = plan.victims.evict_after, self._depth
         yield self._until(f"iteration {last} to be updated", self._reached("updated", last))  # wait 1
-        yield self._until(f"the flush of iteration {barrier}", self._reached("acknowledged", barrier))
         blocks = blocks_of(plan.victims)
         while blocks:
             yield self._until("victims to be in the store", self._has_room(room))
@@ -206,26 +201,20 @@ class Pipeline(Generic[Payload]):
                 return
 
     def _retire(self, plan: Plan) -> Stage:
-        """Rows leave whose stay ends with a plan, and those that it flushes are copied: all of them are written."""
+        """Rows leave whose stay ends with a plan, and are written."""
         *first, last = blocks_of(plan.evict)
         for block in first:
             yield from self._write(self._copy_out(block))  # wait 1: only updated plans come here
         leaving = self._copy_out(last)
         self._drop(None if plan.sync is None else plan.sync.drop)
-        *first, last = blocks_of(plan.flush)
-        for block in first:
-            yield from self._write(self._copy_kept(block))
-        kept = self._copy_kept(last)
         self.points.copied_out = plan.iteration
         reach("trainer.evict.copied")
-        if kept:
-            yield from self._write(kept)
         yield from self._write(leaving, plan.iteration)
         reach("trainer.evict.written")
         self.points.acknowledged = plan.iteration
 
     def _has_next(self) -> bool:
-        return (bool(self._ready) or self._all_ready) and self.points.acknowledged >= self._barrier
+        return bool(self._ready) or self._all_ready
 
     def _has_work(self) -> bool:
         # only then nothing is added any more; fewer than none where some were abandoned and then updated all the same
@@ -307,9 +296,6 @@ class Pipeline(Generic[Payload]):
                 yield from self._write_victims()
             if block is not None:
                 yield from self._write(block)
-
-    def _copy_kept(self, staying: RowList) -> list[TableRows]:
-        return self._observe([self._cache.copy_kept(*part) for part in tables_of(staying)])
 
     def _observe(self, copied: list[TableRows]) -> list[TableRows]:
         """Rows that will be written and stay."""

@@ -1,4 +1,4 @@
-"""Groups of trainers in processes of their own, over torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""Groups of trainers in processes of their own, over torch.distributed's gloo.
 
 Each purpose has connections of its own. Nothing of torch.distributed's global state is used, so a script's own groups
 stay as they are. A peer that ends, or does not answer until the deadline, is an error that names it, what was exchanged
@@ -16,7 +16,6 @@ from bagpipe.errors import ConfigError, PipelineError
 from bagpipe.trainer.collective import Collective, memory_groups
 from bagpipe.trainer.gloo_group import GlooGroup
 from bagpipe.trainer.meeting import Meeting, MeetingPoint, listening_at, sentence
-from bagpipe.trainer.nccl_group import NcclGroup
 from bagpipe.trainer.stages import DEADLINE_S
 
 PURPOSES = ("critical", "delayed", "dense")
@@ -58,7 +57,6 @@ def open_groups(
     meeting: MeetingPoint | str,
     *,
     interface: str = LOOPBACK,
-    backend: str = "gloo",
     generation: int = 0,
     deadline_s: float = DEADLINE_S,
     given_up: Callable[[], str] = lambda: "",
@@ -72,20 +70,18 @@ def open_groups(
     """
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size} trainers: give a number from 0 to {size - 1}")
-    if backend not in ("gloo", "nccl"):
-        raise ConfigError(f"backend {backend!r} is not known: give 'gloo' (CPU) or 'nccl' (CUDA)")
     if size == 1:
         return TrainerGroups({purpose: memory_groups(1)[0] for purpose in PURPOSES})
     host = find_address(interface)
     own = listening_at(meeting) if isinstance(meeting, str) and rank == 0 else None
     met: Meeting | None = None
-    groups: dict[str, GlooGroup | NcclGroup] = {}
+    groups: dict[str, GlooGroup] = {}
     try:
         address = meeting if isinstance(meeting, str) else meeting.address
         met = Meeting(address, rank, size, f"trainers-{generation}", deadline_s, given_up)
-        met.gather("joined", f"trainers = {size}, backend = {backend}")
+        met.gather("joined", f"trainers = {size}")
         for purpose in PURPOSES:
-            groups[purpose] = _connect(backend, met, purpose, host, deadline_s)
+            groups[purpose] = _connect(met, purpose, host, deadline_s)
         met.gather("connected", "")
     except BaseException:
         for group in groups.values():
@@ -97,10 +93,8 @@ def open_groups(
     return TrainerGroups(groups, [each for each in (met, own) if each is not None])
 
 
-def _connect(backend: str, meeting: Meeting, purpose: str, host: str, deadline_s: float) -> GlooGroup | NcclGroup:
+def _connect(meeting: Meeting, purpose: str, host: str, deadline_s: float) -> GlooGroup:
     try:
-        if backend == "nccl":
-            return NcclGroup(meeting, purpose, deadline_s)
         return GlooGroup(meeting, purpose, host, deadline_s)
     except RuntimeError as error:
         raise PipelineError(

@@ -1,12 +1,11 @@
-"""How the background stages of a pipeline run: each in a thread, or step by step under a seeded schedule.
+"""How the background stages of a pipeline run: each in a thread.
 
-A stage is a generator that yields what it waits for. The same stages run under both drivers, so a test that explores
-schedules explores the code that trains. The training loop's waits have deadlines and say what they waited for (I7).
+A stage is a generator that yields what it waits for, so tests can also run it step by step, under a seeded schedule.
+The training loop's waits have deadlines and say what they waited for (I7).
 """
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -128,57 +127,3 @@ class Threads:
         if isinstance(error, BagpipeError):
             raise error
         raise PipelineError(f"the {name} thread failed: {type(error).__name__}: {error}") from error
-
-
-class Seeded:
-    """All stages in the caller's thread, in an order drawn from a seed.
-
-    `eagerness` is how many steps on average run at each opportunity beyond those that the training loop needs: 0 is the
-    laziest schedule, a large number the most eager. `last` names stages that run only when nothing else can: the
-    adversary who delays, say, all write-backs as long as possible.
-    """
-
-    def __init__(self, seed: int, eagerness: float = 2.0, last: frozenset[str] = frozenset()) -> None:
-        self._random = random.Random(seed)
-        self._eagerness, self._last = eagerness, last
-        self._stages: dict[str, tuple[Stage, Wait]] = {}
-        self.steps: list[str] = []
-
-    def start(self, stages: Mapping[str, Stage]) -> None:
-        """Begin to run the stages."""
-        for name, stage in stages.items():
-            self._stages[name] = (stage, Wait("its start", lambda: True))
-        self.notify()
-
-    def wait(self, wait: Wait) -> None:
-        """Run stages until `wait` is ready."""
-        while not wait.ready():
-            if not self._step():
-                stuck = {name: waits.what for name, (_, waits) in self._stages.items()}
-                raise DeadlineError(f"nothing can run: the training loop waits for {wait.what}, the stages for {stuck}")
-        self.notify()
-
-    def notify(self) -> None:
-        """An opportunity for stages to run."""
-        extra = self._eagerness / (1 + self._eagerness)
-        while self._random.random() < extra and self._step():
-            pass
-
-    def join(self) -> None:
-        """Run every stage to its end."""
-        while self._stages:
-            if not self._step():
-                raise DeadlineError(f"stages did not end: {[waits.what for _, waits in self._stages.values()]}")
-
-    def _step(self) -> bool:
-        ready = [name for name, (_, wait) in self._stages.items() if wait.ready()]
-        if not ready:
-            return False
-        name = self._random.choice([name for name in ready if name not in self._last] or ready)
-        self.steps.append(name)
-        stage, _ = self._stages[name]
-        try:
-            self._stages[name] = (stage, next(stage))
-        except StopIteration:
-            del self._stages[name]
-        return True

@@ -117,10 +117,6 @@ class InOrder:
         """End the wait of another thread in `take`."""
         self._interrupted.set()
 
-    def end_at(self, number: int) -> None:
-        """Ask for nothing from this number on."""
-        self._stop = number
-
     def close(self) -> None:
         """Let go of the connections; a second call does nothing."""
         self._interrupted.set()

@@ -125,7 +125,6 @@ class Planned(Record, frozen=True):
     num_fetch: Size
     num_evict: Size
     num_victims: Size
-    num_flush: Size
     batches: list[BatchHead]
 
 

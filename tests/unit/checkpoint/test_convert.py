@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import bagpipe
@@ -18,15 +17,11 @@ from bagpipe.checkpoint import shards
 from bagpipe.checkpoint.convert import export_parquet, export_weights, initial_of
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, InitialEntry, TableEntry
-from bagpipe.checkpoint.plain import import_checkpoint, load_weights, match_names, read_weights
-from bagpipe.checkpoint.reading import load_rows
 from bagpipe.checkpoint.tree import pack_tree
 from bagpipe.checkpointing import Checkpointing
 from bagpipe.errors import CheckpointError
 from bagpipe.initial import Constant, Normal, Uniform
 from bagpipe.layout import RowLayout
-from bagpipe.server.storage import Width
-from bagpipe.store.memory import MemoryStore
 from bagpipe.table import Table
 from twins import loss_of, make_batches, make_net, sgd
 
@@ -230,167 +225,3 @@ def test_parquet_takes_any_name_and_any_id(tmp_path):
     found = pq.read_table(path)
     assert sorted(found["id"].to_pylist()) == [-(2**63), 2**63 - 1]
     assert found.column_names == ["id", "vector_0", "vector_1", "state"]
-
-
-# Import
-
-
-def weights():
-    torch.manual_seed(1)
-    return Model().state_dict()
-
-
-def written(path, state):
-    if path.suffix == ".safetensors":
-        save_file(state, path)
-    else:
-        torch.save(state, path)
-    return path
-
-
-@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.bin"])
-def test_a_plain_state_dict_is_taken_over(tmp_path, name):
-    path = written(tmp_path / name, weights())
-    model = Model()
-    assert sorted(load_weights(model, path)) == sorted(model.state_dict())
-    for key, value in weights().items():
-        assert torch.equal(model.state_dict()[key], value)
-
-
-def test_a_state_dict_beside_other_things_or_of_an_old_release_is_found(tmp_path):
-    torch.save({"epoch": 3, "model_state_dict": {f"module.{k}": v for k, v in weights().items()}}, tmp_path / "a.pt")
-    model = Model()
-    load_weights(model, tmp_path / "a.pt")
-    assert torch.equal(model.wide.weight, weights()["wide.weight"])
-    torch.save(weights(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert torch.equal(read_weights(tmp_path / "old.pt")["wide.weight"], weights()["wide.weight"])
-
-
-@pytest.mark.parametrize("data", [b"", b"no weights at all", b"\x80\x04K\x01."])
-def test_what_torch_did_not_save_is_told_from_what_is_not_read(tmp_path, data):
-    (tmp_path / "a.pt").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"is not a file of torch\.save"):
-        read_weights(tmp_path / "a.pt")
-
-
-def torchrec(state):
-    """The names that TorchRec's EmbeddingBagCollection has for the tables `deep` and `wide`."""
-    renamed = {"net.deep.weight": "deep", "wide.weight": "wide"}
-    prefix = "sparse_arch.embedding_bag_collection.embedding_bags"
-    return {f"{prefix}.{renamed[k]}.weight" if k in renamed else k: v for k, v in state.items()}
-
-
-def test_weights_that_do_not_fit_are_refused_before_any_is_set(tmp_path):
-    wrong = weights()
-    wrong["wide.weight"] = wrong["wide.weight"][1:]
-    path = written(tmp_path / "a.safetensors", wrong)
-    model = Model()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"wide\.weight has shape .* in the model: use the weights of the same"):
-        load_weights(model, path)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model.wide.to_empty(device="meta")
-    with pytest.raises(CheckpointError, match=r"wide\.weight is on the meta device"):
-        load_weights(model, written(tmp_path / "b.safetensors", weights()))
-    assert all(torch.equal(value, before[name]) for name, value in model.net.state_dict(prefix="net.").items())
-
-
-def test_the_names_of_torchrec_are_understood(tmp_path):
-    path = written(tmp_path / "a.pt", torchrec(weights()))
-    model = Model()
-    load_weights(model, path)
-    assert torch.equal(model.net.deep.weight, weights()["net.deep.weight"])
-    found = match_names(["m.embedding_bags.t1.weight", "x.embeddings.t2.weight"], ["a.weight", "b.weight"], {
-        "a.weight": "t1", "b.weight": "t2",
-    })  # fmt: skip
-    assert found == {"a.weight": "m.embedding_bags.t1.weight", "b.weight": "x.embeddings.t2.weight"}
-    with pytest.raises(CheckpointError, match="could be any of"):
-        match_names(["x.embedding_bags.t.weight", "y.embedding_bags.t.weight"], ["t.weight"], {"t.weight": "t"})
-
-
-def test_a_model_with_cached_rows_takes_weights_over(tmp_path):
-    plain = make_net()
-    written(tmp_path / "a.safetensors", {name: value + 1 for name, value in plain.state_dict().items()})
-    model, rows = make_net(), bagpipe.optim.SGD(0.1)
-    with bagpipe.accelerate(model, make_batches(), rows, cache=60) as batches:
-        load_weights(model, tmp_path / "a.safetensors")
-        optimizer = sgd(model.parameters())
-        for batch in batches:
-            loss_of(model, batch).backward()
-            optimizer.step()
-            rows.step()
-            break
-        found = model.state_dict()
-    last = make_batches()[0]["user"].max() + 1
-    assert torch.equal(found["user.weight"][last:], plain.user.weight[last:] + 1)
-
-
-def test_weights_become_the_rows_of_a_checkpoint(tmp_path):
-    path = written(tmp_path / "a.safetensors", torchrec(weights()))
-    checkpoints = Checkpoints(tmp_path / "c", compress="zstd")
-    entry = changed(layers=("net.deep", "wide"))
-    checkpoint = import_checkpoint(path, checkpoints, [LAYOUT], Facts(tables=(entry,)))
-    with MemoryStore([Width(LAYOUT.width)]) as store:
-        assert load_rows(checkpoint, store, ["item"]) == 50
-        rows = np.empty((50, LAYOUT.width), np.float32)
-        store.read(0, np.arange(50), rows)
-    expected = np.empty_like(rows)
-    LAYOUT.initialise(np.arange(50), expected)
-    expected[:, :4] = weights()["net.deep.weight"].numpy()
-    expected[:, 4:5] = weights()["wide.weight"].numpy()
-    assert rows.tobytes() == expected.tobytes()
-    export_weights(checkpoint, tmp_path / "again.safetensors")
-    assert torch.equal(load_file(tmp_path / "again.safetensors")["wide.weight"], weights()["wide.weight"])
-
-
-def test_weights_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
-    state = weights()
-    state.pop("halved")
-    state["more"] = torch.ones(1)
-    path = written(tmp_path / "a.pt", state)
-    model = Model()
-    before = model.wide.weight.clone()
-    with pytest.raises(CheckpointError, match=r"no weights for \['halved'\] of the model, and \['more'\]"):
-        load_weights(model, path)
-    assert torch.equal(model.wide.weight, before)
-    assert "halved" not in load_weights(model, path, strict=False)
-    assert torch.equal(model.wide.weight, weights()["wide.weight"])
-    path = written(tmp_path / "b.pt", {"net.deep.weight": torch.ones(49, 4), "wide.weight": torch.ones(50, 1)})
-    with pytest.raises(CheckpointError, match=r"net.deep.weight has shape \(49, 4\)"):
-        import_checkpoint(path, Checkpoints(tmp_path / "c"), [LAYOUT], Facts(tables=(ENTRY,)))
-    path = written(tmp_path / "d.pt", {"wide.weight": torch.ones(50, 1)})
-    with pytest.raises(CheckpointError, match=r"has no weight for \['net.deep.weight'\]"):
-        import_checkpoint(path, Checkpoints(tmp_path / "c"), [LAYOUT], Facts(tables=(ENTRY,)))
-    assert Checkpoints(tmp_path / "c").list() == []
-
-
-class Evil:
-    def __init__(self, directory):
-        self.directory = directory
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.directory),)
-
-
-def test_a_file_that_could_run_code_or_is_damaged_is_refused(tmp_path):
-    evil = Evil(tmp_path / "made")
-    torch.save({"a": evil}, tmp_path / "evil.pt")
-    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(evil, 2))
-    for name in ("evil.pt", "pickle.pt"):
-        with pytest.raises(CheckpointError, match="could run code"):
-            read_weights(tmp_path / name)
-    assert not evil.directory.exists()
-    torch.save({"a": 1, "b": torch.ones(1)}, tmp_path / "mixed.pt")
-    torch.save([torch.ones(1)], tmp_path / "list.pt")
-    (tmp_path / "short.safetensors").write_bytes(b"123")
-    written(tmp_path / "whole.pt", weights())
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:300])
-    for name, message in (
-        ("mixed.pt", r"holds \['a'\] beside tensors"),
-        ("list.pt", "save model.state_dict"),
-        ("short.safetensors", "is not a safetensors file"),
-        ("cut.pt", "is not a file of torch.save"),
-        ("missing.pt", "No such file"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            read_weights(tmp_path / name)

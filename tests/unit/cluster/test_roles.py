@@ -23,7 +23,7 @@ from bagpipe.results import joined_summary
 from bagpipe.server.process import ServerOptions
 from bagpipe.store.journal import Journal
 from bagpipe.store.remote import RemoteStore
-from bagpipe.trainer.together import run_threads
+from bagpipe.together import run_threads
 from bagpipe.training import train
 from bagpipe.wire.keys import new_keys
 

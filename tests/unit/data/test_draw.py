@@ -4,7 +4,9 @@ import pytest
 from bagpipe.data import draw
 from bagpipe.data.counter import derive_key, feistel_side
 from bagpipe.data.popularity import PowerLaw, sampler
-from bagpipe.data.samples import copy_places, copy_places_reference, spans
+from bagpipe.data.samples import copy_places, spans
+from definitions.draw import define_add_effects, define_draw_dense, define_draw_ids, define_draw_weights
+from definitions.samples import define_copy_places
 
 COUNTERS = np.concatenate([np.arange(700), [2**40, 5, 2**62], np.arange(9000, 9300)])
 
@@ -50,7 +52,7 @@ def test_draw_ids_equals_its_twin(law):
     offsets = make_bags()
     ours, twin = np.empty(offsets[-1], dtype=np.int64), np.empty(offsets[-1], dtype=np.int64)
     draw.draw_ids(COUNTERS, offsets, law, ours)
-    draw.draw_ids_reference(COUNTERS, offsets, law, twin)
+    define_draw_ids(COUNTERS, offsets, law, twin)
     assert (ours == twin).all()
     if law.rows:
         assert ours.min() >= 0
@@ -61,7 +63,7 @@ def test_draw_weights_equals_its_twin():
     offsets = make_bags()
     ours, twin = np.empty(offsets[-1], dtype=np.float32), np.empty(offsets[-1], dtype=np.float32)
     draw.draw_weights(COUNTERS, offsets, derive_key("w"), ours)
-    draw.draw_weights_reference(COUNTERS, offsets, derive_key("w"), twin)
+    define_draw_weights(COUNTERS, offsets, derive_key("w"), twin)
     assert ours.tobytes() == twin.tobytes()
     assert ours.min() > 0
     assert ours.max() <= 2
@@ -72,7 +74,7 @@ def test_draw_dense_equals_its_twin(features):
     keys = np.array([derive_key("dense", j) for j in range(features)], dtype=np.uint64)
     factors = np.arange(features) * 37 - 100
     results = []
-    for function in (draw.draw_dense, draw.draw_dense_reference):
+    for function in (draw.draw_dense, define_draw_dense):
         dense, score = np.empty((len(COUNTERS), features), dtype=np.float32), np.arange(len(COUNTERS))
         function(COUNTERS, keys, factors, dense, score)
         results.append((dense.tobytes(), score.tolist()))
@@ -88,7 +90,7 @@ def test_add_effects_equals_its_twin(weighted):
         draw.draw_weights(COUNTERS, offsets, derive_key("w"), weights)
     factors = np.array([0, 2**24, 11863283, 9686330, 2**23])
     results = []
-    for function in (draw.add_effects, draw.add_effects_reference):
+    for function in (draw.add_effects, define_add_effects):
         score = np.arange(len(COUNTERS))
         function(ids, offsets, weights, derive_key("e"), factors, score)
         results.append(score.tolist())
@@ -113,7 +115,7 @@ def test_copy_places_equals_its_twin(kind):
     for width in (0, 1, 3):
         ours, twin = np.zeros((2, 100 * width), dtype=np.int64)
         copy_places(values, places, width, ours, slots)
-        copy_places_reference(values, places, width, twin, slots)
+        define_copy_places(values, places, width, twin, slots)
         assert (ours == twin).all()
 
 

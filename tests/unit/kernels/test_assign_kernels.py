@@ -7,6 +7,8 @@ import pytest
 
 from bagpipe.kernels import assign, balance
 from bagpipe.kernels.balance import LOSS_MAX
+from definitions import assign as definitions
+from definitions.balance import define_choose_best, define_rebalance
 
 SHAPES = [(1, 1), (1, 3), (5, 2), (9, 3), (12, 4), (40, 8), (64, 64)]
 
@@ -70,7 +72,7 @@ def test_placing_equals_its_twin(samples, trainers, span, floor):
     found, expected = [], []
     for results, choose, rebalance in (
         (found, balance.choose_best, balance.rebalance),
-        (expected, balance.choose_best_by_numpy, balance.rebalance_by_numpy),
+        (expected, define_choose_best, define_rebalance),
     ):
         part, loads = np.empty(samples, np.int64), np.zeros(trainers, np.int64)
         choose(scores, loads, part)
@@ -133,7 +135,7 @@ def test_every_step_equals_its_twin(samples, trainers, num_entries, longest):
             features.append((ids, np.cumsum(lengths)))
         batches.append(features)
     found = work({name: getattr(assign, name) for name in KERNELS}, batches, samples, trainers, num_entries)
-    twins = {name: getattr(assign, f"{name}_by_numpy") for name in KERNELS}
+    twins = {name: getattr(definitions, f"define_{name}") for name in KERNELS}
     expected = work(twins, batches, samples, trainers, num_entries)
     assert len(found) == len(expected)
     for here, there in zip(found, expected, strict=True):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bagpipe.kernels import bits
+from definitions.bits import define_find_widths, define_flag_chosen, define_pack_bits, define_unpack_bits
 
 TYPES = {np.int32: np.uint64(2**32 - 1), np.int64: np.uint64(2**64 - 1)}
 
@@ -33,14 +34,14 @@ def test_numbers_come_back_as_from_the_twins(dtype, rising, seed):
     mask, count = TYPES[dtype], len(bounds) - 1
     widths, theirs = np.full((2, count), -1, np.int64)
     bits.find_widths(numbers, bounds, rising, mask, widths)
-    bits.find_widths_simple(numbers, bounds, rising, mask, theirs)
+    define_find_widths(numbers, bounds, rising, mask, theirs)
     assert widths.tolist() == theirs.tolist()
     num_words = -(-int(widths @ np.diff(bounds)) // bits.WORD)
     words, others = np.zeros((2, num_words), np.uint32)
     bits.pack_bits(numbers, bounds, rising, mask, widths, words)
-    bits.pack_bits_simple(numbers, bounds, rising, mask, widths, others)
+    define_pack_bits(numbers, bounds, rising, mask, widths, others)
     assert words.tolist() == others.tolist()
-    for unpack in (bits.unpack_bits, bits.unpack_bits_simple):
+    for unpack in (bits.unpack_bits, define_unpack_bits):
         found = np.full_like(numbers, 7)
         assert unpack(words, bounds, rising, mask, widths, found) == 0
         assert found.tolist() == numbers.tolist()
@@ -56,7 +57,7 @@ def test_any_bits_and_widths_are_read_alike(rising):
             words = random.integers(0, 2**32, -(-int(widths @ np.diff(bounds)) // bits.WORD), dtype=np.uint32)
             ours, theirs = np.zeros((2, bounds[-1]), dtype)
             left = bits.unpack_bits(words, bounds, rising, mask, widths, ours)
-            assert left == bits.unpack_bits_simple(words, bounds, rising, mask, widths, theirs)
+            assert left == define_unpack_bits(words, bounds, rising, mask, widths, theirs)
             assert ours.tolist() == theirs.tolist()
 
 
@@ -76,13 +77,14 @@ def test_numbers_outside_are_found_and_chosen_ones_flagged_as_by_the_twins(seed)
     numbers = (random.random(bounds[-1]) * np.repeat(ends, counts)).astype(np.int64)
     if seed % 3 and len(numbers):
         numbers[random.integers(len(numbers))] = random.choice([-1, 2**41])
-    assert bits.first_outside(numbers, bounds, ends) == bits.first_outside_simple(numbers, bounds, ends)
+    wrong = [i for i, number in enumerate(numbers.tolist()) if not 0 <= number < np.repeat(ends, counts)[i]]
+    assert bits.first_outside(numbers, bounds, ends) == min(wrong, default=-1)
     wanted = random.random(len(numbers)) < 0.5
     chosen, chosen_bounds = numbers[wanted], np.concatenate([[0], np.cumsum(wanted)])[bounds]
     if seed % 4 == 0:
         chosen = chosen[::-1].copy()
     flags, theirs = np.zeros((2, len(numbers)), np.bool_)
     arguments = numbers, bounds, chosen, chosen_bounds
-    assert bits.flag_chosen(*arguments, flags) == bits.flag_chosen_simple(*arguments, theirs)
+    assert bits.flag_chosen(*arguments, flags) == define_flag_chosen(*arguments, theirs)
     assert flags.tolist() == theirs.tolist()
     assert seed % 4 == 0 or len(set(numbers.tolist())) < len(numbers) or flags.tolist() == wanted.tolist()

@@ -6,7 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bagpipe.kernels import cells as kernels
-from bagpipe.kernels.times import HOURS, ISO, read_time_reference, read_times
+from bagpipe.kernels.times import HOURS, ISO, read_times
+from definitions.cells import define_gather, define_read_integer
+from definitions.times import define_read_time
 
 LINES = st.text(alphabet='ab12.-\t,:"\r\n é', max_size=80).map(str.encode)
 
@@ -131,7 +133,7 @@ def test_whole_numbers_are_read_up_to_the_last_of_64_bits(texts):
     data, starts, lengths = column(texts)
     integers, states = np.empty(len(texts), np.int64), np.empty(len(texts), np.uint8)
     kernels.read_integers(data, starts, lengths, integers, states)
-    expected = [kernels.read_integer_reference(text) for text in texts]
+    expected = [define_read_integer(text) for text in texts]
     assert list(zip(integers.tolist(), states.tolist(), strict=True)) == expected
 
 
@@ -187,7 +189,7 @@ def assert_times(way, texts):
     data, starts, lengths = column(texts)
     times, states = np.empty(len(texts), np.int64), np.empty(len(texts), np.uint8)
     read_times(data, starts, lengths, way, times, states)
-    expected = [read_time_reference(text, way) for text in texts]
+    expected = [define_read_time(text, way) for text in texts]
     assert list(zip(times.tolist(), states.tolist(), strict=True)) == expected
 
 
@@ -198,7 +200,7 @@ def test_cells_are_gathered_as_by_numpy_and_nothing_beyond_the_room_is_written(t
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     out, twin = np.full(offsets[-1] + 16, 7, np.uint8), np.zeros(offsets[-1], np.uint8)
     kernels.gather(data, starts, offsets, out)
-    kernels.gather_reference(data, starts, offsets, twin)
+    define_gather(data, starts, offsets, twin)
     assert out[: offsets[-1]].tobytes() == twin.tobytes() == b"".join(texts)
     assert (out[offsets[-1] + 8 :] == 7).all()
 

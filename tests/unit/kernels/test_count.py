@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from bagpipe.kernels import count
 from bagpipe.kernels.count import NUM_WORDS
+from definitions import count as definitions
 
 
 def both(name, *arguments):
     """The outcome of a kernel and of its twin, each on copies of the arguments."""
     results = []
-    for function in (getattr(count, name), getattr(count, f"{name}_by_numpy")):
+    for function in (getattr(count, name), getattr(definitions, f"define_{name}")):
         own = [each.copy() if isinstance(each, np.ndarray) else each for each in arguments]
         returned = function(*own)
         results.append((returned, [each.tolist() if isinstance(each, np.ndarray) else each for each in own]))
@@ -40,11 +41,11 @@ def test_accesses_are_counted_as_the_twin_does(bags, first, sizes, seed):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
-def test_rows_are_counted_by_their_accesses_as_the_twin_does(limit):
+def test_rows_are_counted_by_their_accesses(limit):
     words = np.random.default_rng(0).integers(0, 9, (200, NUM_WORDS))
-    ours, twin = both("count_rows", words, count.TOTAL, np.zeros(limit, np.int64))
-    assert ours == twin
-    assert ours[0] == (words[:, count.TOTAL] >= limit).sum()
+    rows, counts = np.zeros(limit, np.int64), words[:, count.TOTAL].tolist()
+    assert count.count_rows(words, count.TOTAL, rows) == sum(each >= limit for each in counts)
+    assert rows.tolist() == [0, *(counts.count(each) for each in range(1, limit))]
 
 
 def words_of_a_day(seed):
@@ -58,20 +59,26 @@ def words_of_a_day(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_levels_and_the_end_of_a_day_are_those_of_the_twins(seed):
     words = words_of_a_day(seed)
-    ours, twin = both("set_levels", words, np.unique(words[words[:, count.TODAY] > 0, count.TODAY]))
-    assert ours == twin
+    counts, levels = (
+        sorted({today for today in words[:, count.TODAY].tolist() if today}),
+        words[:, count.LEVEL].tolist(),
+    )
+    expected = [
+        2 * counts.index(today) + 2 if today else level
+        for today, level in zip(words[:, count.TODAY].tolist(), levels, strict=True)
+    ]
+    count.set_levels(words, np.array(counts))
+    assert words[:, count.LEVEL].tolist() == expected
     for is_day in (True, False):
         ours, twin = both("close_day", words, np.zeros(4, np.int64), np.zeros(5, np.int64), is_day)
         assert ours == twin
 
 
-@pytest.mark.parametrize("name", ["count_accesses", "count_rows", "set_levels", "close_day"])
+@pytest.mark.parametrize("name", ["count_accesses", "close_day"])
 def test_no_rows_and_no_samples_are_fine(name):
     words, none, zero = np.empty((0, NUM_WORDS), np.int64), np.empty(0, np.int64), np.zeros(1, np.int64)
     arguments = {
         "count_accesses": (none, zero, 0, words, zero + 1, zero, zero),
-        "count_rows": (words, count.TOTAL, zero),
-        "set_levels": (words, none),
         "close_day": (words, zero, np.zeros(5, np.int64), True),
     }
     ours, twin = both(name, *arguments[name])

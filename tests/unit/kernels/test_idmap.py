@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from bagpipe.errors import StoreError
 from bagpipe.kernels import idmap
-from bagpipe.kernels.idmap import IdMap, IdMapByDict, mixed_by_numpy
+from bagpipe.kernels.idmap import IdMap, mixed_by_numpy
+from definitions.idmap import IdMapByDict
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 EDGES = [LOWEST, LOWEST + 1, -(2**32), -1, 0, 1, 2**24, 2**24 + 1, 2**32, HIGHEST - 1, HIGHEST]

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from bagpipe.kernels import partition, shares
-from bagpipe.kernels.partition import HALF, LEAVES, SHARED
+from bagpipe.kernels.partition import HALF, LEAVES, OWNER, SHARED
 from bagpipe.oracle.lookahead import mask_type
+from definitions.partition import define_follow
+from definitions.shares import (
+    define_count_shares,
+    define_count_values,
+    define_fill_shares,
+    define_fill_values,
+    define_localise,
+)
 
 TRAINERS = [2, 8, 9, 33, 64]
 BASES = np.array([0, 60, 0, 60])
@@ -85,12 +93,12 @@ def made(trainers, seed):
 @cases
 def test_rows_that_leave_are_marked_and_written_by_their_owner(trainers, seed):
     _, rows, state = made(trainers, seed)
-    assert_twins(partition.mark_leaving, partition.mark_leaving_by_numpy, rows.bounds, rows.slots, BASES, state)
+    partition.mark_leaving(rows.bounds, rows.slots, BASES, state)
     assert (state & LEAVES != 0).sum() == len(rows.slots)
-    writers = np.zeros(len(rows.slots), np.int8)
-    assert_twins(
-        partition.writers_of, partition.writers_of_by_numpy, rows.bounds, rows.slots, BASES, state, trainers, writers
-    )
+    owners = (state[np.repeat(BASES, np.diff(rows.bounds)) + rows.slots] & OWNER) - 1
+    writers = partition.writers_of(rows.bounds, rows.slots, BASES, state, trainers)
+    expected = [slot % trainers if owner == SHARED else owner for slot, owner in zip(rows.slots, owners, strict=True)]
+    assert writers.tolist() == expected
     assert not (state & LEAVES).any()
 
 
@@ -109,7 +117,7 @@ def test_a_plan_takes_its_rows(trainers, seed, users_read, moving):
     bits = mask_type(trainers)(1) << np.arange(trainers, dtype=mask_type(trainers))
     outputs = np.zeros((3, total), np.int8)
     assert_twins(
-        partition.follow, partition.follow_by_numpy, rows.bounds, rows.slots, rows.users,
+        partition.follow, define_follow, rows.bounds, rows.slots, rows.users,
         some_masks(random, trainers, total), some_masks(random, trainers, total), before,
         np.arange(5) * 10, fetch_bounds, rows.slots[fetched], rows.freed[fetched],
         random.integers(0 if moving else -1, trainers, count).astype(np.int8),
@@ -144,10 +152,10 @@ def room(counts, tables=4):
 def test_shares_are_counted_and_listed(trainers, seed):
     _, rows, _ = made(trainers, seed)
     owned, pairs = np.zeros((2, trainers + 1), np.int64), np.zeros((2, trainers + 1, trainers), np.int64)
-    assert_twins(shares.count_shares, shares.count_shares_by_numpy, rows.users, rows.owners, rows.phases, owned, pairs)
+    assert_twins(shares.count_shares, define_count_shares, rows.users, rows.owners, rows.phases, owned, pairs)
     lists = [part for counts in (pairs.sum((0, 1)), owned, pairs.transpose(0, 2, 1), pairs) for part in room(counts)]
     assert_twins(
-        shares.fill_shares, shares.fill_shares_by_numpy, rows.bounds, rows.users, rows.owners, rows.phases, trainers,
+        shares.fill_shares, define_fill_shares, rows.bounds, rows.users, rows.owners, rows.phases, trainers,
         *lists,
     )  # fmt: skip
     assert all((items >= 0).all() for items in lists), "every place of every list was written"
@@ -159,21 +167,13 @@ def test_vectors_that_are_sent_are_counted_and_listed(trainers, seed, flows):
     _, rows, _ = made(trainers, seed)
     pairs = np.zeros((3, trainers, trainers), np.int64)
     chosen = np.array(flows)
-    assert_twins(shares.count_values, shares.count_values_by_numpy, rows.users, rows.owners, rows.kinds, chosen, pairs)
+    assert_twins(shares.count_values, define_count_values, rows.users, rows.owners, rows.kinds, chosen, pairs)
     lists = [part for counts in (pairs, pairs.transpose(0, 2, 1)) for part in room(counts)]
     assert_twins(
-        shares.fill_values, shares.fill_values_by_numpy, rows.bounds, rows.slots, rows.users, rows.owners, rows.kinds,
+        shares.fill_values, define_fill_values, rows.bounds, rows.slots, rows.users, rows.owners, rows.kinds,
         rows.freed, chosen, trainers, *lists, np.full((3, trainers), -1, np.int32),
     )  # fmt: skip
     assert all((items >= 0).all() for items in lists), "every place of every list was written"
-
-
-@pytest.mark.parametrize("count", [0, 1, 40])
-def test_rows_are_gathered(count):
-    random = np.random.default_rng(count)
-    items = random.integers(0, 50, count).astype(np.int32)
-    ids, slots = random.integers(-(2**63), 2**63 - 1, 50), random.integers(0, 99, 50).astype(np.int32)
-    assert_twins(shares.gather_rows, shares.gather_rows_by_numpy, ids, slots, items)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -189,4 +189,4 @@ def test_ids_become_indices_into_a_trainers_own_rows(seed):
         own = [bounds[t] + ids[cut[rank] : cut[rank + 1]] for t, ids, cut in zip(tables, features, cuts, strict=True)]
         used = np.unique(np.concatenate(own)).astype(np.int32)
         arguments = inverse, cuts, rank, tables, bounds, used, np.searchsorted(used, bounds)
-        assert_twins(shares.localise, shares.localise_by_numpy, *arguments)
+        assert_twins(shares.localise, define_localise, *arguments)

@@ -10,25 +10,25 @@ from bagpipe.kernels.victims import (
     HELD,
     NEVER,
     choose_ways,
-    choose_ways_by_numpy,
     count_absent,
-    count_absent_by_numpy,
     hold,
-    hold_by_numpy,
     lowest,
-    lowest_by_numpy,
     mark_needed,
-    mark_needed_by_numpy,
     note_next_uses,
-    note_next_uses_by_numpy,
     rank,
-    rank_by_numpy,
+)
+from definitions.victims import (
+    define_choose_ways,
+    define_count_absent,
+    define_lowest,
+    define_mark_needed,
+    define_note_next_uses,
 )
 
 
 def both_lowest(keys: list[int] | np.ndarray, count: int) -> list[int]:
     results = []
-    for function in (lowest, lowest_by_numpy):
+    for function in (lowest, define_lowest):
         slots = np.full(count, -1, np.int32)
         found = function(np.array(keys, np.int64), count, slots)
         results.append(slots[:found].tolist())
@@ -71,16 +71,14 @@ def test_keys_rank_tenants_and_leave_free_slots_out() -> None:
     for largest_first in (False, True):
         values = np.array([0, 1, NEVER, NEVER - 1, *random.integers(0, NEVER, 200)], np.int32)
         last = random.integers(-1, 5, len(values)).astype(np.int32)
-        keys = np.empty((2, len(values)), np.int64)
-        rank(values, largest_first, last, keys[0])
-        rank_by_numpy(values, largest_first, last, keys[1])
-        assert keys[0].tolist() == keys[1].tolist()
-        assert ((keys[0] == HELD) == (last < 0)).all()
+        keys = np.empty(len(values), np.int64)
+        rank(values, largest_first, last, keys)
+        assert ((keys == HELD) == (last < 0)).all()
         assert (keys >= 0).all()
         assert (keys <= HELD).all()
         tenants = np.flatnonzero(last >= 0)
         by_hand = sorted(tenants, key=lambda slot: ((-1 if largest_first else 1) * int(values[slot]), last[slot]))
-        assert sorted(tenants, key=lambda slot: keys[0, slot]) == by_hand
+        assert sorted(tenants, key=lambda slot: keys[slot]) == by_hand
 
 
 def test_holding_raises_keys_and_never_lowers_them_below_others() -> None:
@@ -88,15 +86,14 @@ def test_holding_raises_keys_and_never_lowers_them_below_others() -> None:
     for at_least in (HELD, HELD - 2**31):
         last = random.integers(-1, 9, 300).astype(np.int32)
         next_uses = random.choice([9, 10, 11, NEVER], 300).astype(np.int32)
-        keys = np.empty((2, 300), np.int64)
-        for each, function in zip(keys, (hold, hold_by_numpy), strict=True):
-            rank(next_uses, False, last, each)
-            each[:5] = HELD
-            function(last, next_uses, 6, 10, at_least, each)
-        assert keys[0].tolist() == keys[1].tolist()
-        held = (last >= 6) | (next_uses <= 10)
-        assert (keys[0][held & (last >= 0)] >= at_least).all()
-        assert (keys[0][~held & (last >= 0)][5:] < HELD).all()
+        keys = np.empty(300, np.int64)
+        rank(next_uses, False, last, keys)
+        keys[:5] = HELD
+        before = keys.copy()
+        hold(last, next_uses, 6, 10, at_least, keys)
+        held = ((last >= 6) | (next_uses <= 10)) & (before < HELD)
+        assert (keys[held] == np.minimum(HELD, at_least + last[held].astype(np.int64))).all()
+        assert (keys[~held] == before[~held]).all()
 
 
 def test_next_uses_are_noted_for_rows_that_are_cached_and_planned() -> None:
@@ -110,7 +107,7 @@ def test_next_uses_are_noted_for_rows_that_are_cached_and_planned() -> None:
         places = np.zeros(40, np.int32)
         places[entries] = np.where(random.random(total) < 0.6, 1 + np.arange(total), -random.integers(0, 9, total))
         found = []
-        for function in (note_next_uses, note_next_uses_by_numpy):
+        for function in (note_next_uses, define_note_next_uses):
             next_uses = np.full(60, NEVER, np.int32)
             function(np.arange(3), starts, counts, entries, previous, places, 8, 5, np.array([0, 0, 20]), next_uses)
             found.append(next_uses.tolist())
@@ -135,7 +132,7 @@ def test_absent_rows_of_several_batches_are_counted_once() -> None:
         places = random.integers(-3, 4, 12).astype(np.int32)
         entries = np.concatenate(batches).astype(np.int32)
         args = np.array([0]), begins, 3, int(random.integers(3, 7)), entries, np.array(stays, np.uint16), places
-        assert count_absent(*args) == count_absent_by_numpy(*args)
+        assert count_absent(*args) == define_count_absent(*args)
 
 
 def test_slots_of_rows_that_several_batches_need_are_marked() -> None:
@@ -150,7 +147,7 @@ def test_slots_of_rows_that_several_batches_need_are_marked() -> None:
         places = random.permutation(np.arange(-5, 7)).astype(np.int32)
         first, last = np.sort(random.integers(3, 7, 2)).tolist()
         found = []
-        for function in (mark_needed, mark_needed_by_numpy):
+        for function in (mark_needed, define_mark_needed):
             marks = np.zeros(8, np.int32)
             function(np.array([1]), begins, first, last, np.concatenate(flat).astype(np.int32), places, marks)
             found.append(marks.tolist())
@@ -166,7 +163,7 @@ def test_ways_are_drawn_among_those_that_are_not_pinned() -> None:
         draws = random.integers(0, 2**62, (2, num_rows))
         pinned = random.random(3 * ways) < random.choice([0.0, 0.5, 1.0])
         results = []
-        for function in (choose_ways, choose_ways_by_numpy):
+        for function in (choose_ways, define_choose_ways):
             claims, winners = np.zeros(3 * ways, np.int32), np.zeros(3 * ways, np.int64)
             chosen = np.empty(num_rows, np.int32)
             function(firsts, np.full(num_rows, ways), draws, pinned, claims, winners, chosen)

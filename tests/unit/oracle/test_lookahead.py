@@ -240,17 +240,6 @@ def test_iterations_are_numbered_from_the_start_given() -> None:
     assert all(after < 1000 for after in plans[0].fetch.after)
 
 
-def test_a_flush_lists_the_rows_that_stay() -> None:
-    oracle = Oracle([OracleTable("a", 9), OracleTable("b", 9)], [8], lookahead=2)
-    for batch in ([[1, 2], [3]], [[2], [3]]):
-        oracle.read([np.array(part) for part in batch])
-    plan = oracle.emit(flush=True)
-    assert ids(plan.evict) == [1]
-    assert ids(plan.flush) == [2, 3]
-    assert plan.flush.slots.tolist() == [1, 2]
-    assert plan.flush.bounds.tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("rows", [1000, None])
 def test_what_the_oracle_holds_is_bounded_and_told(rows: int | None) -> None:
     oracle = Oracle([OracleTable("only", rows)], [400], lookahead=8)

@@ -12,6 +12,16 @@ from bagpipe.kernels import admit as admission
 from bagpipe.kernels import plan as loops
 from bagpipe.kernels import window_map
 from bagpipe.kernels.window_map import WindowMap
+from definitions.admit import define_admit
+from definitions.plan import (
+    define_count_gaps,
+    define_count_outside,
+    define_find_uniques,
+    define_link,
+    define_look_up,
+    define_settle,
+)
+from definitions.window_map import WindowMapByDict, define_forget
 
 SEEDS = range(40)
 
@@ -26,7 +36,7 @@ def assert_twins(kernel: Callable[..., object], twin: Callable[..., object], *ar
 
 @pytest.mark.parametrize("ids", [[], [0], [9], [10], [-1], [2**63 - 1, -(2**63)], list(range(-3, 13))])
 def test_ids_outside_a_table_are_counted(ids: list[int]) -> None:
-    assert_twins(loops.count_outside, loops.count_outside_by_numpy, np.array(ids, np.int64), 10)
+    assert_twins(loops.count_outside, define_count_outside, np.array(ids, np.int64), 10)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -36,7 +46,7 @@ def test_unique_rows_are_found_in_order_of_first_occurrence(seed: int) -> None:
     ids = random.integers(0, 40, random.integers(0, 120))
     count = int(random.integers(0, 3))
     assert_twins(
-        loops.find_uniques, loops.find_uniques_by_numpy, ids, 10, words, 5,
+        loops.find_uniques, define_find_uniques, ids, 10, words, 5,
         np.zeros(150, np.int32), np.zeros(150, np.int64), 7, count, np.zeros(130, np.int32), 4,
     )  # fmt: skip
 
@@ -62,10 +72,10 @@ def test_gaps_are_counted_and_linked(seed: int) -> None:
     starts, counts, previous, begins = random_window(random, 3)
     tables, gaps = np.array([0, 2]), np.full((3, 7), -5)
     window = int(random.integers(0, 6))
-    assert_twins(loops.count_gaps, loops.count_gaps_by_numpy, tables, starts, counts, previous, 20, window, gaps)
+    assert_twins(loops.count_gaps, define_count_gaps, tables, starts, counts, previous, 20, window, gaps)
     gaps[:, 3:] = np.minimum(gaps[:, 3:], 1)
     assert_twins(
-        loops.link, loops.link_by_numpy, tables, starts, counts, np.arange(30, dtype=np.int32), previous, 20, window,
+        loops.link, define_link, tables, starts, counts, np.arange(30, dtype=np.int32), previous, 20, window,
         gaps, bool(seed % 2), int(random.choice([0, loops.KEEP])), begins,
         np.zeros(200, np.int32), np.zeros(200, np.uint16),
     )  # fmt: skip
@@ -83,12 +93,12 @@ def test_rows_are_looked_up_and_settled(seed: int, mapped: bool) -> None:
     tables, slots = np.array([0, 1, 2]), np.zeros(len(entries), np.int32)
     misses, leaves = np.zeros((2, 3), np.int64)
     look_up = (tables, bounds, entries, stays, places, slots, misses, leaves)
-    assert_twins(loops.look_up, loops.look_up_by_numpy, *look_up)
+    assert_twins(loops.look_up, define_look_up, *look_up)
     fetch_bounds, evict_bounds = (np.concatenate([[0], np.cumsum(part)]) for part in (misses, leaves))
     num_fetched, num_evicted = fetch_bounds[-1], evict_bounds[-1]
     keys = np.arange(150) * 7 if mapped else np.empty(0, np.int64)
     assert_twins(
-        loops.settle, loops.settle_by_numpy, tables, bounds, entries, stays, places, np.arange(3) * 50, keys, 9, 3,
+        loops.settle, define_settle, tables, bounds, entries, stays, places, np.arange(3) * 50, keys, 9, 3,
         np.zeros(len(entries), np.int64), slots,
         fetch_bounds, np.zeros(num_fetched, np.int64), random.permutation(num_fetched).astype(np.int32),
         np.zeros(num_fetched, np.int32), evict_bounds, np.zeros(num_evicted, np.int64), np.zeros(num_evicted, np.int32),
@@ -107,7 +117,7 @@ def test_stays_are_admitted_like_one_row_at_a_time(ahead: int) -> None:
             gaps = random.integers(0, 4, (3, 9))
             refused[iteration & 15] = 0
             arguments = (tables, iteration, window, int(gaps[tables, 1 : window + 1].sum()) + 3, 40, ahead)
-            assert_twins(admission.admit, admission.admit_by_numpy, *arguments, load, total, gaps, refused)
+            assert_twins(admission.admit, define_admit, *arguments, load, total, gaps, refused)
             assert load.max() <= max(40, arguments[3])
 
 
@@ -183,7 +193,7 @@ def test_a_window_map_follows_the_rows_in_use() -> None:
 
 def test_a_window_map_equals_its_twin_through_growth_and_forgetting() -> None:
     random = np.random.default_rng(1)
-    known, twin = WindowMap(), window_map.WindowMapByDict()
+    known, twin = WindowMap(), WindowMapByDict()
     for iteration in range(300):
         ids = random.integers(0, 3 + 2 * iteration, random.integers(0, 60)) * 2**40
         ours, theirs = np.empty((2, len(ids)), np.int64)
@@ -204,4 +214,4 @@ def test_forgetting_empties_what_no_plan_can_need(seed: int) -> None:
     places[words == 0] = 0
     keep_read, keep_plan = (int(bound) for bound in random.integers(0, 12, 2))
     free = np.zeros(60, np.int32)
-    assert_twins(window_map.forget, window_map.forget_by_numpy, words, places, keep_read, keep_plan, free)
+    assert_twins(window_map.forget, define_forget, words, places, keep_read, keep_plan, free)

@@ -16,7 +16,6 @@ from bagpipe.errors import BagpipeError, BatchError, WireError
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_wire import PlanShape, pack_plan, unpack_plan
-from bagpipe.oracle.row_list import RowList
 from bagpipe.trainer.source import Source
 from bagpipe.types import Batch, Ids
 from bagpipe.wire.arrays import Packing, Unpacking
@@ -46,7 +45,7 @@ def sent(plan, group):
 
 
 def flat_plan(plan):
-    parts = (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush)
+    parts = (plan.rows, plan.fetch, plan.evict, plan.victims)
     values = [getattr(part, field.name) for part in parts for field in fields(part)]
     arrays = [(v.dtype, v.tobytes()) if isinstance(v, np.ndarray) else v for v in (*values, *plan.inverse)]
     return plan.iteration, plan.lookahead, plan.hits, arrays
@@ -76,19 +75,11 @@ def test_plans_and_batches_come_back_to_the_last_bit(policy, accumulate):
     assert (victims > 0) == (policy == "lru")
 
 
-def test_rows_to_flush_travel_too():
-    plans, shape = planned(make_batches(3))
-    plan, group = plans[1]
-    plan = replace(plan, flush=RowList(plan.rows.ids[:1], plan.rows.slots[:1], np.minimum(plan.rows.bounds, 1)))
-    message = sent(plan, group)
-    assert flat_plan(unpack_plan(message.body, message.buffers, shape, 1)[0]) == flat_plan(plan)
-
-
 def test_the_ids_of_a_batch_do_not_travel_beside_the_plan():
     (plan, group), *_ = planned(make_batches(2, size=2000))[0]
     message = sent(plan, group)
     floats, int32s, int64s = (buffer.nbytes for buffer in message.buffers)
-    rows = sum(len(part) for part in (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush))
+    rows = sum(len(part) for part in (plan.rows, plan.fetch, plan.evict, plan.victims))
     num_ids = sum(len(inverse) for inverse in plan.inverse)
     assert int64s == 0
     assert num_ids // 4 < int32s - 4 * 2000 < num_ids + 16 * rows, "places take as many bits as the number of rows has"
@@ -247,7 +238,7 @@ def test_a_description_that_contradicts_itself_is_refused():
 
 def within_bounds(plan, batches, shape):
     """Whether nothing in a plan names memory that is not there."""
-    for rows in (plan.rows, plan.fetch, plan.evict, plan.victims, plan.flush):
+    for rows in (plan.rows, plan.fetch, plan.evict, plan.victims):
         assert len(rows.ids) == len(rows.slots) == rows.bounds[-1]
         assert (np.diff(rows.bounds) >= 0).all()
         for table in range(len(shape.tables)):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES, PolicyOptions, make_policy
-from bagpipe.trainer.stages import Seeded, Threads
+from bagpipe.trainer.stages import Threads
+from harness.schedules import Seeded
 from plan_contract import check_contract, make_plans, run_in_several_orders
 from several import DESIGNS, World, run
 from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference

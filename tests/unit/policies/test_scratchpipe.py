@@ -13,11 +13,27 @@ from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions, scratchpipe
-from bagpipe.policies.scratchpipe import FUTURE, HOLD, PAST, ScratchPipePolicy, least_cache_rows
+from bagpipe.policies.scratchpipe import FUTURE, HOLD, PAST, ScratchPipePolicy
 from lockstep import Hazard, Lockstep
 from plan_execution import Corruption, Execution, Waits, delaying
 
 REPLACEMENTS = ("lru", "lfu", "random")
+
+
+def least_cache_rows(batches) -> int:
+    """The slots with which no held row ever has to leave: the largest number of different rows in six batches in a row.
+
+    Proof. When batch x is planned, the slots that must not be taken are those of rows that batches x - 3 to x + 2 use,
+    one slot a row. The rows that x lacks are among these, and have no slot yet. So with as many slots as these six
+    batches have rows, at least as many are free or not held as x lacks. In the worst case all ids differ, which gives
+    six times the ids of a batch (section VI-D).
+    """
+    window: list[set[int]] = []
+    most = 0
+    for batch in batches:
+        window = [*window[-(PAST + FUTURE) :], set(batch)]
+        most = max(most, len(set().union(*window)))
+    return most
 
 
 def plans_of(batches: Sequence[Sequence[int]], capacity: int, **options: object) -> list[Plan]:

@@ -23,8 +23,8 @@ from bagpipe.policies import PolicyOptions, make_policy
 from bagpipe.policies.windowed import SetLayout, WindowedPolicy, next_prime
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.pipeline import Pipeline
-from bagpipe.trainer.stages import Seeded
 from bagpipe.types import Table
+from harness.schedules import Seeded
 from support import OPTIMIZERS, make_batches, make_model
 
 STALE = PolicyOptions(mode="stale")

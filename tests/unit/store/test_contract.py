@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from bagpipe.errors import StoreError
 from bagpipe.server.core import EmbeddingServer
-from bagpipe.server.shards import servers_by_numpy
 from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.remote import RemoteStore
 from bagpipe.store.views import shared_views
 from bagpipe.wire.simulated import SimulatedNetwork
+from definitions.shards import define_servers
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 WIDTHS = (48, 1, 7)
@@ -84,7 +84,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 def in_order(store: Store, table: int, ids: np.ndarray) -> np.ndarray:
     """Indices of ids in order of first write as the store lists them: server by server."""
     num_servers = store.num_servers if isinstance(store, RemoteStore) else 1
-    return np.argsort(servers_by_numpy(table, ids, num_servers), kind="stable")
+    return np.argsort(define_servers(table, ids, num_servers), kind="stable")
 
 
 def array(*ids: int) -> np.ndarray:

@@ -10,7 +10,8 @@ import pytest
 
 from bagpipe.errors import StoreError
 from bagpipe.store import MemoryStore
-from bagpipe.store.memory import ChunkedRows, gather_by_numpy, scatter_by_numpy
+from bagpipe.store.memory import ChunkedRows
+from definitions.memory import define_gather, define_scatter
 
 
 class Zeros:
@@ -31,12 +32,12 @@ def test_kernels_copy_what_their_twins_copy(width: int, chunk_bytes: int) -> Non
         positions = rng.permutation(300)[:num_rows]
         values = rng.integers(0, 2**32, (num_rows, width), np.uint32).view(np.float32)
         rows.scatter(positions, values)
-        scatter_by_numpy(twin.chunks, positions, values)
+        define_scatter(twin.chunks, positions, values)
         wanted = rng.integers(-1, 300, 500)
         for columns in {1, -(-width // 3), width}:
             out, expected = np.full((2, 500, columns), 7, np.float32)
             rows.gather(wanted, out)
-            gather_by_numpy(twin.chunks, wanted, expected)
+            define_gather(twin.chunks, wanted, expected)
             assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
 
 

@@ -15,13 +15,13 @@ from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.disk import Disk, SystemDisk
 from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.errors import CheckpointError, StoreError
-from bagpipe.server.shards import servers_by_numpy
 from bagpipe.server.storage import Width
 from bagpipe.store.journal import Journal
 from bagpipe.store.local import LocalStore
 from bagpipe.store.mapped import MappedStore
 from bagpipe.store.memory import MemoryStore
 from bagpipe.store.recorded import Recorded
+from definitions.shards import define_servers
 from simulated_disk import Fault, SimulatedDisk
 
 WIDTHS = {"user": 4, "item": 2}
@@ -76,7 +76,7 @@ class Servers:
 
     def write(self, parts: Parts) -> None:
         for number, store in enumerate(self.stores):
-            mine = [servers_by_numpy(table, ids, len(self.stores)) == number for table, ids, _ in parts]
+            mine = [define_servers(table, ids, len(self.stores)) == number for table, ids, _ in parts]
             store.write_many([(table, ids[m], rows[m]) for (table, ids, rows), m in zip(parts, mine, strict=True)])
 
     def mark(self, done: int) -> None:

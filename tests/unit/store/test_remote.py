@@ -16,8 +16,8 @@ from bagpipe.errors import BagpipeError, DeadlineError, StoreError
 from bagpipe.server.limits import ServerLimits
 from bagpipe.store import MemoryStore
 from bagpipe.store.links import Patience
-from bagpipe.trainer.stages import Seeded
 from bagpipe.wire.messages import Message, Read
+from harness.schedules import Seeded
 from remote_world import (
     TABLES,
     TROUBLE,

@@ -8,10 +8,10 @@ import pytest
 from bagpipe.errors import StoreError, WireError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.limits import ServerLimits
-from bagpipe.server.shards import servers_by_numpy
 from bagpipe.server.storage import in_memory
 from bagpipe.store.links import Patience
 from bagpipe.wire.messages import Message, Read, Write
+from definitions.shards import define_servers
 from remote_world import (
     FAST,
     fixture_worlds,  # noqa: F401
@@ -66,7 +66,7 @@ def test_a_server_that_dies_in_the_middle_of_a_request_is_named_and_others_go_on
     if dying is Write:  # who knows what it has applied?
         with pytest.raises(StoreError, match="failed halfway"):
             read(store, ids(1))
-    on_first = np.flatnonzero(servers_by_numpy(0, np.arange(20), 2) == 0)
+    on_first = np.flatnonzero(define_servers(0, np.arange(20), 2) == 0)
     assert np.array_equal(read(other, on_first), values(int(dying is Write), 20)[on_first])
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from bagpipe.errors import StoreError
-from bagpipe.store.residency import EXTENT_BYTES, PAGE_BYTES, Residency, _count, count_by_numpy
-from bagpipe.store.rowfile import RowFile, read_by_numpy, write_by_numpy
+from bagpipe.store.residency import EXTENT_BYTES, PAGE_BYTES, Residency, _count
+from bagpipe.store.rowfile import RowFile
+from definitions.residency import define_count
+from definitions.rowfile import define_read, define_write
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,14 +65,14 @@ def test_kernels_copy_what_their_twins_copy(tmp_path: Path, fd: int, width: int,
         if cold:
             forget(path)
         file.scatter(part, rows)
-        write_by_numpy(twin, part, rows)
+        define_write(twin, part, rows)
     for wanted in (rng.integers(-1, num_rows, 300), np.arange(num_rows), np.full(3, -1), np.array([num_rows - 1] * 2)):
         for columns in {-(-width // 3), width}:
             out, expected = np.full((2, len(wanted), columns), 7, np.float32)
             if cold:
                 forget(path)
             file.gather(wanted, out)
-            read_by_numpy(twin, wanted, width, expected)
+            define_read(twin, wanted, width, expected)
             assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
 
 
@@ -106,7 +108,7 @@ def test_pages_are_counted_as_the_twin_counts_them(row_bytes: int) -> None:
         touched = rng.integers(0, EXTENT_BYTES // PAGE_BYTES + 1, 3).astype(np.int32)
         twin = touched.copy()
         positions = np.sort(rng.integers(0, positions_max, num_rows))
-        assert _count(touched, positions, row_bytes) == count_by_numpy(twin, positions, row_bytes)
+        assert _count(touched, positions, row_bytes) == define_count(twin, positions, row_bytes)
         assert np.array_equal(touched, twin)
 
 

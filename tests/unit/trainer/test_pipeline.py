@@ -1,4 +1,4 @@
-"""Plans are executed under any schedule: what training wrote is what it reads, and a flush is a barrier."""
+"""Plans are executed under any schedule: what training wrote is what it reads."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from bagpipe.oracle.tables import OracleTable
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.fetching import READERS, Fetching
 from bagpipe.trainer.pipeline import Pipeline
-from bagpipe.trainer.stages import Seeded, Threads
+from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
+from harness.schedules import Seeded
 
 ROWS, SLOTS = 12, 7
 
 
-def plans(batches, policy, flushes):
-    """A plan for each batch, those of some iterations with a flush."""
+def plans(batches, policy):
+    """A plan for each batch."""
     oracle = Oracle([OracleTable("only", ROWS)], [SLOTS], lookahead=3, policy=policy)
     waiting, left, source = 0, len(batches), iter(batches)
     while left:
@@ -35,10 +36,10 @@ def plans(batches, policy, flushes):
             waiting += 1
         waiting, left = waiting - 1, left - 1
         number = len(batches) - left - 1
-        yield oracle.emit(last=left == 0, flush=number in flushes), number
+        yield oracle.emit(last=left == 0), number
 
 
-def run(seed, policy, flushes=(), stop=None):
+def run(seed, policy, stop=None):
     """Every row counts how often it was used; returns what the store has, and what it should have."""
     random = np.random.default_rng(seed)
     batches = [random.integers(0, ROWS, 5) for _ in range(15)]
@@ -46,17 +47,13 @@ def run(seed, policy, flushes=(), stop=None):
     cache = RowCache([2], [SLOTS], torch.device("cpu"))
     checker = Checker(["only"], cache)
     driver = Seeded(seed, eagerness=float(random.choice([0.0, 0.5, 3.0])))
-    pipeline = Pipeline(plans(batches, policy, flushes), cache, store, driver, 3, checker)
+    pipeline = Pipeline(plans(batches, policy), cache, store, driver, 3, checker)
     counted = np.zeros(ROWS, np.float32)
-    flushed = -1
     while pipeline.wait():
         plan, number = pipeline.take()
         if number == stop:
             pipeline.updated(plan)
             break
-        if flushed >= 0:
-            assert pipeline.points.acknowledged >= flushed
-            assert (stored(store) == counted).all(), "a flush is over before the next iteration trains"
         checker.training(plan)
         ids, slots = plan.rows.of_table(0)
         assert sorted(ids.tolist()) == np.unique(batches[number]).tolist()
@@ -64,7 +61,6 @@ def run(seed, policy, flushes=(), stop=None):
         counted[ids] += 1
         cache.mark_updated(0, slots)
         checker.updated(plan, [0])
-        flushed = number if number in flushes else -1
         pipeline.updated(plan)
     pipeline.close()
     checker.finished()
@@ -90,13 +86,6 @@ def test_every_use_of_a_row_is_counted_under_any_schedule(policy):
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru"])
-def test_a_plan_with_a_flush_is_a_barrier(policy):
-    for seed in range(25):
-        found, expected = run(seed, policy, flushes=(2, 3, 9))
-        assert (found == expected).all()
-
-
-@pytest.mark.parametrize("policy", ["lookahead", "lru"])
 def test_closing_in_the_middle_writes_everything_back(policy):
     for seed in range(25):
         found, expected = run(seed, policy, stop=seed % 9)
@@ -105,7 +94,7 @@ def test_closing_in_the_middle_writes_everything_back(policy):
 
 def test_a_pipeline_that_never_began_can_be_closed():
     store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
-    made = plans([np.array([1])], "lookahead", ())
+    made = plans([np.array([1])], "lookahead")
     pipeline = Pipeline(made, RowCache([2], [SLOTS], torch.device("cpu")), store, Seeded(0))
     pipeline.flush()
     pipeline.close()
@@ -132,8 +121,8 @@ def test_large_fetches_and_write_backs_come_in_blocks_of_bounded_size(policy, mo
         reads.clear()
         writes.clear()
         for seed in range(5):
-            for flushes, stop in (((), None), ((2, 3, 9), None), ((), 6)):
-                found, expected = run(seed, policy, flushes, stop)
+            for stop in (None, 6):
+                found, expected = run(seed, policy, stop)
                 assert (found == expected).all()
         assert max(writes) == staged
         assert max(reads) == max(1, staged // READERS), "so many may each reader have on their way"
@@ -154,7 +143,7 @@ def test_victims_of_a_plan_leave_block_by_block_as_the_store_takes_them(monkeypa
     batches = [np.arange(7), np.arange(7, 12)]
     cache, driver = RowCache([2], [SLOTS], torch.device("cpu")), Seeded(0, last=frozenset({"write-back"}))
     store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
-    pipeline = Pipeline(plans(batches, "lru", ()), cache, store, driver)
+    pipeline = Pipeline(plans(batches, "lru"), cache, store, driver)
     for _ in batches:
         assert pipeline.wait()
         plan, _ = pipeline.take()
@@ -218,7 +207,7 @@ def test_an_iteration_is_acknowledged_before_victims_of_later_plans_are_written(
 
     monkeypatch.setattr(Pipeline, "_victims_first", noting)
     for seed in range(10):
-        run(seed, "lfu", flushes=(4,))
+        run(seed, "lfu")
     assert seen > 0, "and those of its own plan before it"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bagpipe.store.views import StoreView
-from bagpipe.trainer.together import Together
+from harness.schedules import Together
 from several import DESIGNS, Several, World, run
 from support import assert_identical, make_batches
 from trainer_events import train_with_events

@@ -21,11 +21,11 @@ from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.store import MemoryStore
 from bagpipe.store.later import LaterStore
+from bagpipe.together import run_threads
 from bagpipe.trainer.agreement import check_same, tell_all
 from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.stages import Threads
-from bagpipe.trainer.together import run_threads
 from bagpipe.types import Table
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DescribePlans, GetBatch, NextPlan, PlannedPart

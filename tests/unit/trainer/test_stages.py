@@ -3,7 +3,8 @@ import threading
 import pytest
 
 from bagpipe.errors import DeadlineError, PipelineError, StoreError
-from bagpipe.trainer.stages import Seeded, Threads, Wait
+from bagpipe.trainer.stages import Threads, Wait
+from harness.schedules import Seeded
 
 
 def counter(state, limit):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bagpipe.errors import DeadlineError, PipelineError, StoreError
+from bagpipe.together import run_threads
 from bagpipe.trainer.stages import Threads, Wait
-from bagpipe.trainer.together import LOOP, Together, run_threads
+from harness.schedules import LOOP, Together
 
 
 @pytest.fixture(autouse=True)

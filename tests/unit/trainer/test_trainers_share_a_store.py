@@ -17,10 +17,11 @@ from bagpipe.oracle.fan_out import fan_out
 from bagpipe.oracle.plan import Fetch, Plan, RowList, Victims
 from bagpipe.store import MemoryStore
 from bagpipe.store.views import StoreView, shared_views
+from bagpipe.together import run_threads
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.stages import Threads
-from bagpipe.trainer.together import LOOP, Together, run_threads
 from bagpipe.types import Table
+from harness.schedules import LOOP, Together
 
 TRAINERS, ROWS, ITERATIONS, SEEDS = 3, 6, 12, 200
 LASTS = (frozenset(), frozenset({"write-back"}), frozenset({(1, "write-back")}), frozenset({(2, LOOP)}))
@@ -43,7 +44,7 @@ def plans(uses):
             fetch = Fetch(rows.ids, rows.slots, rows.bounds, written[ids], left[trainer, ids])
             none = RowList(ids[:0], rows.slots[:0], np.zeros(2, np.int64))
             victims = Victims(none.ids, none.slots, none.bounds)
-            parts.append((Plan(iteration, rows, (), fetch, rows, victims, none, 1, 0), None))
+            parts.append((Plan(iteration, rows, (), fetch, rows, victims, 1, 0), None))
             left[trainer, ids] = iteration
         written[users >= 0] = iteration
         yield parts

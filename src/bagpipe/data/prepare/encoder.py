@@ -86,11 +86,6 @@ class TableEncoder:
         self.rows: int | None = numbering.size
 
     @property
-    def grows(self) -> bool:
-        """Whether its size is known only at the end."""
-        return self.numbering.has_vocabulary and not self.counts_first and self.earlier is None
-
-    @property
     def counts_first(self) -> bool:
         """Whether a pass over the data counts its values before they are numbered."""
         return self.numbering.counts_first and self.earlier is None

@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.data.counter import mix, mix_reference
+from bagpipe.data.counter import mix
 from bagpipe.errors import ConfigError
 from bagpipe.kernels import kernel
 
@@ -108,8 +108,3 @@ def hash_rows(keys: NDArray[np.uint64], missing: NDArray[np.bool_], size: int, i
     others = np.uint64(size - 1)
     for i in range(len(keys)):
         ids[i] = 0 if missing[i] else 1 + np.int64(mix(keys[i]) % others)
-
-
-def hash_rows_by_numpy(keys: NDArray[np.uint64], missing: NDArray[np.bool_], size: int, ids: NDArray[np.int64]) -> None:
-    """Twin of `hash_rows`."""
-    ids[:] = np.where(missing, 0, 1 + (mix_reference(keys) % np.uint64(size - 1)).astype(np.int64))

@@ -110,12 +110,6 @@ def resident_bytes() -> int:
     return _statm(1)
 
 
-def peak_resident_bytes() -> int:
-    """The most that it ever was; unlike `ru_maxrss`, without what the process was before it ran this program."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
 def resident_file_bytes() -> int:
     """The part of it that shows files."""
     return _statm(2)

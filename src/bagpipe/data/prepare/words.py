@@ -34,14 +34,6 @@ def gather_texts(
             at += 1
 
 
-def gather_texts_by_numpy(
-    data: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64], out: NDArray[np.uint8]
-) -> None:
-    """Twin of `gather_texts`."""
-    pieces = [data[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    out[:] = np.concatenate([np.empty(0, np.uint8), *pieces])
-
-
 class Words:
     """The values of one table, in two files: records of 20 bytes, and texts without anything between them."""
 

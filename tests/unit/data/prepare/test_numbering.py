@@ -9,16 +9,11 @@ import pytest
 from bagpipe.data.prepare.block import Block, Category, Place
 from bagpipe.data.prepare.cut import part_of
 from bagpipe.data.prepare.encoder import Encoder, TableEncoder
-from bagpipe.data.prepare.numbering import (
-    MISSING_ID,
-    Numbering,
-    hash_rows,
-    hash_rows_by_numpy,
-    parse_numberings,
-)
+from bagpipe.data.prepare.numbering import MISSING_ID, Numbering, hash_rows, parse_numberings
 from bagpipe.data.prepare.vocabulary import Vocabulary
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.kernels.texts import hash_texts
+from definitions.numbering import define_hash_rows
 from prepared import contents
 
 
@@ -154,7 +149,7 @@ def test_the_hash_kernel_is_its_twin():
     for size in (2, 3, 1000, 2**40):
         ours, twin = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
         hash_rows(keys, missing, size, ours)
-        hash_rows_by_numpy(keys, missing, size, twin)
+        define_hash_rows(keys, missing, size, twin)
         assert np.array_equal(ours, twin)
         assert ours[missing].max() == 0
         assert (ours[~missing] >= 1).all()

@@ -6,8 +6,9 @@ import pytest
 
 from bagpipe.data.prepare import vocabulary as module
 from bagpipe.data.prepare.vocabulary import Vocabulary, file_names, write_vocabulary
-from bagpipe.data.prepare.words import Words, gather_texts, gather_texts_by_numpy
+from bagpipe.data.prepare.words import Words, gather_texts
 from bagpipe.errors import ConfigError, ShardError
+from definitions.words import define_gather_texts
 
 
 @pytest.fixture
@@ -98,5 +99,5 @@ def test_gathering_texts_is_its_twin():
     ends = begins + rng.integers(0, 100, 50)
     ours, twin = np.empty((ends - begins).sum(), np.uint8), np.empty((ends - begins).sum(), np.uint8)
     gather_texts(data, begins, ends, ours)
-    gather_texts_by_numpy(data, begins, ends, twin)
+    define_gather_texts(data, begins, ends, twin)
     assert np.array_equal(ours, twin)

@@ -6,9 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from bagpipe.data.prepare.keymap import COUNT, MISSING, RARE, RESERVED, Clash, KeyMap, KeyMapByDict
+from bagpipe.data.prepare.keymap import COUNT, MISSING, RARE, RESERVED, Clash, KeyMap
 from bagpipe.data.prepare.space import Space
 from bagpipe.errors import ShardError
+from definitions.keymap import KeyMapByDict
 
 IN_MEMORY, MAPPED = 1 << 30, 1 << 12
 

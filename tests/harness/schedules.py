@@ -1,22 +1,20 @@
-"""Several training loops in one process: one step at a time in an order drawn from a seed, or in plain threads.
+"""Schedules that a seed draws: stages and training loops run one step at a time, so that a test explores interleavings.
 
-Under `Together` exactly one loop or stage runs at any moment, and every wait, notification and stage's step is a point
-where any other that is ready may be next. So a test explores how N trainers interleave, in the code that trains, and a
-seed gives the same order again. No thread stays, whatever fails; a wait that can't end says who waits for what (I7).
+`Seeded` runs the stages of one training loop in its own thread. Under `Together` exactly one of N loops and their
+stages runs at any moment, and every wait, notification and stage's step is a point where any other that is ready may be
+next. The code that runs is the code that trains, and a seed gives the same order again. No thread stays, whatever
+fails; a wait that can't end says who waits for what (I7).
 """
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
+from bagpipe.together import LoopThread
 from bagpipe.trainer.stages import DEADLINE_S, Driver, Stage, Wait
 
 T = TypeVar("T")
@@ -244,78 +242,14 @@ class _Driver:
             raise PipelineError(f"trainer {self._rank} is ended: {type(error).__name__}: {error}") from error
 
 
-class _Loop(Generic[T]):
-    """A training loop in a thread of its own."""
+class _Loop(LoopThread[T]):
+    """A loop that runs when it has the baton."""
 
     def __init__(self, rank: int, function: Callable[[], T]) -> None:
-        self.rank = rank
+        super().__init__(rank, function)
         self.wait = Wait("its start", lambda: True)
         self.baton = threading.Lock()
         self.baton.acquire()
-        self.started = self.ended = False
-        self.error: BaseException | None = None
-        self.result: T
-        self.thread = threading.Thread(target=self._run, name=f"bagpipe-trainer-{rank}", daemon=True)
-        self._function = function
-
-    def start(self, begin: Callable[[_Loop[T]], bool], finished: Callable[[_Loop[T]], None]) -> None:
-        """Start the thread, which calls `begin` first, goes on if that is True, and calls `finished` last."""
-        self._begin, self._finished = begin, finished
-        # A new thread takes the number that any thread was given last, not that of the thread that starts it.
-        self._torch_threads = torch.get_num_threads()
-        self.thread.start()
-        self.started = True
-
-    def _run(self) -> None:
-        try:
-            if self._begin(self):
-                torch.set_num_threads(self._torch_threads)
-                self.result = self._function()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.ended = True
-            self._finished(self)
-
-
-def run_threads(
-    functions: Sequence[Callable[[], T]],
-    deadline_s: float = DEADLINE_S,
-    abort: Callable[[BaseException], None] = lambda _: None,
-) -> list[T]:
-    """Run each function in a thread, with as many threads for PyTorch as the caller has; their results, by rank.
-
-    What one raises first is raised here, after `abort` was called with it, which is to make the waits of the others
-    raise (`Threads.abort`, a closed collective), and after all have ended, for which they have `deadline_s`.
-    """
-    ended: queue.SimpleQueue[_Loop[T]] = queue.SimpleQueue()
-    loops = [_Loop(rank, function) for rank, function in enumerate(functions)]
-    try:
-        for loop in loops:
-            loop.start(lambda _: True, ended.put)
-        for _ in loops:
-            loop = ended.get()
-            if loop.error is not None:
-                raise loop.error
-    except BaseException as error:
-        try:
-            abort(error)
-        finally:
-            _join(loops, deadline_s, error)
-        raise
-    _join(loops, deadline_s, None)
-    return [loop.result for loop in loops]
-
-
-def _join(loops: Sequence[_Loop[Any]], deadline_s: float, cause: BaseException | None) -> None:
-    until = time.monotonic() + deadline_s
-    for loop in loops:
-        if loop.started:
-            loop.thread.join(max(0.0, until - time.monotonic()))
-    if stuck := [str(loop.rank) for loop in loops if loop.thread.is_alive()]:
-        raise DeadlineError(
-            f"trainers {', '.join(stuck)} did not end within {deadline_s:g} s after {type(cause).__name__}: {cause}"
-        ) from cause
 
 
 def _ready(wait: Wait) -> bool:
@@ -323,4 +257,58 @@ def _ready(wait: Wait) -> bool:
     try:
         return wait.ready()
     except Exception:
+        return True
+
+
+class Seeded:
+    """All stages in the caller's thread, in an order drawn from a seed.
+
+    `eagerness` is how many steps on average run at each opportunity beyond those that the training loop needs: 0 is the
+    laziest schedule, a large number the most eager. `last` names stages that run only when nothing else can: the
+    adversary who delays, say, all write-backs as long as possible.
+    """
+
+    def __init__(self, seed: int, eagerness: float = 2.0, last: frozenset[str] = frozenset()) -> None:
+        self._random = random.Random(seed)
+        self._eagerness, self._last = eagerness, last
+        self._stages: dict[str, tuple[Stage, Wait]] = {}
+        self.steps: list[str] = []
+
+    def start(self, stages: Mapping[str, Stage]) -> None:
+        """Begin to run the stages."""
+        for name, stage in stages.items():
+            self._stages[name] = (stage, Wait("its start", lambda: True))
+        self.notify()
+
+    def wait(self, wait: Wait) -> None:
+        """Run stages until `wait` is ready."""
+        while not wait.ready():
+            if not self._step():
+                stuck = {name: waits.what for name, (_, waits) in self._stages.items()}
+                raise DeadlineError(f"nothing can run: the training loop waits for {wait.what}, the stages for {stuck}")
+        self.notify()
+
+    def notify(self) -> None:
+        """An opportunity for stages to run."""
+        extra = self._eagerness / (1 + self._eagerness)
+        while self._random.random() < extra and self._step():
+            pass
+
+    def join(self) -> None:
+        """Run every stage to its end."""
+        while self._stages:
+            if not self._step():
+                raise DeadlineError(f"stages did not end: {[waits.what for _, waits in self._stages.values()]}")
+
+    def _step(self) -> bool:
+        ready = [name for name, (_, wait) in self._stages.items() if wait.ready()]
+        if not ready:
+            return False
+        name = self._random.choice([name for name in ready if name not in self._last] or ready)
+        self.steps.append(name)
+        stage, _ = self._stages[name]
+        try:
+            self._stages[name] = (stage, next(stage))
+        except StopIteration:
+            del self._stages[name]
         return True

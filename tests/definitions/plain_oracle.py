@@ -159,7 +159,6 @@ class SimpleOracle:
             arrays,
             RowList(*_arrays(evict, self.tables)),
             Victims(*_arrays(victims, self.tables), evict_after),
-            RowList(*_arrays([], self.tables)),
             lookahead,
             len(rows) - len(fetch),
         )

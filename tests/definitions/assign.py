@@ -1,0 +1,127 @@
+"""What the kernels of `bagpipe.kernels.assign` compute, in plain Python and NumPy: tests compare them with it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bagpipe.kernels.assign import (
+    _FACTOR,
+    _HALF,
+    _ONE,
+    HOMELESS,
+    LEAD_MIN,
+    TRAINERS_MAX,
+    TRUST_FIRST,
+    TRUST_MAX,
+    Int32s,
+    Int64s,
+    Rows,
+    UInt8s,
+    UInt64s,
+)
+
+
+def define_find_rows(
+    memory: UInt64s,
+    stamp: int,
+    salt: np.uint64,
+    ids: Int64s,
+    ends: Int64s,
+    cursors: Int64s,
+    places: Int32s,
+    rows: Rows,
+    num_rows: int,
+) -> int:
+    """Twin of `find_rows`, id by id."""
+    sample_of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+    for sample, bits in zip(sample_of.tolist(), define_hash(ids, salt).tolist(), strict=True):
+        entry, tag = bits * len(memory) >> 64, bits & 0xFFF
+        word = int(memory[entry])
+        place = word >> 8 & 0xFFFFFF
+        if word >> 32 & 0xFFFF != stamp:
+            place, num_rows = num_rows, num_rows + 1
+            home, trust = (word & 0xFF, word >> 48 & 0xF) if word >> 52 == tag else (HOMELESS, 0)
+            memory[entry] = tag << 52 | stamp << 32 | place << 8 | home
+            rows.entries[place], rows.homes[place], rows.trust[place] = entry, home, trust
+            rows.counts[place] = 0
+        rows.counts[place] += 1
+        places[cursors[sample]] = place
+        cursors[sample] += 1
+    return num_rows
+
+
+def define_vote(starts: Int64s, places: Int32s, rows: Rows, weights: Int32s, scores: Int32s) -> None:
+    """Twin of `vote`."""
+    sample_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    found = places[: len(sample_of)]
+    kept = rows.counts[found] < len(weights)
+    found, sample_of = found[kept], sample_of[kept]
+    voting = rows.homes[found] != HOMELESS
+    voters = found[voting]
+    np.add.at(scores, (sample_of[voting], rows.homes[voters]), weights[rows.counts[voters]])
+    places[: len(found)] = found
+    starts[1:] = np.searchsorted(sample_of, np.arange(len(starts) - 1), side="right")
+
+
+def define_note_users(starts: Int64s, places: Int32s, homes: UInt8s, part: Int64s, users: UInt64s) -> None:
+    """Twin of `note_users`."""
+    at_home = np.arange(TRAINERS_MAX) == homes[:, None]
+    counts = np.where(at_home, 2, 0)
+    np.add.at(counts, (places[: starts[-1]], np.repeat(part, np.diff(starts))), 1)
+    bits = _ONE << np.arange(TRAINERS_MAX, dtype=np.uint64)
+    for column in range(2):
+        users[: len(homes), column] = ((counts > column) * bits).sum(1, dtype=np.uint64)
+
+
+def define_look_again(
+    starts: Int64s, places: Int32s, users: UInt64s, part: Int64s, loads: Int64s, load_max: int, scores: Int32s
+) -> int:
+    """Twin of `look_again`."""
+    trainers = np.arange(len(loads), dtype=np.uint64)
+    num_moved = 0
+    for i in range(len(part)):
+        of_sample = places[starts[i] : starts[i + 1]]
+        old = part[i]
+        there = users[of_sample, 0] & ~((_ONE << np.uint64(old)) & ~users[of_sample, 1])
+        scores[i] = ((there[:, None] >> trainers) & _ONE).sum(0)
+        allowed = np.where((loads < load_max) | (trainers == np.uint64(old)), scores[i], -1)
+        if allowed.max() == scores[i, old]:
+            continue
+        part[i] = allowed.argmax()
+        loads[old] -= 1
+        loads[part[i]] += 1
+        num_moved += 1
+        for place in of_sample.tolist():
+            users[place, 0] &= ~((_ONE << np.uint64(old)) & ~users[place, 1])
+            users[place, 1] |= users[place, 0] & (_ONE << np.uint64(part[i]))
+            users[place, 0] |= _ONE << np.uint64(part[i])
+    return num_moved
+
+
+def define_settle_homes(
+    starts: Int64s, places: Int32s, part: Int64s, rows: Rows, num_rows: int, count_max: int, memory: UInt64s
+) -> None:
+    """Twin of `settle_homes`, row by row."""
+    trainers = np.repeat(part, np.diff(starts))
+    for row in np.flatnonzero(rows.counts[:num_rows] <= count_max):
+        leader, lead = 0, 0
+        for trainer in trainers[places[: starts[-1]] == row].tolist():
+            leader = trainer if lead == 0 else leader
+            lead += 1 if leader == trainer else -1
+        home, trust = int(rows.homes[row]), int(rows.trust[row])
+        if home == leader and lead > 0:
+            trust = min(trust + 1, TRUST_MAX)
+        elif home == HOMELESS or (lead >= LEAD_MIN and trust == 0):
+            home, trust = leader, TRUST_FIRST
+        elif lead >= LEAD_MIN:
+            trust -= 1
+        rows.homes[row], rows.trust[row] = home, trust
+        word = int(memory[rows.entries[row]])
+        memory[rows.entries[row]] = word >> 52 << 52 | trust << 48 | word & 0xFFFFFFFF00 | home
+
+
+def define_hash(ids: Int64s, salt: np.uint64) -> UInt64s:
+    """Twin of `_hash` over an array."""
+    bits = (ids.astype(np.uint64) ^ salt) * _FACTOR
+    bits = (bits ^ (bits >> _HALF)) * _FACTOR
+    return bits ^ (bits >> _HALF)

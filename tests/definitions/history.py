@@ -1,0 +1,25 @@
+"""What the kernels of `bagpipe.kernels.history` compute, in plain Python and NumPy: tests compare them with it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bagpipe.kernels.history import Flags, Floats, Int32s, Int64s
+
+
+def define_take_old(
+    positions: Int64s,
+    before: Int32s,
+    values: Floats,
+    first: int,
+    index: Int32s,
+    wanted: Flags,
+    epochs: Int32s,
+    out: Floats,
+) -> None:
+    """Twin of `take_old`."""
+    inside = np.flatnonzero((positions >= first) & (positions < first + len(index)))
+    lines = index[positions[inside] - first]
+    taken = (lines >= 0) & wanted[lines]
+    inside, lines = inside[taken], lines[taken]
+    wanted[lines], epochs[lines], out[lines] = False, before[inside], values[inside]

@@ -1,0 +1,20 @@
+"""What the kernels of `bagpipe.store.memory` compute, in plain Python and NumPy: tests compare them with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bagpipe.store.base import Floats, Int64s
+
+
+def define_gather(chunks: Sequence[Floats], positions: Int64s, out: Floats) -> None:
+    """Twin of `_gather`."""
+    for i, position in enumerate(positions.tolist()):
+        if position >= 0:
+            out[i] = chunks[position // len(chunks[0])][position % len(chunks[0]), : out.shape[1]]
+
+
+def define_scatter(chunks: Sequence[Floats], positions: Int64s, values: Floats) -> None:
+    """Twin of `_scatter`."""
+    for i, position in enumerate(positions.tolist()):
+        chunks[position // len(chunks[0])][position % len(chunks[0])] = values[i]

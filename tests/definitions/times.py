@@ -1,0 +1,31 @@
+"""What the kernels of `bagpipe.kernels.times` compute, in plain Python and NumPy: tests compare them with it."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timezone
+
+from bagpipe.kernels.cells import GOOD, MISSING, WRONG
+from bagpipe.kernels.times import _ISO, HOURS
+
+
+def define_read_time(cell: bytes, way: int) -> tuple[int, int]:
+    """`read_times` of one cell, by the standard library."""
+    if not cell:
+        return 0, MISSING
+    text = cell.decode("latin-1")
+    try:
+        if way == HOURS:
+            if not re.fullmatch(r"[0-9]{8}", text):
+                return 0, WRONG
+            moment = datetime.strptime("20" + text, "%Y%m%d%H").replace(tzinfo=timezone.utc)
+        else:
+            match = _ISO.fullmatch(text)
+            if match is None:
+                return 0, WRONG
+            zone = (match[4] or "Z").replace("Z", "+00:00").replace(":", "")
+            written = f"{match[1]} {match[2] or '00:00'}:{match[3] or '00'} {zone if len(zone) == 5 else zone + '00'}"
+            moment = datetime.strptime(written, "%Y-%m-%d %H:%M:%S %z")
+    except ValueError:
+        return 0, WRONG
+    return int(moment.timestamp()), GOOD

@@ -1,0 +1,75 @@
+"""What the kernels of `bagpipe.kernels.victims` compute, in plain Python and NumPy: tests compare them with it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bagpipe.kernels.plan import HALF
+from bagpipe.kernels.victims import HELD, Flags, Int32s, Int64s, Stays
+
+
+def define_lowest(keys: Int64s, count: int, slots: Int32s) -> int:
+    """Twin of `lowest`."""
+    order = np.argsort(keys, kind="stable")
+    chosen = np.sort(order[keys[order] < HELD][:count])
+    slots[: len(chosen)] = chosen
+    return len(chosen)
+
+
+def define_note_next_uses(
+    tables: Int64s,
+    starts: Int64s,
+    counts: Int64s,
+    entries: Int32s,
+    previous: Int64s,
+    places: Int32s,
+    iteration: int,
+    planned: int,
+    begins: Int64s,
+    next_uses: Int32s,
+) -> None:
+    """Twin of `note_next_uses`."""
+    for t in tables:
+        here = slice(starts[t], starts[t] + counts[t])
+        there = places[entries[here][previous[here] >> HALF <= planned]]
+        next_uses[begins[t] + there[there > 0] - 1] = iteration
+
+
+def define_count_absent(
+    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, _stays: Stays, places: Int32s
+) -> int:
+    """Twin of `count_absent`."""
+    rows: set[int] = set()
+    for iteration in range(first, last + 1):
+        column = iteration & (begins.shape[1] - 1)
+        for t in tables:
+            own = entries[begins[t, column] : begins[t + 1, column]]
+            rows.update(own[places[own] <= 0].tolist())
+    return len(rows)
+
+
+def define_mark_needed(
+    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s
+) -> None:
+    """Twin of `mark_needed`."""
+    for column in np.arange(first, last + 1) & (begins.shape[1] - 1):
+        for t in tables:
+            found = places[entries[begins[t, column] : begins[t + 1, column]]]
+            marks[found[found > 0] - 1] = first
+
+
+def define_choose_ways(
+    firsts: Int64s, ways: Int64s, draws: Int64s, pinned: Flags, claims: Int32s, winners: Int64s, chosen: Int32s
+) -> None:
+    """Twin of `choose_ways`."""
+    chosen[:] = -1
+    rivals: dict[int, list[int]] = {}
+    for i, (first, count) in enumerate(zip(firsts.tolist(), ways.tolist(), strict=True)):
+        open_ways = first + np.flatnonzero(~pinned[first : first + count])
+        if len(open_ways):
+            rivals.setdefault(int(open_ways[draws[0, i] % len(open_ways)]), []).append(i)
+    for slot, rows in rivals.items():
+        winner = [row for number, row in enumerate(rows, 1) if draws[1, row] % number == 0][-1]
+        chosen[winner] = slot
+        winners[slot] = winner
+        claims[slot] = 0
