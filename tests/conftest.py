@@ -1,11 +1,9 @@
 """What holds for every test."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "conftest"))
+pytest.register_assert_rewrite("harness", "definitions")
 
 # Matrices as small as those of tests gain nothing from a second thread, and where cores are few they wait for it.
 torch.set_num_threads(1)

@@ -16,15 +16,15 @@ import msgspec
 import numpy as np
 import pytest
 
-import raw_peer
 from bagpipe.errors import StoreError, WireError
 from bagpipe.store.links import Patience
 from bagpipe.wire.frames import VERSION, decode, encode
 from bagpipe.wire.keys import Keys, load_keys, new_keys, write_keys
 from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Scan, SharedMemory, Write
 from bagpipe.wire.recovery_messages import AskBlob, AskWork, Keep, Load, Mark, Recover, ReturnTo, Save
-from server_process import WIDTH, Tap, read, servers, store_over, values
-from wire_support import until
+from harness import raw_socket as raw_peer
+from harness.server_process import WIDTH, Tap, read, servers, store_over, values
+from harness.wire import until
 
 MB = 1 << 20
 GROWTH_MAX = 32 * MB

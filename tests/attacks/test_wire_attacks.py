@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-import raw_peer
 from bagpipe.errors import WireError
 from bagpipe.wire.frames import VERSION, encode
 from bagpipe.wire.keys import new_keys
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import Failed, Written
-from wire_support import (
+from harness import raw_socket as raw_peer
+from harness.wire import (
     SHORT,
     a_read,
     ask,

@@ -15,8 +15,9 @@ import os
 import platform
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 START = "0000000000000000000000000000000000000000"
 """The commit where the redesign begins."""
@@ -42,7 +43,7 @@ def cache() -> Path:
 
 def key() -> str:
     """Tells machines, interpreters and entries apart."""
-    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+    with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as lines:
         processor = sorted({line for line in lines if line.startswith(("model name", "flags"))})
     digest = hashlib.sha256(f"{processor} {platform.python_version()}".encode())
     for name in FILES:

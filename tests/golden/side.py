@@ -81,7 +81,9 @@ def run(case: Case, directory: Path, data: Path) -> dict[str, Any]:
     elif case.kind == "launch":
         (directory / "empty.toml").touch()
         counts = [word for setting in given for word in _count(setting)]
-        others = [word for setting in (f"data.path={data}", *given) if not _count(setting) for word in ("--set", setting)]
+        others = [
+            word for setting in (f"data.path={data}", *given) if not _count(setting) for word in ("--set", setting)
+        ]
         code, text = run_python(
             "-c", "from bagpipe.cli import main; main()", "launch", "--json", "--run-dir", directory / "run",
             "--config", directory / "empty.toml", *counts, *others,

@@ -14,7 +14,7 @@ from bagpipe.store import MemoryStore
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.training import train_reference, train_remote
 from bagpipe.wire.sockets import SocketNetwork
-from served import LONG, RUN, make_job, quiet
+from harness.served import LONG, RUN, make_job, quiet
 
 PROCESSOR = """
 import json, sys

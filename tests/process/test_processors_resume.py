@@ -8,8 +8,8 @@ import pytest
 
 from bagpipe.data import Loader, generated
 from bagpipe.data.processors import pool
-from resumed import BATCH, EPOCHS, SAMPLES, Session, assert_same_end
-from twins import nothing_left  # noqa: F401
+from harness.plain import nothing_left  # noqa: F401
+from harness.resumed import BATCH, EPOCHS, SAMPLES, Session, assert_same_end
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -16,8 +16,8 @@ import pytest
 
 from bagpipe import failpoints
 from bagpipe.cluster import keeper
-from launched import BAGPIPE, Driver, bagpipe, expected, is_there, settings, title
-from ray_nodes import TOKEN, ray_nodes
+from harness.process import BAGPIPE, Driver, bagpipe, expected, is_there, settings, title
+from harness.ray_nodes import TOKEN, ray_nodes
 
 pytestmark = [
     pytest.mark.long,

@@ -23,9 +23,9 @@ from bagpipe.store.remote import RemoteStore
 from bagpipe.wire.keys import load_keys, write_keys
 from bagpipe.wire.messages import Message, Open, Opened
 from bagpipe.wire.sockets import SocketNetwork
-from server_process import TABLES, WIDTH, read, servers, store_over, values
-from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
-from wire_support import get
+from harness.server_process import TABLES, WIDTH, read, servers, store_over, values
+from harness.wire import get
+from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
 
 RUN = bytes(range(16))
 

@@ -23,7 +23,7 @@ from bagpipe.store.links import Patience
 from bagpipe.store.mapped import MappedStore
 from bagpipe.store.remote import RemoteStore
 from bagpipe.wire.sockets import SocketNetwork
-from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
 
 
 class Rows:

@@ -18,7 +18,7 @@ from bagpipe.store.links import Patience
 from bagpipe.store.recovering import marks_of_servers, recover_servers
 from bagpipe.store.remote import RemoteStore
 from bagpipe.wire.sockets import SocketNetwork
-from server_process import TABLES, WIDTH, read, values
+from harness.server_process import TABLES, WIDTH, read, values
 
 IDS = np.arange(2000)
 FACTS = Facts(tables=(TableEntry(name="ad", rows=None, dims=(WIDTH,), width=WIDTH, optimizer="sgd"),))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bagpipe.oracle.partition import DESIGNS
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
-from division import Trainers, divided
+from definitions.division import Trainers, divided
 
 TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
 CAPACITY = [14, 17]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from bagpipe.cache import RowCache
 from bagpipe.errors import BagpipeError
 from bagpipe.trainer.packing import Packing
-from harness.schedules import LOOP
-from several import World, run
-from support import assert_identical, make_batches
-from trainer_events import train_with_events
+from harness.events import train_with_events
+from harness.explorer import LOOP
+from harness.trainers import World, run
+from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(9, size=5, last=2)
 REFERENCES = {}

@@ -16,8 +16,8 @@ from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
 from bagpipe.policies.base import Policy
 from definitions.plain_oracle import KNOWN, SimpleOracle
-from plan_contract import Batches, check_contract, make_plans, run_in_several_orders
-from plan_execution import Corruption, Execution, Waits, any_order, delaying, preferring
+from definitions.plan_contract import Batches, check_contract, make_plans, run_in_several_orders
+from definitions.plan_execution import Corruption, Execution, Waits, any_order, delaying, preferring
 
 ONE_TABLE = [OracleTable("only", 8)]
 

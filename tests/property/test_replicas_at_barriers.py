@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from several import World, run
-from support import assert_identical, make_batches
-from trainer_events import train_with_events
+from harness.events import train_with_events
+from harness.trainers import World, run
+from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(9, size=5, last=2)
 

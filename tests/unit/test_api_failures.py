@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import bagpipe
-from accelerated import adagrad, start, train
 from bagpipe.errors import BatchError, CapacityError, GradientError, StoreError, ValueRangeError
 from bagpipe.trainer.stages import Threads
 from bagpipe.trainer.update import RowUpdate
-from twins import (
+from harness.accelerated import adagrad, start, train
+from harness.plain import (
     assert_same_bits,
     loss_of,
     make_batches,
@@ -113,7 +113,7 @@ INTERRUPTED = """
     import torch
     torch.set_num_threads(1)
     import bagpipe
-    from twins import loss_of, make_batches, make_net, sgd, threads_left
+    from harness.plain import loss_of, make_batches, make_net, sgd, threads_left
 
     batches = make_batches(400, seed=1)
     net, rows = make_net(), bagpipe.optim.Adagrad(0.1)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import bagpipe
-from accelerated import adagrad, start, step, train
 from bagpipe.errors import BatchError, ConfigError, ModelError, ValueRangeError
-from twins import (
+from harness.accelerated import adagrad, start, step, train
+from harness.plain import (
     assert_same_bits,
     loss_of,
     make_batches,

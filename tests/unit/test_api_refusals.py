@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import bagpipe
-from accelerated import adagrad, assert_untouched, start, step
 from bagpipe.cluster.context import Launch
 from bagpipe.config import parse_config
 from bagpipe.errors import BatchError, CapacityError, ConfigError, ModelError
 from bagpipe.types import Table
-from twins import (
+from harness.accelerated import adagrad, assert_untouched, start, step
+from harness.plain import (
     assert_same_bits,
     make_batches,
     make_net,

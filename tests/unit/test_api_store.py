@@ -10,7 +10,7 @@ import torch
 import bagpipe
 from bagpipe.errors import ConfigError, ModelError, StoreError
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
-from twins import (
+from harness.plain import (
     assert_same_bits,
     loss_of,
     make_batches,

@@ -22,7 +22,7 @@ from bagpipe.cache import RowCache
 from bagpipe.errors import DeadlineError, PipelineError
 from bagpipe.trainer import stages
 from bagpipe.trainer.stages import Threads
-from twins import (
+from harness.plain import (
     directories_left,
     loss_of,
     make_batches,
@@ -170,7 +170,7 @@ LEFT_OPEN = """
     import sys
     sys.path.insert(0, {tests!r})
     import bagpipe
-    from twins import loss_of, make_batches, make_net
+    from harness.plain import loss_of, make_batches, make_net
 
     net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
     for batch in bagpipe.accelerate(net, make_batches(), rows, cache=40, store="mapped", threads=2):

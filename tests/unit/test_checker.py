@@ -20,8 +20,8 @@ from bagpipe.trainer.fetching import Fetching
 from bagpipe.trainer.pipeline import Pipeline, Wait
 from bagpipe.trainer.source import LocalPlans
 from bagpipe.trainer.stages import Threads
-from harness.schedules import Seeded
-from twins import (
+from harness.explorer import Seeded
+from harness.plain import (
     loss_of,
     make_batches,
     make_net,

@@ -12,7 +12,7 @@ from bagpipe.cache import RowCache
 from bagpipe.embedding_device import DeviceBags, accumulate, pool
 from bagpipe.errors import GradientError, ModelError
 from bagpipe.kernels.bag import NO_PADDING, Bags, accumulate_numpy, pool_numpy
-from twins import (
+from harness.plain import (
     assert_close,
     assert_same_bits,
     loss_of,

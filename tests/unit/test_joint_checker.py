@@ -12,9 +12,9 @@ from bagpipe.store.views import StoreView
 from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.sync import RowSync, Sum
-from harness.schedules import Together
-from several import DESIGNS, Several, World
-from support import assert_identical, make_batches
+from harness.explorer import Together
+from harness.trainers import DESIGNS, Several, World
+from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(8, size=5)
 WORLD = World(BATCHES, trainers=3)

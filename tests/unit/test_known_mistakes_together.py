@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from bagpipe.errors import BagpipeError
-from bagpipe.kernels import exchange
 from bagpipe.trainer import sync
 from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.sync import RowSync
 from bagpipe.types import Batch, Ids
-from harness.schedules import Together
-from several import DESIGNS, Several, World, run, run_alone
-from support import assert_identical, make_batches
+from harness.explorer import Together
+from harness.trainers import DESIGNS, Several, World, run, run_alone
+from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(7, size=6)
 
@@ -145,7 +144,7 @@ def test_a_row_held_but_not_touched_stays_equal_to_its_copies(design, monkeypatc
 def test_a_row_gets_its_newest_value_before_its_next_use(design, monkeypatch):
     """Elsewhere a trainer goes on with the value that it had when it used the row last."""
     prove_copies_stay_equal(design)
-    monkeypatch.setattr(exchange, "scatter_part", lambda *_: None)
+    monkeypatch.setattr(Packing, "put_vectors", lambda *_: None)
     fails(prove_copies_stay_equal, design)
 
 

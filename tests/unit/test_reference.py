@@ -16,7 +16,7 @@ from bagpipe.oracle.assign import Assigner, Assignment
 from bagpipe.reference import Reference, Rows
 from bagpipe.state import of_reference
 from bagpipe.types import Batch, Ids, Table, contiguous_parts
-from support import OPTIMIZERS, TABLES, assert_identical, dense_sgd, initial, make_batches, train_reference
+from harness.world import OPTIMIZERS, TABLES, assert_identical, dense_sgd, initial, make_batches, train_reference
 
 SIZED = (Table("user", 40), Table("ad", 25, ("shown", "clicked")))
 

@@ -15,8 +15,8 @@ from bagpipe.errors import BatchError
 from bagpipe.oracle.assign import Assigner, Assignment, contiguous, round_robin
 from bagpipe.split import Splitter
 from bagpipe.types import Ids
-from keyed import KeyedJagged
-from shapes import BAGS, BATCHES, LABELS, A, B, fields, tensors
+from harness.fake_kjt import KeyedJagged
+from harness.shapes import BAGS, BATCHES, LABELS, A, B, fields, tensors
 
 ASSIGNMENTS = {
     "contiguous": contiguous(4, 2),

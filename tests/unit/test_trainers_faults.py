@@ -22,9 +22,9 @@ from bagpipe.errors import (
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.packing import Packing
 from bagpipe.types import Ids
-from harness.schedules import Together
-from several import DESIGNS, Several, World
-from support import make_batches
+from harness.explorer import Together
+from harness.trainers import DESIGNS, Several, World
+from harness.world import make_batches
 
 BATCHES = make_batches(8, size=5)
 

@@ -6,7 +6,6 @@ import zlib
 
 import pytest
 
-import prepared
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.config import load_config
 from bagpipe.data import Shards, generated, write
@@ -14,6 +13,7 @@ from bagpipe.data.manifest import MANIFEST, RangeEntry
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.job import prepare
 from bagpipe.training import train
+from harness import prepared as prepared
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 from bagpipe.checkpoint.reading import directory_name
 from bagpipe.errors import CheckpointError
-from checkpointed import DIRECTORY, World, load, opened, save
-from simulated_disk import Fault, SimulatedDisk
+from harness.checkpointed import DIRECTORY, World, load, opened, save
+from harness.disk import Fault, SimulatedDisk
 
 
 def visible(disk):

@@ -15,8 +15,8 @@ from bagpipe.checkpoint.manifest import Facts, decode_manifest
 from bagpipe.checkpoint.reading import directory_name
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.kernels.xxh64 import xxh64
-from checkpointed import DIRECTORY, FACTS, TABLES, World, load, opened, save
-from simulated_disk import SimulatedDisk
+from harness.checkpointed import DIRECTORY, FACTS, TABLES, World, load, opened, save
+from harness.disk import SimulatedDisk
 
 
 def run(dones, world=None, **options):

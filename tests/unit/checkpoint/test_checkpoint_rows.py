@@ -18,7 +18,7 @@ from bagpipe.checkpoint.shards import check_file, read_rows, write_rows
 from bagpipe.errors import CheckpointError
 from bagpipe.server.storage import Width
 from bagpipe.store.memory import MemoryStore
-from checkpointed import FACTS, TABLES, WIDTHS, World, by_rows, load, opened, save
+from harness.checkpointed import FACTS, TABLES, WIDTHS, World, by_rows, load, opened, save
 
 
 @pytest.mark.parametrize("compress", [None, "zstd"])

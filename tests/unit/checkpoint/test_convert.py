@@ -23,7 +23,7 @@ from bagpipe.errors import CheckpointError
 from bagpipe.initial import Constant, Normal, Uniform
 from bagpipe.layout import RowLayout
 from bagpipe.table import Table
-from twins import loss_of, make_batches, make_net, sgd
+from harness.plain import loss_of, make_batches, make_net, sgd
 
 LAYOUT = RowLayout(Table("item", 50), (4, 1), bagpipe.optim.Adagrad(0.1), Uniform(3, "item", 0.5))
 ENTRY = TableEntry(

@@ -14,7 +14,7 @@ import pytest
 from bagpipe.cli import main
 from bagpipe.data.prepare import job, progress
 from benchmarks.prepare import write_criteo
-from prepared import contents, write_raw
+from harness.prepared import contents, write_raw
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 REAL = {"criteo": (SHARED / "criteo" / "train.tsv", 7200, 26), "avazu": (SHARED / "avazu" / "train.csv", 8087, 21)}

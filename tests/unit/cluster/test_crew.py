@@ -13,7 +13,7 @@ from bagpipe.cluster.watch import time as clock_of_watch
 from bagpipe.config import parse_config
 from bagpipe.errors import StoreError
 from bagpipe.recovery import Point, RolesLost
-from played import Actor, Call, Played, members
+from harness.fake_ray import Actor, Call, Played, members
 
 NEVER = 10**6
 

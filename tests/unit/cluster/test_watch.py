@@ -16,8 +16,8 @@ from bagpipe.cluster.settings import Failure, Introduction, Report
 from bagpipe.cluster.watch import Watch, reason
 from bagpipe.errors import BagpipeError, ClusterError, DataError, PipelineError, StoreError
 from bagpipe.recovery import RolesLost
-from bagpipe.trainer.backend_group import BackendGroup
-from played import Actor, Call, Played, RayError, members, reports
+from bagpipe.trainer.gloo_group import GlooGroup
+from harness.fake_ray import Actor, Call, Played, RayError, members, reports
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: ServerRole
@@ -297,10 +297,10 @@ def test_what_a_group_says_of_a_broken_connection_is_known_as_that():
     told = []
     meeting = SimpleNamespace(rank=0, size=2, tell=told.append, reasons=dict)
     group = SimpleNamespace(_failure=None, rank=0, deadline_s=9.0, _meeting=meeting, disconnect=lambda: None)
-    error = BackendGroup.fail(group, "rows from trainer 1", RuntimeError("Connection reset by peer"), 0.0)
+    error = GlooGroup.fail(group, "rows from trainer 1", RuntimeError("Connection reset by peer"), 0.0)
     meeting.reasons = lambda: {0: told[0]}
     there = SimpleNamespace(_failure=None, rank=1, deadline_s=9.0, _meeting=meeting, disconnect=lambda: None)
-    for each in (error, BackendGroup.fail(there, "rows from trainer 0", RuntimeError("Socket closed"), 0.0)):
+    for each in (error, GlooGroup.fail(there, "rows from trainer 0", RuntimeError("Socket closed"), 0.0)):
         assert isinstance(each, PipelineError)
         assert module.LOST_CONTACT.search(str(each))
         assert not module.OWN_FAULT.search(str(each))

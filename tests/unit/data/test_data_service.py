@@ -12,7 +12,7 @@ from bagpipe.wire.frames import encode
 from bagpipe.wire.messages import AskStats, Failed, Message
 from bagpipe.wire.plan_messages import GetBatch, GotBatch
 from bagpipe.wire.simulated import SimulatedNetwork
-from served import RUN
+from harness.served import RUN
 
 DATA = generated("tiny", 700)
 ORDER = DataOrder(describe(DATA), batch_size=3, num_batches=300, seed=5)

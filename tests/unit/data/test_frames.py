@@ -24,7 +24,7 @@ from bagpipe.errors import ConfigError, DataError, ValueRangeError
 from bagpipe.models import build_model
 from bagpipe.state import of_store
 from bagpipe.types import Batch, Ids, Table
-from support import OPTIMIZERS, assert_identical, dense_sgd, initial
+from harness.world import OPTIMIZERS, assert_identical, dense_sgd, initial
 
 VALUES = {
     "clicked": [1, 0, 1, 1, 0, 1, 0],

@@ -23,8 +23,8 @@ from bagpipe.data.tree_wire import pack_trees, types_in, unpack_trees
 from bagpipe.errors import BatchError, WireError
 from bagpipe.types import Ids
 from bagpipe.wire import tree_messages as nodes
-from keyed import KeyedJagged
-from shapes import BATCHES, A, fields
+from harness.fake_kjt import KeyedJagged
+from harness.shapes import BATCHES, A, fields
 
 
 def sent(batch, types=None):

@@ -12,7 +12,7 @@ from bagpipe.errors import BatchError, ConfigError
 from bagpipe.kernels.balance import LOSS_MAX
 from bagpipe.oracle.assign import Assigner, Assignment, Aware
 from bagpipe.types import contiguous_parts
-from support import TABLES, assert_identical, make_batches, train_reference
+from harness.world import TABLES, assert_identical, make_batches, train_reference
 
 FEATURES = [table.features for table in TABLES]
 

@@ -12,8 +12,8 @@ from bagpipe.oracle.partition import DESIGNS, Partition
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
 from bagpipe.policies.lookahead import RAMP
-from division import cut
-from simple_partition import SimplePartition
+from definitions.division import cut
+from definitions.plain_partition import SimplePartition
 
 TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
 SIZES = (24, 30, 30, 5)

@@ -31,7 +31,7 @@ from bagpipe.wire.messages import AskStats, Failed, Message
 from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, NotYet, Planned, PlansDescribed
 from bagpipe.wire.simulated import SimulatedNetwork
 from bagpipe.wire.sockets import SocketNetwork
-from served import FAULTS, LONG, RUN, Served, make_job, quiet
+from harness.served import FAULTS, LONG, RUN, Served, make_job, quiet
 
 
 @pytest.fixture(autouse=True)

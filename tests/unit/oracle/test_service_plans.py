@@ -22,7 +22,7 @@ from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.frames import decode, encode
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import GotBatch, Planned, PlannedTable, PlansDescribed
-from support import TABLES, make_batches
+from harness.world import TABLES, make_batches
 
 RUN = bytes(range(16))
 WIDTHS = (3, 5, 3)

@@ -9,7 +9,7 @@ import pytest
 from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.oracle.service import OracleService
-from served import HASTY, RUN, Served, make_job
+from harness.served import HASTY, RUN, Served, make_job
 
 
 class From(Served):

@@ -15,7 +15,7 @@ from bagpipe.training import train_accelerated, train_reference
 from bagpipe.types import Table
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DividedBy, NextPlan, NoMorePlans
-from served import FAULTS, LONG, RUN, Served, make_job, quiet
+from harness.served import FAULTS, LONG, RUN, Served, make_job, quiet
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from bagpipe.wire.arrays import Packing, Unpacking, pack_flags, unpack_flags
 from bagpipe.wire.frames import decode, encode
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DividedBy, Planned, PlannedPart, PlannedTable, PlansDescribed
-from support import TABLES, make_batches
+from harness.world import TABLES, make_batches
 
 RUN = bytes(range(16))
 WIDTHS = (3, 5, 3)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES, PolicyOptions, make_policy
 from bagpipe.trainer.stages import Threads
-from harness.schedules import Seeded
-from plan_contract import check_contract, make_plans, run_in_several_orders
-from several import DESIGNS, World, run
-from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from definitions.plan_contract import check_contract, make_plans, run_in_several_orders
+from harness.explorer import Seeded
+from harness.trainers import DESIGNS, World, run
+from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
 
 VARIANTS: dict[str, tuple[str, PolicyOptions]] = {
     **{name: (name, PolicyOptions(sample=5)) for name in POLICIES},

@@ -19,7 +19,7 @@ from bagpipe.policies.scan import RowScan
 from bagpipe.table import Table
 from bagpipe.trainer.source import Source
 from bagpipe.training import train_accelerated, train_reference
-from plan_contract import check_contract
+from definitions.plan_contract import check_contract
 
 ALL = PolicyOptions(sample=0)
 

@@ -14,8 +14,8 @@ from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions, scratchpipe
 from bagpipe.policies.scratchpipe import FUTURE, HOLD, PAST, ScratchPipePolicy
-from lockstep import Hazard, Lockstep
-from plan_execution import Corruption, Execution, Waits, delaying
+from definitions.lockstep import Hazard, Lockstep
+from definitions.plan_execution import Corruption, Execution, Waits, delaying
 
 REPLACEMENTS = ("lru", "lfu", "random")
 

@@ -24,8 +24,8 @@ from bagpipe.policies.windowed import SetLayout, WindowedPolicy, next_prime
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.types import Table
-from harness.schedules import Seeded
-from support import OPTIMIZERS, make_batches, make_model
+from harness.explorer import Seeded
+from harness.world import OPTIMIZERS, make_batches, make_model
 
 STALE = PolicyOptions(mode="stale")
 

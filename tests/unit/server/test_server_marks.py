@@ -32,14 +32,14 @@ from bagpipe.wire.recovery_messages import (
     Worked,
     Working,
 )
-from recovery_peer import (
+from harness.recovery_peer import (
     Peer,
     fixture_server,  # noqa: F401
     made,
     recording,
     vanish,
 )
-from server_peer import refused
+from harness.server_peer import refused
 
 # Decided once
 

@@ -17,14 +17,14 @@ from bagpipe.server.storage import in_files, remove_rows
 from bagpipe.store.mapped import MappedStore
 from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Unopened, Waiting, Write, Written
 from bagpipe.wire.recovery_messages import AskMarks, AskWork, Keep, Mark, Marks, Recover, Save, Settle, Working
-from recovery_peer import (
+from harness.recovery_peer import (
     Peer,
     fixture_server,  # noqa: F401
     made,
     recording,
     vanish,
 )
-from server_peer import refused
+from harness.server_peer import refused
 
 # Generations
 

@@ -26,7 +26,7 @@ from bagpipe.wire.messages import (
     Write,
     Written,
 )
-from server_peer import (
+from harness.server_peer import (
     WIDTHS,
     Peer,
     Sharing,

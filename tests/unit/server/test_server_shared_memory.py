@@ -22,7 +22,7 @@ from bagpipe.wire.messages import (
     Write,
     Written,
 )
-from server_peer import (
+from harness.server_peer import (
     WIDTHS,
     Peer,
     Sharing,

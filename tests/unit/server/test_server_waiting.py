@@ -8,7 +8,7 @@ import pytest
 from bagpipe.errors import StoreError
 from bagpipe.store.local import LocalStore
 from bagpipe.wire.messages import Failed, Open, Part, Read, Rows, Unopened, Waiting, Write, Written
-from server_peer import (
+from harness.server_peer import (
     WIDTHS,
     Peer,
     array,

@@ -13,8 +13,8 @@ from bagpipe.server.shard import Recording
 from bagpipe.server.work import Work
 from bagpipe.wire.messages import Written
 from bagpipe.wire.recovery_messages import AskWork, Forget, Mark, ReturnTo, Save, Worked, Working
-from recovery_peer import Peer, made, vanish
-from server_peer import refused
+from harness.recovery_peer import Peer, made, vanish
+from harness.server_peer import refused
 
 
 def test_a_save_goes_on_beside_writes_and_is_stopped_by_a_recovery(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.storage import in_files, in_memory
 from bagpipe.store.local import LocalStore
 from bagpipe.wire.messages import Failed, Open, Part, Read, Sync, Synced, Write, Written
-from server_peer import (
+from harness.server_peer import (
     WIDTHS,
     Peer,
     array,

@@ -18,8 +18,8 @@ from bagpipe.store.journal import Journal
 from bagpipe.store.journal_record import START
 from bagpipe.store.memory import MemoryStore
 from bagpipe.store.recorded import Recorded
-from journaled import batch, opened, state
-from simulated_disk import SimulatedDisk
+from harness.disk import SimulatedDisk
+from harness.journaled import batch, opened, state
 
 
 def test_marks_whose_old_values_took_too_much_memory_are_returned_to_by_the_journal() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from bagpipe.errors import StoreError
-from journaled import State, opened, some_rows, state
-from simulated_disk import SimulatedDisk
+from harness.disk import SimulatedDisk
+from harness.journaled import State, opened, some_rows, state
 
 
 class Script:

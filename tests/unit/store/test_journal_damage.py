@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bagpipe.errors import StoreError
-from journaled import State, batch, opened, state
-from simulated_disk import SimulatedDisk
+from harness.disk import SimulatedDisk
+from harness.journaled import State, batch, opened, state
 
 
 def small_journal() -> tuple[SimulatedDisk, dict[int, State]]:

@@ -10,8 +10,8 @@ from bagpipe.errors import StoreError
 from bagpipe.server.storage import Width
 from bagpipe.store.memory import MemoryStore
 from bagpipe.store.recorded import Recorded
-from journaled import WIDTHS, State, batch, opened, state
-from simulated_disk import Fault, SimulatedDisk
+from harness.disk import Fault, SimulatedDisk
+from harness.journaled import WIDTHS, State, batch, opened, state
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

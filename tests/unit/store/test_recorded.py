@@ -15,7 +15,7 @@ from bagpipe.store.base import Marked
 from bagpipe.store.blocks import BLOCK_BYTES
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
-from recorded_rows import TABLES, contents, memory, rows_of, write
+from harness.recorded_rows import TABLES, contents, memory, rows_of, write
 
 
 def test_a_recorded_store_is_marked() -> None:

@@ -12,7 +12,7 @@ from bagpipe.errors import StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import HISTORY_BYTES, Recorded
-from recorded_rows import TABLES, Ids, contents, memory, rows_of, write
+from harness.recorded_rows import TABLES, Ids, contents, memory, rows_of, write
 
 TEN = range(10)
 NOWHERE = Path("/no/such/directory")

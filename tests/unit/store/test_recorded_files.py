@@ -22,7 +22,7 @@ from bagpipe.store.mapped import MappedStore
 from bagpipe.store.memory import MemoryStore
 from bagpipe.store.recorded import Recorded
 from definitions.shards import define_servers
-from simulated_disk import Fault, SimulatedDisk
+from harness.disk import Fault, SimulatedDisk
 
 WIDTHS = {"user": 4, "item": 2}
 NAMES = list(WIDTHS)

@@ -14,8 +14,8 @@ from bagpipe.errors import StoreError
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.snapshot import Snapshot
-from recorded_rows import WIDTHS, Table, contents, memory, plain, rows_of
-from simulated_disk import SimulatedDisk
+from harness.disk import SimulatedDisk
+from harness.recorded_rows import WIDTHS, Table, contents, memory, plain, rows_of
 
 
 class Reading:

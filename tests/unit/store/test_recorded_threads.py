@@ -11,7 +11,7 @@ import pytest
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.snapshot import Snapshot
-from recorded_rows import Ids
+from harness.recorded_rows import Ids
 
 
 @pytest.mark.parametrize("kind", ["memory", "mapped"])

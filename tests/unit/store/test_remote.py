@@ -17,8 +17,8 @@ from bagpipe.server.limits import ServerLimits
 from bagpipe.store import MemoryStore
 from bagpipe.store.links import Patience
 from bagpipe.wire.messages import Message, Read
-from harness.schedules import Seeded
-from remote_world import (
+from harness.explorer import Seeded
+from harness.remote_world import (
     TABLES,
     TROUBLE,
     Rows,
@@ -28,7 +28,7 @@ from remote_world import (
     read,
     values,
 )
-from support import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
 
 # Exactness
 

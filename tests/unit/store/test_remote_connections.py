@@ -9,7 +9,7 @@ import pytest
 
 from bagpipe.errors import ConfigError, StoreError, WireError
 from bagpipe.store.remote import RemoteStore
-from remote_world import (
+from harness.remote_world import (
     TABLES,
     Rows,
     fixture_worlds,  # noqa: F401

@@ -10,14 +10,14 @@ from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.errors import CheckpointError, DeadlineError, StoreError, WireError
 from bagpipe.wire.messages import Message
 from bagpipe.wire.recovery_messages import AskWork, Keep, Mark, Working
-from marked import (
+from harness.marked import (
     NAMES,
     fixture_worlds,  # noqa: F401
     full,
     read,
     rows,
 )
-from remote_world import FAST, TROUBLE
+from harness.remote_world import FAST, TROUBLE
 
 # What a store offers
 

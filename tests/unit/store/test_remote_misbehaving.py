@@ -12,7 +12,7 @@ from bagpipe.server.storage import in_memory
 from bagpipe.store.links import Patience
 from bagpipe.wire.messages import Message, Read, Write
 from definitions.shards import define_servers
-from remote_world import (
+from harness.remote_world import (
     FAST,
     fixture_worlds,  # noqa: F401
     ids,

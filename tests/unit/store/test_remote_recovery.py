@@ -9,7 +9,7 @@ from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.errors import DeadlineError, StoreError, WireError
 from bagpipe.store.links import Patience
 from bagpipe.store.recovering import marks_of_servers, recover_servers
-from marked import (
+from harness.marked import (
     FACTS,
     NAMES,
     RUN,
@@ -19,7 +19,7 @@ from marked import (
     rows,
     some_rows,
 )
-from remote_world import FAST, TROUBLE
+from harness.remote_world import FAST, TROUBLE
 
 # Checkpoints and journals
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from marked import Marking, read, rows, some_rows
-from remote_world import TROUBLE
-from simulated_disk import SimulatedDisk
+from harness.disk import SimulatedDisk
+from harness.marked import Marking, read, rows, some_rows
+from harness.remote_world import TROUBLE
 
 EVERY = 4
 

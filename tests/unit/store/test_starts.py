@@ -12,7 +12,7 @@ from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
-from recorded_rows import WIDTHS, memory, rows_of, write
+from harness.recorded_rows import WIDTHS, memory, rows_of, write
 
 NAMES = [str(table) for table in range(len(WIDTHS))]
 FACTS = Facts(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bagpipe.errors import ConsistencyError, DeadlineError, PipelineError, StoreError
 from bagpipe.trainer.collective import memory_groups, sum_in_rank_order
 from bagpipe.trainer.stages import Threads, Wait
-from harness.schedules import Seeded
+from harness.explorer import Seeded
 
 
 def numbers(rank, peer, turn, length):

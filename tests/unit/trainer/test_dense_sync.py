@@ -14,7 +14,7 @@ from bagpipe.reference import _mean_dense
 from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.dense_sync import DenseSync
 from bagpipe.trainer.stages import Threads
-from twins import threads_left
+from harness.plain import threads_left
 
 SHAPES = [(3, 2), (5,), (), (0,), (7, 1)]
 

@@ -21,7 +21,7 @@ from bagpipe.trainer.fetching import READERS, Fetching
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
-from harness.schedules import Seeded
+from harness.explorer import Seeded
 
 ROWS, SLOTS = 12, 7
 

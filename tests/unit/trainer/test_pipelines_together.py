@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bagpipe.store.views import StoreView
-from harness.schedules import Together
-from several import DESIGNS, Several, World, run
-from support import assert_identical, make_batches
-from trainer_events import train_with_events
+from harness.events import train_with_events
+from harness.explorer import Together
+from harness.trainers import DESIGNS, Several, World, run
+from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(9, size=9, last=2)
 BARRIERS = {2: "barrier", 5: "barrier after", 6: "save"}

@@ -11,8 +11,8 @@ from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.errors import CheckpointError, DeadlineError, PipelineError
 from bagpipe.trainer.background import Background
 from bagpipe.trainer.keeping import Writer
-from several import Several, World
-from support import assert_identical, make_batches
+from harness.trainers import Several, World
+from harness.world import assert_identical, make_batches
 
 ROUNDS = 4
 DEADLINE_S = 3.0

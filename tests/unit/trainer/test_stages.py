@@ -4,7 +4,7 @@ import pytest
 
 from bagpipe.errors import DeadlineError, PipelineError, StoreError
 from bagpipe.trainer.stages import Threads, Wait
-from harness.schedules import Seeded
+from harness.explorer import Seeded
 
 
 def counter(state, limit):

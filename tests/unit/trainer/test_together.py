@@ -11,7 +11,7 @@ import torch
 from bagpipe.errors import DeadlineError, PipelineError, StoreError
 from bagpipe.together import run_threads
 from bagpipe.trainer.stages import Threads, Wait
-from harness.schedules import LOOP, Together
+from harness.explorer import LOOP, Together
 
 
 @pytest.fixture(autouse=True)

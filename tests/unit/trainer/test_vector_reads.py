@@ -9,8 +9,8 @@ import pytest
 
 from bagpipe.cache import RowCache
 from bagpipe.store.views import StoreView
-from several import DESIGNS, World, run
-from support import assert_identical, make_batches
+from harness.trainers import DESIGNS, World, run
+from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(9, size=9, last=2)
 

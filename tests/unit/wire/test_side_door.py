@@ -14,7 +14,7 @@ from bagpipe.wire.keys import new_keys
 from bagpipe.wire.limits import LIMITS
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import Failed, Sync, Synced
-from wire_support import a_read, answer, ask, connected, doubling, get, listening, nothing_left_behind, until, values
+from harness.wire import a_read, answer, ask, connected, doubling, get, listening, nothing_left_behind, until, values
 
 
 @pytest.fixture(autouse=True)

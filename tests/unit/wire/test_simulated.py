@@ -11,7 +11,7 @@ import pytest
 from bagpipe.errors import ConfigError, WireError
 from bagpipe.wire.messages import Sync, Synced, Write
 from bagpipe.wire.simulated import SimulatedNetwork
-from wire_support import a_read, answer, ask, doubling, get, values
+from harness.wire import a_read, answer, ask, doubling, get, values
 
 
 def history(seed, **faults):

@@ -17,7 +17,7 @@ from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import AskStats, Failed, Message, Rows, Sync, Synced, Write
 from bagpipe.wire.simulated import SimulatedNetwork
 from bagpipe.wire.sockets import SocketNetwork
-from wire_support import (
+from harness.wire import (
     RUN,
     SHORT,
     a_read,

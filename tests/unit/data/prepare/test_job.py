@@ -17,7 +17,7 @@ from bagpipe.data.prepare.options import Options
 from bagpipe.data.prepare.show import Shown
 from bagpipe.errors import ConfigError, DataError
 from benchmarks.prepare import write_criteo
-from prepared import contents, run, write_raw
+from harness.prepared import contents, run, write_raw
 
 
 def all_samples(path):

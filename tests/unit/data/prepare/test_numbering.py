@@ -14,7 +14,7 @@ from bagpipe.data.prepare.vocabulary import Vocabulary
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.kernels.texts import hash_texts
 from definitions.numbering import define_hash_rows
-from prepared import contents
+from harness.prepared import contents
 
 
 def category(values, offsets=None):

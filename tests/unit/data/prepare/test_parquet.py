@@ -12,7 +12,7 @@ from bagpipe.data.prepare.reading import open_sources, read_blocks
 from bagpipe.data.prepare.schema import parse_schema
 from bagpipe.data.prepare.sources import find_sources
 from bagpipe.errors import DataError
-from blocks import problems_of, samples_of, values_of
+from harness.blocks import problems_of, samples_of, values_of
 
 SCHEMA = parse_schema({"format": "parquet", "label": "y", "categorical": ["c"]})
 

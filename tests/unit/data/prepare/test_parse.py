@@ -10,7 +10,7 @@ from bagpipe.data.prepare.parse import TextParser
 from bagpipe.data.prepare.schema import parse_schema
 from bagpipe.data.prepare.text import Piece
 from bagpipe.kernels.texts import hash_texts
-from blocks import problems_of, samples_of, values_of
+from harness.blocks import problems_of, samples_of, values_of
 
 SMALL = {"format": "csv", "columns": ["y", "n", "c"], "label": "y", "numeric": ["n"], "categorical": ["c"]}
 

@@ -13,7 +13,7 @@ import pytest
 from bagpipe.data import Shards
 from bagpipe.data.prepare import job, progress
 from bagpipe.errors import ConfigError, DataError, ShardError
-from prepared import contents, run, write_raw
+from harness.prepared import contents, run, write_raw
 
 WAYS = {
     "first": {},
@@ -129,7 +129,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from prepared import run
+from harness.prepared import run
 from bagpipe.data.prepare import progress
 save, saved = progress.Working.save, []
 

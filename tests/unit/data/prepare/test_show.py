@@ -4,7 +4,7 @@ from bagpipe.data import generated, write
 from bagpipe.data.prepare.numbering import MISSING_ID
 from bagpipe.data.prepare.show import Shown
 from bagpipe.errors import ConfigError, ShardError
-from prepared import run, write_raw
+from harness.prepared import run, write_raw
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from bagpipe.data.prepare.schema import parse_schema
 from bagpipe.data.prepare.sorting import in_time_order
 from bagpipe.data.prepare.sources import find_sources
 from bagpipe.errors import DataError
-from blocks import problems_of, samples_of
+from harness.blocks import problems_of, samples_of
 
 SCHEMA = parse_schema(
     {

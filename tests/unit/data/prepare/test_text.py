@@ -13,7 +13,7 @@ from bagpipe.data.prepare.reading import open_sources, read_blocks
 from bagpipe.data.prepare.schema import parse_schema
 from bagpipe.data.prepare.sources import find_sources
 from bagpipe.errors import ConfigError, DataError
-from blocks import problems_of, samples_of
+from harness.blocks import problems_of, samples_of
 
 SCHEMA = parse_schema(
     {"format": "tsv", "columns": ["y", "n", "c"], "label": "y", "numeric": ["n"], "categorical": ["c"]}

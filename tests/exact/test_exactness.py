@@ -1,0 +1,173 @@
+"""Promise I1: whatever the settings and whatever the schedule, the bits are those of the reference."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from bagpipe.api import accelerate
+from bagpipe.state import of_store
+from bagpipe.trainer.stages import Threads
+from harness.explorer import Seeded
+from harness.world import (
+    OPTIMIZERS,
+    TABLES,
+    assert_identical,
+    dense_sgd,
+    initial,
+    make_batches,
+    make_model,
+    train_accelerated,
+    train_reference,
+)
+
+MODELS = ("dlrm", "wide_deep", "deep_cross", "deepfm")
+BATCHES = make_batches(14, last=3)
+OTHERS = make_batches(2, seed=99)
+"""For evaluation."""
+EXPECTED = {}
+
+
+def expected(model, optimizer):
+    if (model, optimizer) not in EXPECTED:
+        EXPECTED[model, optimizer] = train_reference(BATCHES, OPTIMIZERS[optimizer](), model)[0]
+    return EXPECTED[model, optimizer]
+
+
+def pairwise():
+    """A set of settings in which every two values of any two settings meet."""
+    choices = {
+        "model": MODELS,
+        "optimizer": tuple(OPTIMIZERS),
+        "lookahead": (1, 2, 7, 200, "auto"),
+        "cache": (60, 90, 300),
+        "policy": ("lookahead", "lru", "nocache", "ideal"),
+        "store": ("memory", "mapped"),
+        "threads": (1, 2),
+    }
+    names = list(choices)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in choices[a] for y in choices[b]}
+    rows = []
+    while missing:
+        (a, x), (b, y) = min(missing, key=repr)
+        row = {a: x, b: y}
+        for name in names:
+            if name not in row:
+                row[name] = max(
+                    choices[name],
+                    key=lambda value, name=name: sum(
+                        tuple(sorted(((name, value), item), key=lambda pair: names.index(pair[0]))) in missing
+                        for item in row.items()
+                    ),
+                )
+        pairs = itertools.combinations([(name, row[name]) for name in names], 2)
+        missing -= set(pairs)
+        rows.append(tuple(row[name] for name in names))
+    return rows
+
+
+@pytest.mark.parametrize(("model", "optimizer", "lookahead", "cache", "policy", "store", "threads"), pairwise())
+def test_every_pair_of_settings_is_bit_identical(model, optimizer, lookahead, cache, policy, store, threads):
+    if policy == "ideal":
+        cache = 10_000
+    if policy == "nocache":
+        lookahead = 1
+    found, _ = train_accelerated(
+        BATCHES,
+        OPTIMIZERS[optimizer](),
+        model,
+        lookahead=lookahead,
+        cache=cache,
+        policy=policy,
+        store=store,
+        threads=threads,
+        driver=Threads(60),
+    )
+    assert_identical(expected(model, optimizer), found)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10**6),
+    eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
+    last=st.sampled_from([(), ("write-back",), ("insert",), ("fetch-0",), ("fetch-1",), ("plan",)]),
+    lookahead=st.sampled_from([1, 2, 3, 5, "auto"]),
+    policy=st.sampled_from(["lookahead", "lru", "nocache"]),
+    cache=st.integers(60, 120),
+    depth=st.integers(1, 5),
+)
+def test_every_schedule_is_bit_identical(seed, eagerness, last, lookahead, policy, cache, depth):
+    driver = Seeded(seed, eagerness, frozenset(last))
+    lookahead = 1 if policy == "nocache" else lookahead
+    found, _ = train_accelerated(
+        BATCHES,
+        OPTIMIZERS["adagrad"](),
+        "wide_deep",
+        lookahead=lookahead,
+        policy=policy,
+        cache=cache,
+        depth=depth,
+        driver=driver,
+    )
+    assert_identical(expected("wide_deep", "adagrad"), found)
+
+
+def train_with_events(parts, events, optimizer, drivers, **options):
+    """Train the batches of several sessions of one model; `events` says what happens at a batch."""
+    model = make_model("wide_deep")
+    dense, number = None, 0
+    for part, driver in zip(parts, drivers, strict=True):
+        options["driver"] = driver
+        loop = accelerate(model, part, optimizer, tables=TABLES, initial=initial, check=True, **options)
+        dense = dense or dense_sgd(list(model.parameters()))
+        with loop:
+            for batch in loop:
+                event = events.get(number)
+                if event == "evaluate":
+                    with torch.no_grad():
+                        for other in loop.evaluate(OTHERS):
+                            model(other.dense, other.sparse)
+                elif event == "break off":
+                    for other in loop.evaluate(OTHERS):
+                        model(other.dense, other.sparse)
+                        break
+                elif event == "save":
+                    loop.state_dict()
+                loss = binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
+                dense.zero_grad()
+                loss.backward()
+                if event == "skip":
+                    loop.zero_grad()
+                elif event == "norm":
+                    assert loop.grad_norm() > 0
+                if event != "skip":
+                    dense.step()
+                    optimizer.step()
+                number += 1
+    return of_store(model, [layout.table.name for layout in loop.layouts], loop.store)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    events=st.dictionaries(st.integers(0, 13), st.sampled_from(["evaluate", "break off", "save", "skip", "norm"])),
+    ends=st.sets(st.integers(1, 13), max_size=2),
+    seed=st.integers(0, 10**6),
+    eagerness=st.sampled_from([0.0, 0.5, 2.0]),
+    policy=st.sampled_from(["lookahead", "lru"]),
+    cache=st.integers(60, 120),
+)
+# A barrier has copied a row that is not yet written when the row's eviction follows.
+@example(events={8: "evaluate"}, ends={1}, seed=0, eagerness=0.0, policy="lru", cache=60)
+def test_what_happens_between_iterations_changes_no_bit(events, ends, seed, eagerness, policy, cache):
+    edges = [0, *sorted(ends), len(BATCHES)]
+    parts = [BATCHES[start:stop] for start, stop in itertools.pairwise(edges)]
+    trained = [batch for number, batch in enumerate(BATCHES) if events.get(number) != "skip"]
+    if not trained:
+        return
+    reference, _ = train_reference(trained, OPTIMIZERS["adam"](), "wide_deep")
+    drivers = [Seeded(seed + number, eagerness) for number in range(len(parts))]
+    found = train_with_events(parts, events, OPTIMIZERS["adam"](), drivers, policy=policy, cache=cache)
+    assert_identical(reference, found)

@@ -1,0 +1,202 @@
+"""Whatever dies, wherever it is: the run ends with the bits of an undisturbed one, and nothing stays (I2)."""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+
+import pytest
+
+from bagpipe.errors import ClusterError
+from bagpipe.failpoints import Fault
+from bagpipe.store.spilled import SpillingBlocks
+from harness.cluster import Crew
+from harness.faults import (
+    AFTERWARDS,
+    LARGE,
+    RECOVERY,
+    SERVER_LOST,
+    SMALL,
+    USUAL,
+    USUALLY,
+    error_of,
+    random_faults,
+    reached_after,
+    roles_at,
+    run,
+    survives,
+)
+
+LOSSY = {"delay": (0.0, 0.003), "loss": 0.03, "duplicate": 0.1, "reorder": 0.2}
+
+
+@pytest.mark.parametrize("name", USUALLY)
+def test_a_role_may_die_at_any_point(name):
+    choose = random.Random(name)
+    role, count = choose.choice(sorted(roles_at(USUAL, name).items()))
+    survives(USUAL, Fault(name, at=choose.randint(1, count), role=role), seed=choose.randrange(1000))
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_a_role_may_die_at_any_point_of_its_return(name):
+    choose = random.Random(name)
+    options, reached = reached_after(name)
+    role, count = choose.choice(sorted(reached.items()))
+    survives(USUAL, SERVER_LOST, Fault(name, at=choose.randint(1, count), role=role), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "victim"), [*zip(RECOVERY, ["server-0", "trainer-0", "server-1", "server-0", "server-1"], strict=True)]
+)
+def test_another_role_may_die_in_every_phase_of_a_recovery(name, victim):
+    first = Fault("trainer.sync.critical", at=6, role="trainer-1")
+    survives(USUAL, first, Fault(name), victims={name: [victim]})
+
+
+@pytest.mark.parametrize("role", ["trainer-0", "server-0", "oracle", "processor-0"])
+def test_the_only_one_of_its_kind_may_die(role):
+    fault = Fault("wire.received", at=20, role="server-0")
+    survives(SMALL, fault, victims={fault.name: [role]})
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_several_may_die_at_once(seed):
+    roles = ["trainer-0", "trainer-1", "trainer-2", "server-0", "server-1", "oracle", "processor-0", "processor-1"]
+    fault = random_faults(LARGE, seed, 1)[0]
+    survives(LARGE, fault, victims={fault.name: random.Random(seed).sample(roles, 2 + seed)}, seed=seed)
+
+
+def test_all_may_die_at_once():
+    roles = ["trainer-0", "trainer-1", "server-0", "server-1", "oracle", "processor-0"]
+    fault = Fault("trainer.step.updated", at=7, role="trainer-0")
+    ended = survives(USUAL, fault, victims={fault.name: roles})
+    assert {incident.role for incident in ended.incidents} == set(roles)
+    assert {incident.done_after for incident in ended.incidents} == {6}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_several_may_die_one_after_the_other(seed):
+    faults = random_faults(LARGE, seed, 3)
+    ended = run(LARGE, *faults, seed=seed)
+    assert not ended.differs, f"seed {seed}: other bits after {', '.join(map(str, faults))}"
+    assert ended.incidents
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("trainer.evict.copied", "trainer.step.updated", "trainer.sync.delayed"),
+        *("mark.flushed", "mark.kept", "remote.write.begun"),
+    ],
+)
+def test_a_trainer_that_was_thought_dead_changes_nothing_when_it_comes_back(name):
+    at = roles_at(USUAL, name)["trainer-1"] // 2 + 1
+    survives(USUAL, Fault(name, "pause", at, "trainer-1"))
+
+
+@pytest.mark.parametrize("role", ["server-0", "oracle"])
+def test_others_may_be_thought_dead_and_live_on_too(role):
+    fault = Fault("journal.mark.written", "pause", 3, "server-0")
+    survives(LARGE, fault, victims={fault.name: [role]}, seed=3)
+
+
+def test_what_a_trainer_had_sent_arrives_after_its_death_and_is_refused():
+    ended = survives(USUAL, Fault("remote.write.begun", "pause", 8, "trainer-0"))
+    assert ended.crew.network.num_late
+
+
+@pytest.mark.parametrize("role", ["trainer-0", "server-1"])
+def test_roles_may_die_while_messages_are_lost_doubled_and_late(role):
+    fault = Fault("wire.received", at=40, role="server-0")
+    survives(USUAL, fault, victims={fault.name: [role]}, **LOSSY)
+
+
+def test_without_a_journal_a_lost_server_takes_all_back_to_a_checkpoint():
+    fault = Fault("server.write.applied", at=20, role="server-1")
+    ended = survives(USUAL, fault, journals=False)
+    assert ended.incidents[0].done_after == 4
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """None has room for old values, as memory has not with `history=0`."""
+
+    def take(blocks, directory):
+        raise OSError(errno.ENOSPC, f"no room in {directory}")
+
+    monkeypatch.setattr(SpillingBlocks, "take_on_disk", take)
+
+
+def test_old_values_of_the_last_mark_may_be_on_a_disk():
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, history=0, journals=False)
+    assert ended.incidents[0].done_after == 6
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_without_room_for_old_values_rows_come_back_from_the_journal():
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, history=0)
+    assert ended.incidents[0].done_after == 6
+    assert ("server-0", "journal.replayed") in ended.reaches
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_without_a_journal_and_room_for_old_values_all_go_back_to_a_checkpoint():
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, history=0, journals=False)
+    assert ended.incidents[0].done_after == 4
+
+
+def test_a_lost_server_whose_journal_is_damaged_takes_all_back_to_an_earlier_point(monkeypatch):
+    start, damaged = Crew.start, []
+
+    def damaging(crew, role):
+        path = crew.directory / "journal" / role / "000000000004.writes"
+        if path.exists():
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+            damaged.append(role)
+        start(crew, role)
+
+    monkeypatch.setattr(Crew, "start", damaging)
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, victims={fault.name: ["server-1"]})
+    assert damaged == ["server-1"]
+    assert ended.incidents[0].done_after == 4
+
+
+@pytest.mark.parametrize("name", ["mark.over", "checkpoint.rows.written", "checkpoint.complete"])
+def test_a_run_that_is_lost_after_its_last_iteration_ends_as_it_would_have(name):
+    count = roles_at(USUAL, name)["trainer-0"]
+    ended = survives(USUAL, Fault(name, at=count, role="trainer-0"))
+    assert ended.incidents[0].done_after >= 8
+    assert ended.last_kept == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("trainer.fetch.read", r"fetch-\d failed.*told to fail"),
+        ("server.write.received", "server 0 at server-0.*failed inside"),
+        ("server.save.begun", "checkpoint of iteration 4.*failed inside the server"),
+        ("journal.append.begun", "server 0 at server-0.*failed inside"),
+        ("checkpoint.manifest.written", "checkpoint of iteration 4.*told to fail"),
+        ("oracle.plan.made", "oracle failed inside"),
+        ("data.group.read", "processor-0.*failed inside"),
+        ("server.write.answered", None),
+    ],
+)
+def test_an_error_ends_the_run_by_name_or_changes_nothing(name, told):
+    role, count = min(roles_at(USUAL, name).items())
+    error = error_of(USUAL, Fault(name, "fail", max(1, count // 2), role))
+    assert (error is None) == (told is None)
+    assert told is None or re.search(told, str(error)), error
+
+
+def test_a_role_that_dies_more_often_than_allowed_ends_the_run_by_name():
+    faults = [Fault("oracle.plan.made", at=at, role="oracle") for at in (2, 4, 6)]
+    with pytest.raises(ClusterError, match=r"oracle was lost.*started again 2 times"):
+        run(USUAL, *faults, restarts_max=2)

@@ -1,0 +1,382 @@
+"""Roles of a run as objects of one process that can die at any point, one step at a time in the order of a seed.
+
+Exactly one of them runs at any moment, on a network in memory with a clock of its own, so a run is a function of its
+seed and its faults. Who dies stops where it is: what it would have sent, written or told others never happens.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from bagpipe.errors import PipelineError
+from bagpipe.failpoints import Faults, Killed, acting_as
+from bagpipe.oracle.outbox import DESCRIPTION, Outbox
+from bagpipe.trainer.stages import Wait
+from bagpipe.wire.simulated import SimulatedNetwork
+from harness.explorer import Together, _Loop
+
+
+@dataclass(eq=False)
+class Life:
+    """One life of a role, from its start to its end."""
+
+    role: str
+    alive: bool = True
+    cut_off: bool = False
+    """Others hear nothing of it, and it of nobody; what it sends may still arrive one day."""
+    on_death: list = field(default_factory=list)
+    """What the operating system does when a process is gone: closes its files."""
+
+    def die(self):
+        """Gone, without a word."""
+        if self.alive:
+            self.alive = False
+            while self.on_death:
+                self.on_death.pop()()
+
+    def check(self):
+        """The dead do nothing."""
+        if not self.alive:
+            raise Killed(f"{self.role} is dead")
+
+
+_life = ContextVar("life", default=None)
+
+
+@contextmanager
+def living(life):
+    """What this thread does within the block is done by this role; not at all if it is dead."""
+    token = _life.set(life)
+    try:
+        with acting_as(life.role):
+            yield
+    finally:
+        _life.reset(token)
+
+
+def current():
+    """Whose code runs."""
+    return _life.get()
+
+
+_attempt = None
+"""The one under way."""
+
+
+def give_way():
+    """Let others run, where this is work in the background of an attempt."""
+    if _attempt is not None:
+        _attempt.give_way()
+
+
+def in_background(work):
+    """As the thread of a role that does something beside its other work; at once where there is nobody else."""
+    if _attempt is None:
+        work()
+    else:
+        _attempt.spawn(current(), work)
+
+
+class Thread:
+    """In the place of `threading.Thread`, for work of a role in the background."""
+
+    def __init__(self, target, args=(), name=None, daemon=None):
+        self._work, self._loop = lambda: target(*args), None
+
+    def start(self):
+        assert _attempt is not None, "only who takes part in an attempt works in the background"
+        self._loop = _attempt.spawn(current(), self._work)
+
+    def join(self, timeout=None):
+        if _attempt is not None:
+            _attempt.wait(Wait("work in the background", lambda: self._loop.ended))
+
+    def is_alive(self):
+        return not self._loop.ended
+
+
+class Plot(Faults):
+    """Faults that befall roles of a crew: those who reach the point, or the victims that are named for it."""
+
+    def __init__(self, *faults, victims=None):
+        """`victims` are others by the name of a point; at all other points it is who reaches it."""
+        super().__init__(*faults)
+        self.victims = victims or {}
+        self.crew = None
+
+    def reached(self, name):
+        life = current()
+        if life is not None:
+            life.check()
+        super().reached(name)
+        if name.startswith("recovery."):
+            self.crew.network.deliver_late(some=True)
+        if name.startswith(("checkpoint.", "server.save.")):  # where no lock is held
+            give_way()
+
+    def happen(self, role, fault):
+        victims = self.victims.get(fault.name, [role])
+        if fault.action == "fail":
+            super().happen(role, fault)
+        for victim in victims:
+            (self.crew.kill if fault.action == "kill" else self.crew.cut_off)(victim, str(fault))
+        if role in victims and fault.action == "kill":
+            raise Killed(f"{role}: {fault}")
+
+
+class Posts(SimulatedNetwork):
+    """A network whose messages are handled by the role that listens, and that takes nothing from the dead."""
+
+    def __init__(self, seed, **faults):
+        super().__init__(seed, **faults)
+        self.owners = {}
+        """Of each address."""
+        self.late = []
+        """What those who are cut off have sent: address, peer and frames."""
+        self.num_late = 0
+
+    def listen(self, address, handler):
+        self.owners[address] = current()
+        return super().listen(address, handler)
+
+    def post(self, channel, peer, frames, to_server):
+        life = current()
+        if life is not None:
+            life.check()
+        if life is None or not life.cut_off:
+            super().post(channel, peer, frames, to_server)
+        elif to_server:
+            self.late.append((channel.address, peer, [bytes(frame) for frame in frames]))
+
+    def _deliver(self, delivery):
+        if not delivery.to_server:
+            super()._deliver(delivery)
+            return
+        with self._listening(delivery.channel.address) as listens:
+            if listens:
+                super()._deliver(delivery)
+
+    def wait(self, channels, timeout_s):
+        if not channels:  # a pause, and nothing that others may wait for is held meanwhile
+            give_way()
+        return super().wait(channels, timeout_s)
+
+    def deliver_late(self, some):
+        """What those who were cut off have sent arrives after all, all or some of it; nobody hears the answers."""
+        for letter in [letter for letter in self.late if not some or self._random.random() < 0.3]:
+            address, peer, frames = letter
+            self.late.remove(letter)
+            self.num_late += 1
+            with self._listening(address) as listens:
+                if listens:
+                    self._listeners[address].dispatcher.dispatch(address, peer, frames, lambda _: None)
+
+    @contextmanager
+    def _listening(self, address):
+        """Act as who listens there, if anybody does; its death ends the block."""
+        life = self.owners.get(address)
+        if life is None or not life.alive or life.cut_off or address not in self._listeners:
+            yield False
+            return
+        with living(life):
+            try:
+                yield True
+            except Killed:
+                assert not life.alive
+
+    def bury(self, life):
+        """Nobody listens any more where this one did."""
+        for address, owner in list(self.owners.items()):
+            if owner is life:
+                self._listeners.pop(address, None)
+                del self.owners[address]
+
+
+class Attempt:
+    """One try to get to the end: loops of living roles, and one that watches them and ends it after a loss.
+
+    After a loss the others may go on for up to `grace` steps before they hear of it.
+    """
+
+    def __init__(self, seed, grace=20, eagerness=2.0):
+        self.together = Together(seed, eagerness, deadline_s=60.0)
+        self.over = False
+        self.lost = {}
+        self.failed = {}
+        self.results = {}
+        self._grace = grace
+        self._loops = []
+        self._waited_for = []
+        self._at_steps = []
+        self._spawned = set()
+
+    def at_step(self, number, call):
+        """Have something done after so many steps, or when there are no more."""
+        self._at_steps.append((number, call))
+
+    def driver(self, life):
+        """The driver of a role's loop."""
+        return LivingDriver(self, life, self.together.driver(self._number(life)))
+
+    def add(self, life, function, awaited=True):
+        """A loop of a role; the attempt has succeeded when all that are `awaited` have."""
+        number = self._number(life)
+
+        def loop():
+            with living(life):
+                try:
+                    life.check()
+                    self.results[life.role] = function()
+                except Killed:
+                    assert not life.alive
+                except Exception as error:
+                    if life.alive:
+                        self.failed[life.role] = error
+            driver = self.together.driver(number)
+            driver.end_stages()
+            driver.failure = None  # it led to what the loop raised, or to nothing if that was dead or too late
+
+        self._loops[number] = (life, loop)
+        if awaited:
+            self._waited_for.append(life.role)
+
+    def run(self):
+        """Until all are through, or somebody is lost or has failed and all others have ended."""
+        global _attempt
+        watcher = self.together.driver(len(self._loops))
+        _attempt = self
+        try:
+            self.together.run([*(loop for _, loop in self._loops), lambda: self._watch(watcher)])
+        finally:
+            _attempt = None
+        for driver in self.together._drivers.values():
+            driver.end_stages()
+
+    def spawn(self, life, work):
+        """One more loop, of work in the background of a role."""
+        loops = self.together._loops
+
+        def run():
+            with living(life), suppress(Killed, PipelineError):
+                self.give_way()
+                work()
+
+        loop = _Loop(len(loops), run)
+        loops.append(loop)
+        self.together.driver(loop.rank)
+        self._spawned.add(loop.thread)
+        loop.start(self.together._begin, self.together._finished)
+        return loop
+
+    def give_way(self):
+        """Let others run; the end of the attempt, or of the role, ends this too."""
+        if threading.current_thread() in self._spawned:
+            self.wait(Wait("its turn", lambda: True))
+
+    def wait(self, wait):
+        """Called by a loop."""
+        life = current()
+        self.together.pause(Wait(wait.what, lambda: self.over or not life.alive or wait.ready()))
+        life.check()
+        if self.over:
+            raise PipelineError(f"{life.role}: the attempt is over")
+
+    @property
+    def succeeded(self):
+        """Whether all that are waited for have come to their end."""
+        return all(role in self.results for role in self._waited_for)
+
+    def _watch(self, driver):
+        steps = self.together.steps
+        for number, call in self._at_steps:
+            driver.wait(Wait("its time", lambda number=number: len(steps) >= number or self._ended()))
+            call()
+        driver.wait(Wait("a loss, or the end", self._ended))
+        if not self.succeeded:
+            for _ in range(self._grace):
+                driver.notify()
+        self.over = True
+
+    def _ended(self):
+        return self.lost or self.failed or self.succeeded
+
+    def _number(self, life):
+        for number, (owner, _) in enumerate(self._loops):
+            if owner is life:
+                return number
+        self._loops.append((life, None))
+        return len(self._loops) - 1
+
+
+class LivingDriver:
+    """A driver whose waits end when the role dies, or the attempt is over."""
+
+    def __init__(self, attempt, life, inner):
+        self._attempt, self._life, self._inner = attempt, life, inner
+        self.also = {}
+        """For stages by name: what must be so before they go on, beside what they wait for themselves."""
+
+    def start(self, stages):
+        self.check()
+        self._inner.start({name: self._living(name, stage) for name, stage in stages.items()})
+
+    def wait(self, wait):
+        self.check()
+        self._inner.wait(Wait(wait.what, lambda: self._ends() or wait.ready()))
+        self.check()
+
+    def notify(self):
+        if not self._ends():
+            self._inner.notify()
+            self._life.check()
+
+    def join(self):
+        self.wait(Wait("its stages to end", lambda: not self._inner.stages))
+
+    def check(self):
+        """Raise where nothing may go on."""
+        self._life.check()
+        if self._attempt.over:
+            raise PipelineError(f"{self._life.role}: the attempt is over")
+
+    def _ends(self):
+        return self._attempt.over or not self._life.alive
+
+    def _living(self, name, stage):
+        also = self.also.get(name, lambda: True)
+        while not self._ends():
+            try:
+                with living(self._life):
+                    wait = next(stage)
+            except StopIteration:
+                return
+            except Killed:
+                assert not self._life.alive
+                return
+            yield Wait(wait.what, lambda wait=wait: self._ends() or (also() and wait.ready()))
+        stage.close()
+
+
+class ScheduledOutbox(Outbox):
+    """Plans of an oracle that waits for room as one of the loops of an attempt."""
+
+    def __init__(self, trainers, room, driver):
+        super().__init__(trainers, room)
+        self._driver = driver
+
+    def put(self, iteration, answers):
+        self._driver.wait(Wait("room for a plan", lambda: iteration - self.received <= self._room))
+        return super().put(iteration, answers)
+
+    def has(self, trainer, iteration=DESCRIPTION):
+        """Whether a request for this plan would be answered at once."""
+        with self._changed:
+            return self._find(trainer, iteration) is not None
+
+
+def threads():
+    """Those that run now."""
+    return set(threading.enumerate())

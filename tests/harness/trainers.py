@@ -1,0 +1,237 @@
+"""Whole training runs with several trainers in one process, one step at a time under a seed, or in threads."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagpipe.api import accelerate
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpointing import Checkpointing, Kept, check_same_run, make_facts, start_of, with_marks
+from bagpipe.config import Config
+from bagpipe.layers import bind
+from bagpipe.layout import RowLayout
+from bagpipe.models import build_model
+from bagpipe.optim import Frozen, RowOptimizer
+from bagpipe.oracle.assign import Assigner
+from bagpipe.reference import Reference
+from bagpipe.state import State, of_reference, of_store
+from bagpipe.store import MemoryStore
+from bagpipe.store.views import shared_views
+from bagpipe.together import Trainers
+from bagpipe.trainer.batches import Batches, attach
+from harness.explorer import Seeded, Together
+from harness.world import OPTIMIZERS, TABLES, dense_sgd, initial
+
+DESIGNS = ("owned", "partitioned", "replicated", "lrpp")
+SMALL = {
+    "dlrm": {"bottom": (8,), "top": (8, 6)},
+    "wide_deep": {"deep": (8, 6)},
+    "deep_cross": {"bottom": (8,), "top": (6,), "cross_rank": 3},
+    "deepfm": {"deep": (6, 6)},
+}
+"""Sizes of dense layers; the published ones would take all of a test's time."""
+
+
+def small_model(name, tables=TABLES, dim=5):
+    """One of the models, its embedding layers on the meta device."""
+    return build_model(name, tables, 3, dim, torch.device("meta"), seed=3, **SMALL[name])
+
+
+@dataclass
+class World:
+    """What all runs of a test have in common; `reference` and `run` train in it."""
+
+    batches: list[Any]
+    optimizer: Any = "adagrad"
+    """The name of one of `OPTIMIZERS`, or a function that makes one."""
+    model: Any = "wide_deep"
+    tables: Any = TABLES
+    trainers: int = 2
+    assign: str = "contiguous"
+    dense: Any = dense_sgd
+
+    def make(self):
+        """A model, its features, and the layout of its rows."""
+        model = self.model() if callable(self.model) else small_model(self.model, self.tables)
+        binding = bind(model, list(self.batches[0].sparse), tables=self.tables)
+        rows = OPTIMIZERS[self.optimizer]() if isinstance(self.optimizer, str) else self.optimizer()
+        layouts = []
+        for number, table in enumerate(binding.tables):
+            layers = [layer.name for layer in binding.layers if layer.table == number]
+            optimizer = Frozen() if binding.frozen(number) else rows.for_table(table.name, layers)
+            layouts.append(RowLayout(table, binding.dims(number), optimizer, initial(table)))
+        return model, binding, layouts, rows
+
+    def assigner(self):
+        """The one that the configuration names."""
+        tables = bind(self.make()[0], list(self.batches[0].sparse), tables=self.tables).tables
+        return Assigner(self.assign, self.trainers, 0, [table.features for table in tables])
+
+    def reference(self, batches=None) -> State:
+        """The ground truth."""
+        assigner = self.assigner()
+        assigned = {batch.number: assigner(batch) for batch in self.batches}  # also of those that are not trained
+        reference = Reference(*self.make()[:3], self.dense, self.trainers, lambda batch: assigned[batch.number])
+        for batch in self.batches if batches is None else batches:
+            reference.step(batch)
+        return of_reference(reference)
+
+
+@dataclass
+class Found:
+    """What a run has left."""
+
+    state: State
+    dense: list[dict[str, torch.Tensor]]
+    """The dense parameters of each trainer."""
+    losses: list[list[float]]
+    results: list[Any]
+    stats: list[dict[str, Any]]
+    updates: int
+    steps: Any = None
+
+
+@dataclass
+class One:
+    """One trainer, as a test's loop sees it."""
+
+    rank: int
+    batches: Batches
+    model: nn.Module
+    dense: torch.optim.Optimizer
+    rows: RowOptimizer
+    losses: list[float]
+
+    def backward(self, batch, scale=1.0):
+        """A forward and a backward pass."""
+        loss = loss_of(self.model, batch)
+        self.dense.zero_grad()
+        (loss * scale).backward()
+        self.losses.append(loss.item())
+
+    def step(self):
+        """Both optimizers."""
+        self.dense.step()
+        self.rows.step()
+
+    def train(self, batch):
+        """All of an iteration."""
+        self.backward(batch)
+        self.step()
+
+
+def loss_of(model, batch):
+    """Mean over the samples."""
+    return nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
+
+
+def plain_loop(one: One):
+    """What users write."""
+    for batch in one.batches:
+        one.train(batch)
+
+
+class Several:
+    """Trainers that were made and have not run yet."""
+
+    def __init__(self, world: World, together=None, *, loader=None, store=None, accumulate=1, kept=None, **settings):
+        """`together` None: plain threads; `kept` has what `keep_world` takes."""
+        sync = {key: settings.pop(key) for key in ("design", "delayed", "deterministic", "moving") if key in settings}
+        settings = {"cache": 300, "check": True} | settings
+        config = Config(**settings, trainers=world.trainers, assign=world.assign, sync=sync)
+        self.world, self.together = world, together
+        self.made = [world.make() for _ in range(world.trainers)]
+        self.store = store
+        # Together looks by itself at what has become ready.
+        drivers = None if together is None else [together.driver(rank) for rank in range(world.trainers)]
+        deadline_s = 20.0 if together is None else 0.0
+
+        def open_stores(layouts, notify):
+            self.store = self.store or MemoryStore(layouts)
+            if self.kept is not None:
+                self.store = with_marks(self.store)
+                self.kept.load(self.store)
+            return shared_views(self.store, world.trainers, notify, deadline_s)
+
+        def keeping(store, rank):
+            if self.kept is not None:
+                return self.kept.keeping(store, rank, shares_process=True, threads=together is None)
+            return None
+
+        self.kept = None if kept is None else keep_world(self.made[0], world.trainers, accumulate, **kept)
+
+        self.trainers = Trainers(
+            config, [made[:3] for made in self.made], world.batches if loader is None else loader, open_stores,
+            accumulate=accumulate, drivers=drivers, run=None if together is None else together.run, keeping=keeping,
+        )  # fmt: skip
+        for batches, (_, _, layouts, rows) in zip(self.trainers.batches, self.made, strict=True):
+            if rows is not layouts[0].optimizer:
+                attach(rows, batches)
+        self.ones = [
+            One(rank, batches, made[0], world.dense(list(made[0].parameters())), made[3], [])
+            for rank, (batches, made) in enumerate(zip(self.trainers.batches, self.made, strict=True))
+        ]
+
+    def run(self, loop=plain_loop, before=None) -> Found:
+        """Train; the state is read when all are through."""
+        states = []
+
+        def train(rank, batches):
+            one = self.ones[rank]
+            batches.attach(dense=one.dense)
+            if before is not None:
+                before(one)
+            with batches:
+                result = loop(one)
+            if rank == 0:
+                states.append(of_store(one.model, [layout.table.name for layout in batches.layouts], batches.store))
+            return result
+
+        results = self.trainers.run(train)
+        dense = [{name: value.detach().clone() for name, value in one.model.named_parameters()} for one in self.ones]
+        for rank, parameters in enumerate(dense):
+            for name, value in parameters.items():
+                same = value.numpy().tobytes() == dense[0][name].numpy().tobytes()
+                assert same, f"dense parameter {name} of trainer {rank} differs from trainer 0"
+        updates = {layout.optimizer.updates for one in self.ones for layout in one.batches.layouts}
+        assert len(updates) == 1, f"optimizers have made {updates} updates"
+        return Found(
+            states[0], dense, [one.losses for one in self.ones], results,
+            [one.batches.stats() for one in self.ones], updates.pop(),
+            self.together and self.together.steps,
+        )  # fmt: skip
+
+
+def keep_world(made, trainers, accumulate, directory, every=None, resume=None):
+    """Checkpoints of a world in a directory, all of which stay."""
+    checkpointing = None if every is None else Checkpointing(directory, every=every, keep=100, full_every=3)
+    facts = make_facts(made[2], made[1], trainers=trainers, accumulate=accumulate, checkpointing=checkpointing)
+    checkpoint = None if resume is None else Checkpoints(directory).open(resume)
+    if checkpoint is not None:
+        check_same_run(checkpoint, facts)
+    return Kept(facts, checkpointing, checkpoint, start_of(checkpoint))
+
+
+def run(world, seed=0, eagerness=2.0, last=(), loop=plain_loop, before=None, **settings) -> Found:
+    """A whole run under a seeded scheduler."""
+    return Several(world, Together(seed, eagerness, frozenset(last), 60.0), **settings).run(loop, before)
+
+
+def run_alone(world, driver=None, loop=plain_loop, **options) -> Found:
+    """The same with one trainer, on its own."""
+    model, _, _, rows = world.make()
+    options = {"cache": 300, "check": True} | options
+    batches = accelerate(
+        model, world.batches, rows, tables=world.tables, initial=initial, driver=driver or Seeded(0), **options
+    )
+    one = One(0, batches, model, world.dense(list(model.parameters())), rows, [])
+    with batches, closing(batches.store):
+        result = loop(one)
+        batches.close()
+        state = of_store(model, [layout.table.name for layout in batches.layouts], batches.store)
+    return Found(state, [], [one.losses], [result], [batches.stats()], rows.updates)
