@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bagpipe.api import accelerate
+from bagpipe import accelerate
 from bagpipe.state import of_store
-from bagpipe.trainer.stages import Threads
+from harness import seams
 from harness.explorer import Seeded
 from harness.world import (
     OPTIMIZERS,
@@ -84,7 +84,7 @@ def test_every_pair_of_settings_is_bit_identical(model, optimizer, lookahead, ca
         policy=policy,
         store=store,
         threads=threads,
-        driver=Threads(60),
+        driver=seams.threads(60),
     )
     assert_identical(expected(model, optimizer), found)
 

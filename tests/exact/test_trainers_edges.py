@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from bagpipe import optim
-from bagpipe.models.base import unbounded_rows
-from bagpipe.trainer.clip import clip_grad_norm_
-from bagpipe.types import Batch, Ids
+from bagpipe import Batch, Ids, clip_grad_norm_, optim
+from harness.seams import unbounded_rows
 from harness.trainers import DESIGNS, Several, World, run, run_alone
 from harness.world import assert_identical, make_batches
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.errors import CheckpointError, PipelineError
-from bagpipe.oracle.assign import Assigner
 from bagpipe.reference import Reference
 from bagpipe.state import of_reference
 from harness.plain import threads_left
+from harness.seams import SAVE, Assigner, Checkpoints
 from harness.trainers import DESIGNS, Several, World, run, small_model
 from harness.world import assert_identical, make_batches
 
@@ -169,12 +168,10 @@ def alone(world, directory, every=None, resume=None):
 
 
 def test_what_goes_wrong_with_a_checkpoint_ends_all_trainers(tmp_path, monkeypatch):
-    from bagpipe.store.recorded import Recorded
-
     def save(self, *args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Recorded, "save", save)
+    monkeypatch.setattr(*SAVE, save)
     world = World(BATCHES, "adagrad", trainers=3)
     with pytest.raises(CheckpointError, match="No space left"):
         run(world, kept={"directory": tmp_path, "every": 2})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import random
 import re
 
@@ -10,7 +9,7 @@ import pytest
 
 from bagpipe.errors import ClusterError
 from bagpipe.failpoints import Fault
-from bagpipe.store.spilled import SpillingBlocks
+from harness import seams
 from harness.cluster import Crew
 from harness.faults import (
     AFTERWARDS,
@@ -121,11 +120,7 @@ def test_without_a_journal_a_lost_server_takes_all_back_to_a_checkpoint():
 @pytest.fixture
 def full_disk(monkeypatch):
     """None has room for old values, as memory has not with `history=0`."""
-
-    def take(blocks, directory):
-        raise OSError(errno.ENOSPC, f"no room in {directory}")
-
-    monkeypatch.setattr(SpillingBlocks, "take_on_disk", take)
+    seams.no_disk_for_old_values(monkeypatch)
 
 
 def test_old_values_of_the_last_mark_may_be_on_a_disk():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import bagpipe
-from bagpipe.types import Ids
+from bagpipe import Ids
 from harness.fake_kjt import KeyedJagged
 from harness.plain import (
     ROWS,

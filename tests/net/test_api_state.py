@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 import bagpipe
 from bagpipe.errors import BatchError, ModelError, ValueRangeError
-from bagpipe.trainer.pipeline import Pipeline
-from bagpipe.trainer.stages import Threads, Wait
+from harness import sabotage, seams
 from harness.explorer import Seeded
 from harness.plain import (
     assert_close,
@@ -151,12 +150,7 @@ def test_an_evaluation_sees_every_update_whatever_the_schedule():
 def test_a_barrier_that_forgets_rows_on_their_way_to_the_store_is_noticed(monkeypatch):
     """Victims that leave the cache while the barrier begins; what the test above is there for."""
 
-    def flush(pipeline):
-        yield Wait("its turn", lambda: True)
-        for block in pipeline._cache.take_dirty():
-            yield from pipeline._write(block)
-
-    monkeypatch.setattr(Pipeline, "_flush", flush)
+    sabotage.forget_victims_at_barriers(monkeypatch)
     assert any(evaluate_now_and_then(seed) for seed in range(20))
 
 
@@ -254,7 +248,7 @@ def test_a_weight_too_large_for_a_state_dict_is_refused_by_name(monkeypatch):
     bagpipe.accelerate(net, make_batches(), adagrad())
     with pytest.raises(ModelError, match=r"'user' has 16\.0 GB of weights.*bagpipe\.export"):
         net.state_dict()
-    monkeypatch.setattr("bagpipe.trainer.saved.STATE_BYTES_MAX", 100)
+    monkeypatch.setattr(*seams.STATE_BYTES_MAX, 100)
     _, _, loop = train(nothing)
     with pytest.raises(ModelError, match=r"touched rows take .* too many for a state_dict"):
         loop.state_dict()
@@ -304,19 +298,17 @@ def test_training_goes_on_from_a_saved_state_with_the_same_bits(name, accumulate
 
 
 def test_a_kept_store_can_be_opened_when_training_is_over(tmp_path):
-    from bagpipe.store import MappedStore
-
     net, _, loop = train(nothing, store=tmp_path / "rows")
     expected = net.state_dict()
     loop.store.close()
-    with MappedStore.open(tmp_path / "rows", loop.layouts) as store:
+    with seams.MappedStore.open(tmp_path / "rows", loop.layouts) as store:
         rows = np.empty((30, 8), np.float32)
         store.read(0, np.arange(30), rows)
     assert rows[:, :4].tobytes() == expected["user.weight"].numpy().tobytes()
 
 
 def test_statistics_count_what_moved():
-    _, _, loop = train(nothing, policy="nocache", driver=Threads(30))
+    _, _, loop = train(nothing, policy="nocache", driver=seams.threads(30))
     stats = loop.stats()
     unique = sum(len(b["user"].unique()) + len(b["item"].unique()) for b in make_batches(10))
     assert stats["iterations"] == 10

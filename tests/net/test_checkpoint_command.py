@@ -6,14 +6,12 @@ import json
 import sys
 from types import SimpleNamespace
 
-import msgspec
 import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from bagpipe.checkpoint.manifest import Facts, InitialEntry
-from bagpipe.checkpoint.tree import pack_tree
 from bagpipe.cli import main
+from harness import seams
 from harness.checkpointed import TABLES, World, opened, save
 
 
@@ -105,11 +103,8 @@ def test_export_writes_weights_or_parquet(bagpipe, run_dir, tmp_path):
     ]
     refused = loaded(bagpipe("export", run_dir, tmp_path / "a.safetensors", "--json"), code=1)
     assert refused["error"] == "CheckpointError"
-    initial = (InitialEntry(kind="constant", value=0.5),)
-    table = msgspec.structs.replace(TABLES[0], layers=("user",), initial=initial)
     with opened(tmp_path / "other").begin(3) as pending:
-        pending.write_blob("trainer-0", pack_tree({"parameters": {}, "buffers": {}}))
-        pending.commit(Facts(tables=(table,)))
+        seams.checkpoint_of_first_values(pending, TABLES[0], "user", 0.5)
     shown = bagpipe("export", tmp_path / "other", tmp_path / "a.safetensors")
     assert shown.code == 0
     weight = load_file(tmp_path / "a.safetensors")["user.weight"]

@@ -13,12 +13,11 @@ from torch.utils.data import DataLoader
 
 import bagpipe
 from bagpipe import Checkpointing
-from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.data import Loader, generated
 from bagpipe.errors import CheckpointError, ConfigError, ModelError, StoreError
-from bagpipe.store import MemoryStore
 from harness.kept import BATCH, DATA, EPOCHS, STORED, Noisy, Run, assert_same_end, undisturbed
 from harness.plain import nothing_left  # noqa: F401
+from harness.seams import SAVE, Checkpoints, MemoryStore
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -371,9 +370,7 @@ def test_a_second_loop_over_rows_that_were_kept_goes_on_with_them(tmp_path):
 
 def failing_after(monkeypatch, number, error):
     """Let the n-th writing of row files fail."""
-    from bagpipe.store.recorded import Recorded
-
-    calls, save = [], Recorded.save
+    calls, save = [], getattr(*SAVE)
 
     def saving(self, *args, **options):
         calls.append(args[0])
@@ -381,7 +378,7 @@ def failing_after(monkeypatch, number, error):
             raise error
         return save(self, *args, **options)
 
-    monkeypatch.setattr(Recorded, "save", saving)
+    monkeypatch.setattr(*SAVE, saving)
     return calls
 
 
@@ -418,9 +415,7 @@ def test_a_failure_of_the_last_checkpoint_is_raised_too(tmp_path, monkeypatch):
 
 
 def test_two_checkpoints_are_never_written_at_once(tmp_path, monkeypatch):
-    from bagpipe.store.recorded import Recorded
-
-    save, at_once, most = Recorded.save, [], []
+    save, at_once, most = getattr(*SAVE), [], []
 
     def saving(self, *args, **options):
         at_once.append(threading.current_thread().name)
@@ -431,7 +426,7 @@ def test_two_checkpoints_are_never_written_at_once(tmp_path, monkeypatch):
         finally:
             at_once.pop()
 
-    monkeypatch.setattr(Recorded, "save", saving)
+    monkeypatch.setattr(*SAVE, saving)
     Run(checkpoint=every(tmp_path)).train().end()
     assert most == [["bagpipe-checkpoint"]] * 9
 

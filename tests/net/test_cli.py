@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bagpipe.cli import main
-from bagpipe.config import load_config
-from bagpipe.resuming import holding, note_config
+from harness import seams
 
 CONTRACT = {
     *("iterations", "samples", "samples_per_second", "loss", "auc", "hit_rate", "stall_fraction", "lookahead"),
@@ -149,7 +148,7 @@ def test_ctrl_c_is_exit_code_130_and_an_object_with_json(bagpipe, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bagpipe.doctor.examine", interrupted)
+    monkeypatch.setattr(seams.EXAMINE, interrupted)
     for_people = bagpipe("doctor")
     assert (for_people.returncode, for_people.stdout) == (130, "")
     assert "Interrupted" in for_people.stderr
@@ -175,7 +174,7 @@ def test_defects_keep_their_traceback(bagpipe, monkeypatch):
     def broken():
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("bagpipe.doctor.examine", broken)
+    monkeypatch.setattr(seams.EXAMINE, broken)
     for arguments in (["doctor"], ["doctor", "--json"]):
         with pytest.raises(RuntimeError, match="a defect"):
             bagpipe(*arguments)
@@ -230,9 +229,7 @@ def test_benchmarks_and_presets_can_be_listed(bagpipe):
 
 def test_a_run_that_is_still_going_stays_when_somebody_tries_to_resume_it(bagpipe, tmp_path):
     run = tmp_path / "run"
-    run.mkdir()
-    note_config(run, load_config(None, TINY[1::2]))
-    with holding(run):
+    with seams.begun_run(run, TINY[1::2]):
         result = bagpipe("train", "--resume", run)
     assert result.returncode == 1
     assert "still going" in result.stderr

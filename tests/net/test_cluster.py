@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from bagpipe.cluster import keeper
 from harness.process import Driver, bagpipe, expected, settings, title
 from harness.ray_nodes import TOKEN, ray_nodes
+from harness.seams import children_of
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -72,10 +72,10 @@ def test_three_nodes_give_the_same_and_are_left_as_they_were(three_nodes, tmp_pa
     assert time.monotonic() - began < 60, "it must not wait for what never comes"
 
     until = time.monotonic() + 30
-    while roles := [each for each in keeper.children_of(three_nodes.pid) if "Post" in title(each)]:
+    while roles := [each for each in children_of(three_nodes.pid) if "Post" in title(each)]:
         assert time.monotonic() < until, roles
         time.sleep(0.1)
-    assert sum("raylet" in title(each) for each in keeper.children_of(three_nodes.pid)) == 3
+    assert sum("raylet" in title(each) for each in children_of(three_nodes.pid)) == 3
 
 
 def test_a_killed_driver_leaves_no_process_and_no_file_of_ray(tmp_path, scratch):

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bagpipe
-from bagpipe import embedding
+from bagpipe import Table
 from bagpipe.errors import ModelError, StoreError
-from bagpipe.types import Table
+from harness import seams
 from harness.plain import (
     assert_close,
     assert_same_bits,
@@ -93,7 +93,7 @@ def test_an_existing_file_stays_until_the_new_one_is_complete(tmp_path, monkeypa
     before = train_fast(net, make_batches(2), bagpipe.optim.SGD(0.1))
     bagpipe.export(net, path)
     train_fast(net, make_batches(2, seed=5), bagpipe.optim.SGD(0.1))
-    blocks = embedding.CachedLayer.blocks
+    blocks = getattr(*seams.EXPORTED_BLOCKS)
     failures = {OSError(28, "No space left on device"): StoreError, KeyboardInterrupt(): KeyboardInterrupt}
     for error, raised in failures.items():
 
@@ -101,12 +101,12 @@ def test_an_existing_file_stays_until_the_new_one_is_complete(tmp_path, monkeypa
             yield from blocks(layer)
             raise error
 
-        monkeypatch.setattr(embedding.CachedLayer, "blocks", failing)
+        monkeypatch.setattr(*seams.EXPORTED_BLOCKS, failing)
         with pytest.raises(raised):
             bagpipe.export(net, path)
         assert files(tmp_path) == ["model.safetensors"]
         assert_close(before, {name: load_file(path)[name] for name in before})
-    monkeypatch.setattr(embedding.CachedLayer, "blocks", blocks)
+    monkeypatch.setattr(*seams.EXPORTED_BLOCKS, blocks)
     bagpipe.export(net, path)
     assert_close(net.state_dict(), {name: load_file(path)[name] for name in before})
     assert files(tmp_path) == ["model.safetensors"]
@@ -130,7 +130,7 @@ def test_the_file_of_someone_elses_export_is_left_alone(tmp_path):
 
 def test_tables_are_written_block_by_block(tmp_path, monkeypatch):
     """A table of 51 MB is exported in blocks of 64 KB."""
-    monkeypatch.setattr(embedding, "ROWS_PER_BLOCK", 1024)
+    monkeypatch.setattr(*seams.EXPORTED_BLOCK_ROWS, 1024)
     model = nn.Sequential(nn.EmbeddingBag(800_000, 16, mode="sum", device="meta"))
     bagpipe.accelerate(model, [torch.tensor([[1], [2]])], bagpipe.optim.SGD(0.1), seed=4)
     tracemalloc.start()

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import bagpipe
+from bagpipe import Table
 from bagpipe.errors import BatchError, PipelineError, ValueRangeError
-from bagpipe.trainer.stages import Threads
-from bagpipe.types import Table
+from harness import seams
 from harness.explorer import Seeded
 from harness.plain import (
     assert_close,
@@ -191,7 +191,7 @@ def test_victims_are_written_back():
 def test_errors_of_background_threads_are_not_swallowed(monkeypatch):
     """Elsewhere they are logged, and training goes on with what there is."""
     net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    loop = bagpipe.accelerate(net, make_batches(), rows, cache=22, policy="lru", driver=Threads(20))
+    loop = bagpipe.accelerate(net, make_batches(), rows, cache=22, policy="lru", driver=seams.threads(20))
     read = loop.store.read
 
     def fails(table, ids, out):

@@ -8,6 +8,7 @@ from textwrap import indent
 import pytest
 
 import bagpipe
+from harness import seams
 
 LIGHT_COMMANDS = {
     "help": ["--help"],
@@ -32,15 +33,7 @@ def loaded_by(code, *arguments):
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "bagpipe",
-        "bagpipe.cli",
-        "bagpipe.cluster.processor_role",
-        "bagpipe.cluster.server_role",
-        "bagpipe.data.processors.child",
-        "bagpipe.server.local",
-        "bagpipe.server.process",
-    ],
+    ["bagpipe", "bagpipe.cli", *seams.LIGHT_MODULES],
 )
 def test_what_never_trains_is_imported_without_pytorch(module):
     loaded = loaded_by(f"import {module}")
@@ -70,53 +63,29 @@ def test_keys_are_made_without_pytorch(tmp_path):
 
 def test_a_server_that_served_has_not_loaded_pytorch():
     """Its kernels are called, too: some modules are imported only then."""
-    serve = "import threading; from bagpipe.server.process import ServerOptions, serve; stop = threading.Event(); "
     for store in ("memory", "mapped"):
-        options = f"ServerOptions(store={store!r})"
-        loaded = loaded_by(f"{serve}serve({options}, None, lambda ready: stop.set(), stop)")
+        loaded = loaded_by(seams.SERVES_AND_STOPS.format(store=store))
         assert "numba" in loaded
         assert "torch" not in loaded
 
 
-PROCESSOR = """
-from bagpipe.data.described import describe
-from bagpipe.data.generator import Generated
-from bagpipe.data.presets import find_preset
-from bagpipe.data.service import DataOrder, DataProcessorService
-from bagpipe.wire.listening import on_socket
-from bagpipe.wire.messages import Message
-from bagpipe.wire.plan_messages import GetBatch, GotBatch
-
-order, answers = DataOrder(describe(Generated(find_preset("tiny"), 100, 0)), 10, 20, seed=1), []
-service = DataProcessorService(on_socket("127.0.0.1:0"), order, run=bytes(16))
-service.start()
-service.handle(b"", Message(bytes(16), 0, 0, GetBatch(3, order.fingerprint())), answers.append)
-service.close()
-assert isinstance(answers[0].body, GotBatch)
-"""
-
-
 def test_a_data_processor_that_gave_a_batch_has_not_loaded_pytorch():
-    loaded = loaded_by(PROCESSOR)
+    loaded = loaded_by(seams.GIVES_A_BATCH)
     assert "numba" in loaded
     assert "torch" not in loaded
 
 
 def test_every_public_name_is_there_and_is_the_thing_itself():
-    from bagpipe.exporting import export
-    from bagpipe.types import Batch
-
-    assert bagpipe.export is export
-    assert bagpipe.Batch is Batch
+    for name, thing in seams.DEFINED.items():
+        assert getattr(bagpipe, name) is thing
     assert set(bagpipe.__all__) <= set(dir(bagpipe))
     with pytest.raises(AttributeError, match="has no attribute 'accelerated'"):
         bagpipe.accelerated  # noqa: B018 - the look-up is the test
 
 
 def test_no_module_hides_a_public_name_whatever_is_imported_first():
-    modules = "bagpipe.exporting, bagpipe.api, bagpipe.trainer.clip, bagpipe.training"
     names = "bagpipe.export, bagpipe.accelerate, bagpipe.clip_grad_norm_"
-    loaded_by(f"import {modules}; assert all(callable(each) for each in ({names}))")
+    loaded_by(f"import {seams.HOMES}; assert all(callable(each) for each in ({names}))")
 
 
 def test_a_star_import_gives_the_public_names():

@@ -11,11 +11,8 @@ import time
 
 import pytest
 
-from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
-from bagpipe.job import open_job, prepare
-from bagpipe.resuming import find_run, open_run
-from bagpipe.training import train
+from harness.seams import find_run, prepared, resumed, trained
 
 SETTINGS = {
     "model": {"name": "wide_deep", "dim": 4},
@@ -25,10 +22,6 @@ SETTINGS = {
     "threads": 1,
 }
 COMMAND = [sys.executable, "-c", "from bagpipe.cli import main; main()", "train", "--json"]
-
-
-def quiet(_done, _note):
-    """Nobody listens."""
 
 
 def overrides(settings, prefix=""):
@@ -52,7 +45,7 @@ def wait_for(directory, pattern, process):
 @pytest.mark.parametrize("more", [{}, {"trainers": 2, "store": "mapped"}], ids=["one trainer", "two trainers"])
 def test_a_run_killed_in_the_middle_and_resumed_has_the_same_parameters(tmp_path, more):
     settings = SETTINGS | more
-    expected = train(prepare(parse_config(settings), tmp_path / "undisturbed"), quiet)
+    expected = trained(prepared(settings, tmp_path / "undisturbed"))
     begun = [*COMMAND, "--checkpoint-every", "20", *overrides(settings | {"checkpoint": {"keep": 99}})]
     process = subprocess.Popen(begun, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     run = wait_for(tmp_path, "runs/*", process)
@@ -61,12 +54,12 @@ def test_a_run_killed_in_the_middle_and_resumed_has_the_same_parameters(tmp_path
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     assert not (run / "summary.json").exists(), "it was too fast for this test"
-    resumed = subprocess.run(
+    went_on = subprocess.run(
         [*COMMAND, "--resume", "--set", "lookahead=3", "--set", "cache=2000"],
         cwd=tmp_path, capture_output=True, timeout=300, check=False,
     )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stderr.decode()
-    summary = json.loads(resumed.stdout)
+    assert went_on.returncode == 0, went_on.stderr.decode()
+    summary = json.loads(went_on.stdout)
     assert summary["parameters_sha256"] == expected["parameters_sha256"]
     assert (summary["run_dir"], summary["iterations"], summary["samples"]) == (f"runs/{run.name}", 450, 7200)
     assert 60 <= summary["resumed_from"] < 450
@@ -77,7 +70,7 @@ def test_a_run_killed_in_the_middle_and_resumed_has_the_same_parameters(tmp_path
 
 def test_a_run_that_fails_stays_if_it_has_a_checkpoint(tmp_path):
     settings = SETTINGS | {"checkpoint": {"every": 10}, "iterations": 40, "epochs": None}
-    expected = train(prepare(parse_config(settings), tmp_path / "whole"), quiet)
+    expected = trained(prepared(settings, tmp_path / "whole"))
 
     def failing_at(iteration):
         def report(done, _note):
@@ -87,14 +80,14 @@ def test_a_run_that_fails_stays_if_it_has_a_checkpoint(tmp_path):
         return report
 
     for iteration, stays in ((5, False), (25, True)):
-        job = prepare(parse_config(settings), tmp_path / str(iteration))
+        job = prepared(settings, tmp_path / str(iteration))
         with pytest.raises(ValueError, match="the end"):
-            train(job, failing_at(iteration))
+            trained(job, failing_at(iteration))
         assert job.run_dir.exists() == stays
-    resumed = open_run(job.run_dir, ["policy=lru", "store=mapped"])
-    assert resumed.checkpoint.name == "00000020"
+    again, checkpoint = resumed(job.run_dir, ["policy=lru", "store=mapped"])
+    assert checkpoint.name == "00000020"
 
-    found = train(open_job(resumed.config, resumed.directory), quiet, resumed.checkpoint)
+    found = trained(again, checkpoint=checkpoint)
     same = ("iterations", "samples", "loss", "log_loss", "auc", "auc_untrained", "parameters_sha256")
     assert {key: found[key] for key in same} == {key: expected[key] for key in same}
     assert found["resumed_from"] == 20
@@ -103,14 +96,13 @@ def test_a_run_that_fails_stays_if_it_has_a_checkpoint(tmp_path):
 
 def test_servers_may_change_their_number_when_a_run_goes_on(tmp_path):
     settings = SETTINGS | {"checkpoint": {"every": 4, "keep": 9}, "iterations": 8, "epochs": None, "servers": 2}
-    job = prepare(parse_config(settings), tmp_path / "run")
-    expected = train(job, quiet)["parameters_sha256"]
+    job = prepared(settings, tmp_path / "run")
+    expected = trained(job)["parameters_sha256"]
     (job.run_dir / "summary.json").unlink()
 
     for servers in (3, 0):
-        resumed = open_run(job.run_dir, [f"servers={servers}"])
-        path = job.run_dir / "checkpoints" / "00000004"
-        found = train(open_job(resumed.config, resumed.directory), quiet, path)
+        again, _ = resumed(job.run_dir, [f"servers={servers}"])
+        found = trained(again, checkpoint=job.run_dir / "checkpoints" / "00000004")
         assert found["parameters_sha256"] == expected
         assert found["resumed_from"] == 4
         (job.run_dir / "summary.json").unlink()

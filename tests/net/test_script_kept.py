@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import bagpipe
-from bagpipe.api import accelerate
-from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe import accelerate
 from bagpipe.errors import CheckpointError, ConfigError, PipelineError
 from bagpipe.state import of_store
 from harness.scripts import Trainers
+from harness.seams import Checkpoints
 from harness.world import TABLES, assert_identical, initial, make_batches, make_model
 
 BATCHES = make_batches(6, last=3)

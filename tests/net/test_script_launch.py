@@ -11,13 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bagpipe import optim
-from bagpipe.initial import Given
-from bagpipe.layers import bind
-from bagpipe.layout import RowLayout
-from bagpipe.reference import Reference
-from bagpipe.types import Batch, Ids
+from bagpipe import Batch, Ids, optim
 from harness.process import bagpipe
+from harness.seams import given_reference
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -46,13 +42,9 @@ def reference():
     torch.manual_seed(0)
     model = Net()
     weights = {name: getattr(model, name).weight.detach().numpy().copy() for name in ("user", "item")}
-    binding = bind(model, ["user", "item"])
-    rows = optim.SGD(lr=0.5)
-    layouts = [
-        RowLayout(table, binding.dims(number), rows, Given([weights[table.name]]))
-        for number, table in enumerate(binding.tables)
-    ]
-    trained = Reference(model, binding, layouts, lambda given: torch.optim.SGD(given, lr=0.5), trainers=2)
+    trained = given_reference(
+        model, ["user", "item"], weights, optim.SGD(lr=0.5), lambda given: torch.optim.SGD(given, lr=0.5), trainers=2
+    )
     for number, batch in enumerate(parts["make_loader"]()):
         sparse = {name: Ids(batch[name]) for name in ("user", "item")}
         trained.step(Batch(batch["dense"], sparse, batch["label"], number=number))

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bagpipe
-from bagpipe import optim
-from bagpipe.api import accelerate
+from bagpipe import accelerate, optim
 from bagpipe.errors import BatchError, CapacityError, ConfigError, ModelError, PipelineError
 from bagpipe.state import of_store
 from harness.scripts import Trainers

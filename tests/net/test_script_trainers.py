@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from bagpipe import optim
-from bagpipe.api import accelerate
-from bagpipe.oracle.assign import Assigner
+from bagpipe import Ids, accelerate, optim
 from bagpipe.state import of_store
-from bagpipe.types import Ids
 from harness.fake_kjt import KeyedJagged
 from harness.scripts import Trainers
+from harness.seams import Assigner
 from harness.world import (
     OPTIMIZERS,
     TABLES,

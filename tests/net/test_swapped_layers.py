@@ -11,7 +11,6 @@ from torch import nn
 
 import bagpipe
 from bagpipe.errors import ModelError
-from bagpipe.layers import bind
 from harness.plain import (
     Net,
     assert_same_bits,
@@ -141,4 +140,4 @@ def test_a_forward_of_the_layer_s_own_is_still_refused():
     net = make_net()
     net.user.forward = lambda ids: ids
     with pytest.raises(ModelError, match="forward of its own"):
-        bind(net, ["user", "item"])
+        accelerate(net)
