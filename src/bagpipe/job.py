@@ -194,15 +194,20 @@ def claim(run_dir: Path | None, config: Config) -> Path:
         return run_dir
     runs, stem = Path("runs"), f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}"
     for number in range(1000):
-        path = runs / (stem if number == 0 else f"{stem}-{number}")
-        with _making(path):
-            make_directories(disk, runs.resolve())
-            try:
-                disk.make_directory(path)
-            except (FileExistsError, FileNotFoundError):  # or a run that failed has just removed `runs`
-                continue
-            disk.sync_directory(runs.resolve())
-        return path
+        path, made = runs / (stem if number == 0 else f"{stem}-{number}"), False
+        try:
+            with _making(path):
+                make_directories(disk, runs.resolve())
+                try:
+                    disk.make_directory(path)
+                    made = True
+                except (FileExistsError, FileNotFoundError):  # or a run that failed has just removed `runs`
+                    continue
+                disk.sync_directory(runs.resolve())
+            return path
+        except BaseException:  # syncing takes time, and Ctrl-C then leaves nothing either
+            discard(path if made else None)
+            raise
     raise ConfigError(f"runs/{stem} is taken a thousand times over: give --run-dir")
 
 
@@ -214,8 +219,9 @@ def _making(path: Path) -> Iterator[None]:
         raise ConfigError(f"can't make the run directory {path}: {error.strerror}: choose another") from error
 
 
-def discard(run_dir: Path) -> None:
+def discard(run_dir: Path | None) -> None:
     """Remove the directory of a run that has nothing to go on from."""
-    shutil.rmtree(run_dir, ignore_errors=True)
+    if run_dir is not None:
+        shutil.rmtree(run_dir, ignore_errors=True)
     with suppress(OSError):
         Path("runs").rmdir()  # if no other run is in it

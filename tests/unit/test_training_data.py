@@ -7,13 +7,14 @@ import zlib
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.disk import SystemDisk
 from bagpipe.config import load_config
 from bagpipe.data import Shards, generated, write
 from bagpipe.data.manifest import MANIFEST, RangeEntry
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.job import prepare
 from bagpipe.training import train
-from harness import prepared as prepared
+from harness import prepared
 
 
 @pytest.fixture
@@ -90,3 +91,15 @@ def test_checkpoints_name_the_vocabularies_of_prepared_data(tmp_path):
     assert files
     assert sorted(entry.path for entry in manifest.vocabulary) == list(map(str, files))
     assert {int(entry.checksum) for entry in manifest.vocabulary} == {zlib.crc32(file.read_bytes()) for file in files}
+
+
+@pytest.mark.parametrize("call", ["make_directory", "sync_directory"])
+def test_ctrl_c_while_the_run_directory_is_made_leaves_nothing(tmp_path, monkeypatch, call):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(SystemDisk, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(load_config(None, ["data.preset=tiny"]))
+    assert list(tmp_path.iterdir()) == []
