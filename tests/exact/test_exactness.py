@@ -3,14 +3,14 @@
 import itertools
 
 import pytest
-import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bagpipe import accelerate
-from bagpipe.state import of_store
+from bagpipe.state import of_reference, of_store
 from harness import seams
+from harness.events import OTHERS, evaluated, expected_of, saved
 from harness.explorer import Seeded
 from harness.world import (
     OPTIMIZERS,
@@ -20,14 +20,13 @@ from harness.world import (
     initial,
     make_batches,
     make_model,
+    make_reference,
     train_accelerated,
     train_reference,
 )
 
 MODELS = ("dlrm", "wide_deep", "deep_cross", "deepfm")
 BATCHES = make_batches(14, last=3)
-OTHERS = make_batches(2, seed=99)
-"""For evaluation."""
 EXPECTED = {}
 
 
@@ -116,9 +115,9 @@ def test_every_schedule_is_bit_identical(seed, eagerness, last, lookahead, polic
 
 
 def train_with_events(parts, events, optimizer, drivers, **options):
-    """Train the batches of several sessions of one model; `events` says what happens at a batch."""
+    """Train the batches of several sessions of one model; `events` says what happens at a batch. What was seen then."""
     model = make_model("wide_deep")
-    dense, number = None, 0
+    dense, number, seen = None, 0, {}
     for part, driver in zip(parts, drivers, strict=True):
         options["driver"] = driver
         loop = accelerate(model, part, optimizer, tables=TABLES, initial=initial, check=True, **options)
@@ -127,15 +126,13 @@ def train_with_events(parts, events, optimizer, drivers, **options):
             for batch in loop:
                 event = events.get(number)
                 if event == "evaluate":
-                    with torch.no_grad():
-                        for other in loop.evaluate(OTHERS):
-                            model(other.dense, other.sparse)
+                    seen[number] = evaluated(model, loop)
                 elif event == "break off":
                     for other in loop.evaluate(OTHERS):
                         model(other.dense, other.sparse)
                         break
                 elif event == "save":
-                    loop.state_dict()
+                    seen[number] = saved(loop)
                 loss = binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
                 dense.zero_grad()
                 loss.backward()
@@ -147,7 +144,7 @@ def train_with_events(parts, events, optimizer, drivers, **options):
                     dense.step()
                     optimizer.step()
                 number += 1
-    return of_store(model, [layout.table.name for layout in loop.layouts], loop.store)
+    return of_store(model, [layout.table.name for layout in loop.layouts], loop.store), seen
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -164,10 +161,11 @@ def train_with_events(parts, events, optimizer, drivers, **options):
 def test_what_happens_between_iterations_changes_no_bit(events, ends, seed, eagerness, policy, cache):
     edges = [0, *sorted(ends), len(BATCHES)]
     parts = [BATCHES[start:stop] for start, stop in itertools.pairwise(edges)]
-    trained = [batch for number, batch in enumerate(BATCHES) if events.get(number) != "skip"]
-    if not trained:
+    if all(events.get(number) == "skip" for number in range(len(BATCHES))):
         return
-    reference, _ = train_reference(trained, OPTIMIZERS["adam"](), "wide_deep")
+    reference = make_reference(BATCHES, OPTIMIZERS["adam"](), "wide_deep")
+    expected_then = expected_of(reference, BATCHES, events)
     drivers = [Seeded(seed + number, eagerness) for number in range(len(parts))]
-    found = train_with_events(parts, events, OPTIMIZERS["adam"](), drivers, policy=policy, cache=cache)
-    assert_identical(reference, found)
+    found, seen = train_with_events(parts, events, OPTIMIZERS["adam"](), drivers, policy=policy, cache=cache)
+    assert_identical(of_reference(reference), found)
+    assert seen == expected_then, "what is seen in mid-training is what the reference says"

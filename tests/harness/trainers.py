@@ -72,11 +72,15 @@ class World:
         tables = bind(self.make()[0], list(self.batches[0].sparse), tables=self.tables).tables
         return Assigner(self.assign, self.trainers, 0, [table.features for table in tables])
 
-    def reference(self, batches=None) -> State:
-        """The ground truth."""
+    def make_reference(self) -> Reference:
+        """The ground truth, before its first iteration."""
         assigner = self.assigner()
         assigned = {batch.number: assigner(batch) for batch in self.batches}  # also of those that are not trained
-        reference = Reference(*self.make()[:3], self.dense, self.trainers, lambda batch: assigned[batch.number])
+        return Reference(*self.make()[:3], self.dense, self.trainers, lambda batch: assigned[batch.number])
+
+    def reference(self, batches=None) -> State:
+        """The ground truth."""
+        reference = self.make_reference()
         for batch in self.batches if batches is None else batches:
             reference.step(batch)
         return of_reference(reference)

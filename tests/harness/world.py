@@ -69,12 +69,17 @@ def dense_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def train_reference(batches, optimizer, name="dlrm", trainers=1, assign=None):
-    """The ground truth, and its losses."""
+def make_reference(batches, optimizer, name="dlrm", trainers=1, assign=None):
+    """The ground truth, before its first iteration."""
     model = make_model(name)
     binding = bind(model, list(batches[0].sparse), tables=TABLES)
     layouts = [RowLayout(t, binding.dims(n), optimizer, initial(t)) for n, t in enumerate(binding.tables)]
-    reference = Reference(model, binding, layouts, dense_sgd, trainers, assign)
+    return Reference(model, binding, layouts, dense_sgd, trainers, assign)
+
+
+def train_reference(batches, optimizer, name="dlrm", trainers=1, assign=None):
+    """The ground truth, and its losses."""
+    reference = make_reference(batches, optimizer, name, trainers, assign)
     losses = [reference.step(batch) for batch in batches]
     return of_reference(reference), losses
 
