@@ -158,8 +158,6 @@ class CachedLayer(Replacement):
         self.trainable = layer.weight.requires_grad
         self.lookups = lookups
         self.column = lookups.layouts[bound.table].columns[bound.part]
-        # A compiled model breaks its graph here: there is nothing in look-ups that torch could compile.
-        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign, no-untyped-call]
         self.placeholders = False
         """Whether a state_dict gets an empty tensor instead of the weight; `export` fills it row by row."""
 
@@ -188,6 +186,19 @@ class CachedLayer(Replacement):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Pool the rows of each bag, as `nn.EmbeddingBag` does, or look them up one by one, as `nn.Embedding`."""
+        # A compiled model breaks its graph here: there is nothing in look-ups that torch could compile. Not decorated
+        # with torch.compiler.disable, which loads the compiler, for a second and a half, where nothing is compiled too.
+        if torch.compiler.is_compiling():
+            return self._leave_graph(input, offsets, per_sample_weights)
+        return self._look_up(input, offsets, per_sample_weights)
+
+    @torch._disable_dynamo
+    def _leave_graph(self, *arguments: Any) -> Tensor:
+        """A look-up of a compiled model, the first one; from now on the compiler is here and can be told for good."""
+        CachedLayer.forward = torch.compiler.disable(CachedLayer.forward)  # type: ignore[method-assign, no-untyped-call]
+        return self._look_up(*arguments)
+
+    def _look_up(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:  # noqa: A002
         if not isinstance(input, Tensor):
             raise ModelError(
                 f"layer {self.name!r} is given a {type(input).__name__}, not a tensor: of a bagpipe.Ids pass its parts "
