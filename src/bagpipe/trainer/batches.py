@@ -29,6 +29,7 @@ from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
 from bagpipe.store import Store
+from bagpipe.trainer.agreement import refuse_ranks
 from bagpipe.trainer.evaluation import private_batches, shown
 from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
@@ -378,6 +379,8 @@ class Batches:
             if self._keeping is not None:
                 self._keeping.between(self)
             if self._lookups.workers is None:
+                if self.trainers == 1:
+                    refuse_ranks()  # again: the script may have joined others since
                 self._lookups.workers = Workers(self._threads)
                 self._helpers.append(self._lookups.workers)
             if not self._wait():
