@@ -19,12 +19,12 @@ import numpy.typing as npt
 from torch import nn
 
 from bagpipe.cache import RowCache
-from bagpipe.embedding import CachedLayer, Lookups, TableView
+from bagpipe.embedding import CachedLayer, Lookups, TableView, follow_requires_grad
 from bagpipe.errors import DeadlineError, ModelError
 from bagpipe.failpoints import reach
 from bagpipe.joint_checker import JointChecker, make_checker
 from bagpipe.kernels.parallel import Workers
-from bagpipe.layers import Binding, swap
+from bagpipe.layers import Binding, retire_weight, swap
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
@@ -94,8 +94,12 @@ class Batches:
         self._data_wait_s = 0.0
         self._helpers: list[Workers] = []
         attach(rows, self)
+        self._retired = []
+        """What lets gradients pass again to the weights that layers had."""
         for layer in binding.layers:
             swap(model, layer.name, CachedLayer(layer, self._lookups))
+            self._retired.append(retire_weight(layer))
+        follow_requires_grad(model)
         self._joint = OwnUpdate(self._update, cache, self._pipeline)
         if peers is not None:
             joint_checker = self._checker if isinstance(self._checker, JointChecker) else None
@@ -165,6 +169,8 @@ class Batches:
             self._joint.release()
             self._abandoned()
             self._lookups.workers = None
+            for allow in self._retired:
+                allow()
 
     def _leave_loop(self) -> None:
         """End the iteration in training, then all stages once they have written what it updated."""
