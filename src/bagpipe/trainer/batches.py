@@ -20,7 +20,7 @@ from torch import nn
 
 from bagpipe.cache import RowCache
 from bagpipe.embedding import CachedLayer, Lookups, TableView, follow_requires_grad
-from bagpipe.errors import DeadlineError, ModelError
+from bagpipe.errors import BatchError, DeadlineError, ModelError
 from bagpipe.failpoints import reach
 from bagpipe.joint_checker import JointChecker, make_checker
 from bagpipe.kernels.parallel import Workers
@@ -36,6 +36,7 @@ from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
 from bagpipe.trainer.keeping import Keeping
 from bagpipe.trainer.kept import Attachable, check_attachable
 from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.read_ahead import Held
 from bagpipe.trainer.saved import check_rows, save_rows
 from bagpipe.trainer.sessions import abandon, attach
 from bagpipe.trainer.source import PlanSource, Rewritten
@@ -88,6 +89,8 @@ class Batches:
         self._plan: Plan | None = None
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
+        self._in_hand: list[Held | None] = []
+        """Of the batches of this iteration that were given already."""
         self._stepped = self._skipped = self._warned = self._unflushed = self._ended = False
         self._trained = 0
         """Iterations that are over: their step was called, or the loop went on without one."""
@@ -137,6 +140,7 @@ class Batches:
             if not more:
                 break
             rewritten = self._micro.pop(0)
+            self._in_hand.append(rewritten.held)
             assert self._plan is not None
             self._joint.begin_batch(self._plan, len(self._micro))
             self._lookups.pooling.begin(rewritten.handles)
@@ -235,6 +239,7 @@ class Batches:
             )
         if self._stepped:
             raise ModelError(f"step() twice in iteration {plan.iteration}: call it once, after the backward pass")
+        _refuse_overwritten(self._in_hand)
         if self._joint.is_idle():
             self._trained = plan.iteration + 1
             return False
@@ -400,6 +405,7 @@ class Batches:
             self._joint.begin(self._plan)
             if self._checker is not None:
                 self._checker.training(self._plan)
+        _refuse_overwritten([self._micro[0].held])
         return True
 
     def _wait(self) -> bool:
@@ -421,7 +427,7 @@ class Batches:
         if self._plan is None:
             return
         plan, self._plan = self._plan, None
-        self._micro = []
+        self._micro, self._in_hand = [], []
         self._update.discard()
         self._lookups.pooling.end()
         self._lookups.view, self._lookups.recording = None, False
@@ -448,3 +454,11 @@ class Batches:
             return
         self._warned = True
         warnings.warn(LOST.format(self._plan.iteration), stacklevel=4)
+
+
+def _refuse_overwritten(batches: Sequence[Held | None]) -> None:
+    """BatchError if the loader has written into a batch since it was read."""
+    for batch in batches:
+        if batch is not None and batch.error is not None:
+            # One of its own: what the source itself raises comes to all trainers after the same iteration.
+            raise BatchError(str(batch.error)) from batch.error
