@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from bagpipe import embedding_device
 from bagpipe.embedding_device import DeviceBags, is_host
@@ -194,7 +195,7 @@ class CachedLayer(Replacement):
             return self._leave_graph(input, offsets, per_sample_weights)
         return self._look_up(input, offsets, per_sample_weights)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _leave_graph(self, *arguments: Any) -> Tensor:
         """A look-up of a compiled model, the first one; from now on the compiler is here and can be told for good."""
         CachedLayer.forward = torch.compiler.disable(CachedLayer.forward)  # type: ignore[method-assign, no-untyped-call]

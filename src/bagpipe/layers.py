@@ -190,7 +190,7 @@ def retire_weight(layer: BoundLayer) -> Callable[[], None]:
     """
     if not layer.module.weight.requires_grad:
         return lambda: None
-    hook = layer.module.weight.register_hook(RetiredWeight(layer.name))
+    hook = layer.module.weight.register_hook(RetiredWeight(layer.name))  # type: ignore[no-untyped-call]
     return hook.remove  # type: ignore[no-any-return]
 
 

@@ -205,22 +205,25 @@ def _content(value: Any) -> Any:
         changes = 0 if value.is_inference() else value._version
         if not value.is_cpu or value.is_quantized:
             return changes
-        once = value.detach()
-        if 0 in value.stride():
-            once = once[tuple(slice(None if stride else 1) for stride in value.stride())]
-        data: NDArray[np.uint8] = octets(once.resolve_conj().resolve_neg()).numpy()
+        once = value.detach()[_once(value.stride())].resolve_conj().resolve_neg()
+        data: NDArray[np.uint8] = octets(once).numpy()
     elif isinstance(value, np.ndarray):
-        changes, once = 0, value[tuple(slice(None if stride else 1) for stride in value.strides)]
-        data = np.ascontiguousarray(once).reshape(-1).view(np.uint8)
+        changes = 0
+        data = np.ascontiguousarray(value[_once(value.strides)]).reshape(-1).view(np.uint8)
     elif isinstance(value, list) and PLAIN.issuperset(map(type, value)):
         return value.copy()
     else:
         return [(name, part if type(part) in PLAIN else id(part)) for name, part in parts_of(value)]
     if len(data) <= SUMMED_BYTES_MAX:
-        return zlib.crc32(data)
+        return zlib.crc32(data.data)
     blocks = data[: len(data) // BLOCK_BYTES * BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
     sample = blocks[:: -(-len(data) // SUMMED_BYTES_MAX)]
-    return changes, zlib.crc32(np.ascontiguousarray(sample), zlib.crc32(data[-BLOCK_BYTES:]))
+    return changes, zlib.crc32(np.ascontiguousarray(sample).data, zlib.crc32(data[-BLOCK_BYTES:].data))
+
+
+def _once(strides: tuple[int, ...]) -> tuple[slice, ...]:
+    """What to take of an array so that numbers which stand for many come once."""
+    return tuple(slice(None if stride else 1) for stride in strides)
 
 
 def _share_memory(one: Any, other: Any) -> bool:
@@ -229,7 +232,7 @@ def _share_memory(one: Any, other: Any) -> bool:
     if first is None or second is None:
         return True
     try:
-        return np.shares_memory(first, second, max_work=10_000)
+        return np.shares_memory(first, second, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
