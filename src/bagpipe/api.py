@@ -7,6 +7,7 @@ first batch is read, features are mapped to layers, sizes are checked. The pipel
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,12 +32,16 @@ from bagpipe.oracle.service import PlanSettings
 from bagpipe.policies import make_policy
 from bagpipe.policy_options import PolicyOptions, as_options
 from bagpipe.several import open_loader, share_batches
+from bagpipe.trainer.agreement import refuse_ranks
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.source import LocalPlans, PlanSource, Source
 from bagpipe.trainer.stages import Driver, Threads
 from bagpipe.trainer.sync import Peers
 from bagpipe.types import Table
+
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+"""Of torch; by name, since their modules take long to load."""
 
 
 def accelerate(
@@ -116,6 +121,10 @@ def accelerate(
         raise ModelError(f"rows is a {type(rows).__name__}: give one of bagpipe.optim, such as bagpipe.optim.SGD(0.1)")
     if not isinstance(loader, Iterable):
         raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
+    _refuse_wrapped(model)
+    launch = current()
+    if launch is None or launch.trainers == 1:
+        refuse_ranks(os.environ.get("WORLD_SIZE") if launch is None else None)
     options = as_options(policy_options)
     exact = make_policy(policy, options).exact
     if check and not exact:
@@ -131,7 +140,6 @@ def accelerate(
         _at_least("threads", threads, 1)
     size = cache_size(cache)
     resident_bytes_max = memory_of_files(store, store_memory)
-    launch = current()
     if launch is not None and launch.trainers > 1:
         _refuse_with_several(launch.trainers, check, exact)
         source = open_loader(launch, loader, epochs, accumulate)
@@ -310,6 +318,18 @@ def _refuse_held_parameters(binding: Binding) -> None:
                         f"a {type(optimizer).__name__} holds the weight of layer {weights[id(parameter)]!r}, which "
                         "bagpipe takes over: build it from model.parameters() after bagpipe.accelerate"
                     )
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """What averages gradients over ranks would miss those of rows, and may have taken copies of the layers already."""
+    for name, part in model.named_modules():
+        found = {kind.__name__ for kind in type(part).__mro__ if kind.__module__.startswith("torch.")} & WRAPPERS
+        if found:
+            raise ModelError(
+                f"{f'part {name!r} of the model' if name else 'the model'} is a {found.pop()}, which knows nothing of "
+                "rows: give bagpipe.accelerate the module without it, and for several trainers start the script with "
+                "'bagpipe launch --trainers N SCRIPT', which averages the gradients of dense parameters and rows itself"
+            )
 
 
 def _with_subclasses(kind: type) -> set[type]:

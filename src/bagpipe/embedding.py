@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from bagpipe import embedding_device
 from bagpipe.embedding_device import DeviceBags, is_host
@@ -133,13 +135,14 @@ class _Recorded(torch.autograd.Function):
         call: Call,
         pooled: Pooled | None,
     ) -> Tensor:
-        ctx.call = call
+        ctx.call, ctx.layer = call, layer
         ctx.set_materialize_grads(False)
         return layer.pool(view, bags, shape) if pooled is None else pooled.output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is not None:
+            ctx.layer.refuse_other_requires_grad()
             ctx.call.add(grad)
         return None, None, None, None, None, None, None
 
@@ -158,8 +161,6 @@ class CachedLayer(Replacement):
         self.trainable = layer.weight.requires_grad
         self.lookups = lookups
         self.column = lookups.layouts[bound.table].columns[bound.part]
-        # A compiled model breaks its graph here: there is nothing in look-ups that torch could compile.
-        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign, no-untyped-call]
         self.placeholders = False
         """Whether a state_dict gets an empty tensor instead of the weight; `export` fills it row by row."""
 
@@ -188,6 +189,19 @@ class CachedLayer(Replacement):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Pool the rows of each bag, as `nn.EmbeddingBag` does, or look them up one by one, as `nn.Embedding`."""
+        # A compiled model breaks its graph here: there is nothing in look-ups that torch could compile. Not decorated
+        # with torch.compiler.disable, which loads the compiler, for a second and a half, where nothing is compiled too.
+        if torch.compiler.is_compiling():
+            return self._leave_graph(input, offsets, per_sample_weights)
+        return self._look_up(input, offsets, per_sample_weights)
+
+    @_disable_dynamo
+    def _leave_graph(self, *arguments: Any) -> Tensor:
+        """A look-up of a compiled model, the first one; from now on the compiler is here and can be told for good."""
+        CachedLayer.forward = torch.compiler.disable(CachedLayer.forward)  # type: ignore[method-assign, no-untyped-call]
+        return self._look_up(*arguments)
+
+    def _look_up(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:  # noqa: A002
         if not isinstance(input, Tensor):
             raise ModelError(
                 f"layer {self.name!r} is given a {type(input).__name__}, not a tensor: of a bagpipe.Ids pass its parts "
@@ -213,6 +227,8 @@ class CachedLayer(Replacement):
                 else pooled.bags
             )
             shape = (len(bags), self.embedding_dim)
+        if lookups.recording and torch.is_grad_enabled():
+            self.refuse_other_requires_grad()
         if lookups.recording and self.trainable and torch.is_grad_enabled():
             call = Call(counted, self.column, lookups.weight)
             lookups.calls[self.table].append(call)
@@ -220,6 +236,22 @@ class CachedLayer(Replacement):
         else:
             output = self.pool(view, bags, shape) if pooled is None else pooled.output
         return output if input.device.type == "cpu" else output.to(input.device)
+
+    def requires_grad_(self, requires_grad: bool = True) -> CachedLayer:
+        """Note it: a look-up for training is refused while it is not as when the loop began."""
+        self.replaced.weight.requires_grad_(requires_grad)
+        return self
+
+    def refuse_other_requires_grad(self) -> None:
+        """ModelError if the layer was frozen or unfrozen since the loop began: its rows would go on as before."""
+        wanted = self.replaced.weight.requires_grad
+        if wanted != self.trainable:
+            began = "trained" if self.trainable else "frozen"
+            raise ModelError(
+                f"layer {self.name!r} has requires_grad={wanted} now, and was {began} when bagpipe.accelerate began: "
+                "say so before, by layer.weight.requires_grad_(...); to leave a table out of some iterations, detach "
+                f"what {self.name!r} looks up, and to evaluate, use torch.no_grad()"
+            )
 
     def pool(self, view: TableView, bags: Bags | DeviceBags, shape: tuple[int, ...]) -> Tensor:
         """The vectors of each bag, added up."""
@@ -390,6 +422,21 @@ class CachedLayer(Replacement):
             rows = reader.read_rows(self.table, ids)
             rows[:, self.column : self.column + self.embedding_dim] = block
             reader.write_rows(self.table, ids, rows)
+
+
+def follow_requires_grad(model: nn.Module) -> None:
+    """Let `requires_grad_` of a model, and of all parts with cached layers, reach those: they have no parameters."""
+    for part in model.modules():
+        below = [layer for layer in part.modules() if isinstance(layer, CachedLayer)]
+        if below and type(part).requires_grad_ is nn.Module.requires_grad_:
+            vars(part)["requires_grad_"] = MethodType(_requires_grad_, part)
+
+
+def _requires_grad_(model: nn.Module, requires_grad: bool = True) -> nn.Module:
+    for part in model.modules():
+        if isinstance(part, CachedLayer):
+            part.requires_grad_(requires_grad)
+    return nn.Module.requires_grad_(model, requires_grad)
 
 
 def check_range(table: Table, parts: Sequence[Ids]) -> None:

@@ -8,7 +8,7 @@ these is raised: a file that was being written is gone, a cache that was being t
     ├── DataError           input data can't be used
     │   ├── ShardError      a shard or manifest is missing, corrupt, truncated or of another version
     │   ├── ValueRangeError a feature, id or label has a value that training can't take
-    │   └── BatchError      a batch from a loader does not have the shape that was announced
+    │   └── BatchError      a batch from a loader does not have the shape that was announced, or was overwritten
     ├── ModelError          a model can't be trained exactly as it is
     ├── CapacityError       the cache can't hold what one iteration needs
     ├── GradientError       a gradient is not finite
@@ -46,7 +46,7 @@ class ValueRangeError(DataError, ValueError):
 
 
 class BatchError(DataError, ValueError):
-    """A batch from a loader does not have the shape that was announced."""
+    """A batch from a loader does not have the shape that was announced, or the loader has overwritten it."""
 
 
 class ModelError(BagpipeError, ValueError):

@@ -7,13 +7,13 @@ out; whatever can't be trained exactly it refuses by name (I8). It changes nothi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from bagpipe.errors import BatchError, ModelError
@@ -55,6 +55,22 @@ class Retired:
             f"layer {self.name!r} is no longer part of the model, bagpipe.accelerate has put another in its place: "
             f"use the model's own {self.name!r} and not a reference kept in a list, a dict or a closure, or register "
             "such layers in an nn.ModuleList or nn.ModuleDict before bagpipe.accelerate"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RetiredWeight:
+    """A hook on the weight of a layer that was swapped out: gradients that reach it would train nothing."""
+
+    name: str
+
+    def __call__(self, _: Tensor) -> NoReturn:
+        """Refuse."""
+        raise ModelError(
+            f"a gradient reaches the weight that layer {self.name!r} had before bagpipe.accelerate, where nobody uses "
+            "it: its rows are in bagpipe's store. A penalty over weights that the model keeps in a list, as an L2 "
+            "regularisation may, is such a use: switch it off, and give rows bagpipe.optim.AdamW(weight_decay=...) or "
+            f"add a penalty of the vectors that {self.name!r} looks up to the loss"
         )
 
 
@@ -167,6 +183,17 @@ def swap(model: nn.Module, name: str, replacement: nn.Module) -> None:
     vars(replaced)["forward"] = Retired(name)
 
 
+def retire_weight(layer: BoundLayer) -> Callable[[], None]:
+    """Refuse gradients for the weight of a layer that is swapped out; returns what allows them again.
+
+    Neither of them holds the weight.
+    """
+    if not layer.module.weight.requires_grad:
+        return lambda: None
+    hook = layer.module.weight.register_hook(RetiredWeight(layer.name))  # type: ignore[no-untyped-call]
+    return hook.remove  # type: ignore[no-any-return]
+
+
 def _refuse_inexact(name: str, layer: EmbeddingLayer) -> None:
     kind = nn.EmbeddingBag if isinstance(layer, nn.EmbeddingBag) else nn.Embedding
     if not name:
@@ -188,7 +215,12 @@ def _refuse_inexact(name: str, layer: EmbeddingLayer) -> None:
         raise ModelError(f"layer {name!r} has {layer.weight.dtype} weights: rows are float32, convert it")
     hooked: Any = layer
     hooks = [hooked._forward_hooks, hooked._forward_pre_hooks, hooked._backward_hooks, hooked._backward_pre_hooks]
-    if is_parametrized(layer) or any(hooks) or hooked.weight._backward_hooks:
+    hooks += [hooked._state_dict_hooks, hooked._state_dict_pre_hooks]
+    hooks += [hooked._load_state_dict_pre_hooks, hooked._load_state_dict_post_hooks]
+    of_weight = (hooked.weight._backward_hooks or {}).values()
+    hooks += [[hook for hook in of_weight if not isinstance(hook, RetiredWeight)]]
+    hooks += [hooked.weight._post_accumulate_grad_hooks]
+    if is_parametrized(layer) or any(hooks):
         raise ModelError(
             f"layer {name!r} has hooks or parametrizations, which would be lost: remove them, or name it in `keep`"
         )

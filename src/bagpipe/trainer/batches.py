@@ -19,22 +19,24 @@ import numpy.typing as npt
 from torch import nn
 
 from bagpipe.cache import RowCache
-from bagpipe.embedding import CachedLayer, Lookups, TableView
-from bagpipe.errors import DeadlineError, ModelError
+from bagpipe.embedding import CachedLayer, Lookups, TableView, follow_requires_grad
+from bagpipe.errors import BatchError, DeadlineError, ModelError
 from bagpipe.failpoints import reach
 from bagpipe.joint_checker import JointChecker, make_checker
 from bagpipe.kernels.parallel import Workers
-from bagpipe.layers import Binding, swap
+from bagpipe.layers import Binding, retire_weight, swap
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
 from bagpipe.store import Store
+from bagpipe.trainer.agreement import refuse_ranks
 from bagpipe.trainer.evaluation import private_batches, shown
 from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
 from bagpipe.trainer.keeping import Keeping
 from bagpipe.trainer.kept import Attachable, check_attachable
 from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.read_ahead import Held
 from bagpipe.trainer.saved import check_rows, save_rows
 from bagpipe.trainer.sessions import abandon, attach
 from bagpipe.trainer.source import PlanSource, Rewritten
@@ -87,14 +89,20 @@ class Batches:
         self._plan: Plan | None = None
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
+        self._in_hand: list[Held | None] = []
+        """Of the batches of this iteration that were given already."""
         self._stepped = self._skipped = self._warned = self._unflushed = self._ended = False
         self._trained = 0
         """Iterations that are over: their step was called, or the loop went on without one."""
         self._data_wait_s = 0.0
         self._helpers: list[Workers] = []
         attach(rows, self)
+        self._retired = []
+        """What lets gradients pass again to the weights that layers had."""
         for layer in binding.layers:
             swap(model, layer.name, CachedLayer(layer, self._lookups))
+            self._retired.append(retire_weight(layer))
+        follow_requires_grad(model)
         self._joint = OwnUpdate(self._update, cache, self._pipeline)
         if peers is not None:
             joint_checker = self._checker if isinstance(self._checker, JointChecker) else None
@@ -132,6 +140,7 @@ class Batches:
             if not more:
                 break
             rewritten = self._micro.pop(0)
+            self._in_hand.append(rewritten.held)
             assert self._plan is not None
             self._joint.begin_batch(self._plan, len(self._micro))
             self._lookups.pooling.begin(rewritten.handles)
@@ -164,6 +173,8 @@ class Batches:
             self._joint.release()
             self._abandoned()
             self._lookups.workers = None
+            for allow in self._retired:
+                allow()
 
     def _leave_loop(self) -> None:
         """End the iteration in training, then all stages once they have written what it updated."""
@@ -228,6 +239,7 @@ class Batches:
             )
         if self._stepped:
             raise ModelError(f"step() twice in iteration {plan.iteration}: call it once, after the backward pass")
+        _refuse_overwritten(self._in_hand)
         if self._joint.is_idle():
             self._trained = plan.iteration + 1
             return False
@@ -378,6 +390,8 @@ class Batches:
             if self._keeping is not None:
                 self._keeping.between(self)
             if self._lookups.workers is None:
+                if self.trainers == 1:
+                    refuse_ranks()  # again: the script may have joined others since
                 self._lookups.workers = Workers(self._threads)
                 self._helpers.append(self._lookups.workers)
             if not self._wait():
@@ -391,6 +405,7 @@ class Batches:
             self._joint.begin(self._plan)
             if self._checker is not None:
                 self._checker.training(self._plan)
+        _refuse_overwritten([self._micro[0].held])
         return True
 
     def _wait(self) -> bool:
@@ -412,7 +427,7 @@ class Batches:
         if self._plan is None:
             return
         plan, self._plan = self._plan, None
-        self._micro = []
+        self._micro, self._in_hand = [], []
         self._update.discard()
         self._lookups.pooling.end()
         self._lookups.view, self._lookups.recording = None, False
@@ -439,3 +454,11 @@ class Batches:
             return
         self._warned = True
         warnings.warn(LOST.format(self._plan.iteration), stacklevel=4)
+
+
+def _refuse_overwritten(batches: Sequence[Held | None]) -> None:
+    """BatchError if the loader has written into a batch since it was read."""
+    for batch in batches:
+        if batch is not None and batch.error is not None:
+            # One of its own: what the source itself raises comes to all trainers after the same iteration.
+            raise BatchError(str(batch.error)) from batch.error

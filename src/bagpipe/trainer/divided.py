@@ -18,6 +18,7 @@ from bagpipe.oracle.fan_out import fan_out
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan import Plan
+from bagpipe.trainer.read_ahead import Held
 from bagpipe.trainer.reading import LookBack
 from bagpipe.trainer.source import Group, Ids, Plans, Rewritten, Source, rewrite
 
@@ -52,7 +53,9 @@ class Divided(Source):
         micro: list[list[_Share]] = []
         for number, batch in self._numbered():
             try:
-                micro.append([self._extracted(number, *part) for part in self._divide(batch)])
+                shares = [self._extracted(number, *part) for part in self._divide(batch)]
+                held = self.ahead.hold(number, *[share.batch for share in shares])
+                micro.append([share._replace(held=held) for share in shares])
             except Exception as error:  # as if the loader had failed: what came before is trained
                 self._error = error
                 break
@@ -76,6 +79,8 @@ class _Share(NamedTuple):
     """Without its ids."""
     ids: list[Ids]
     samples: int
+    held: Held | None = None
+    """The same for all parts of the batch."""
 
 
 def _cut(micro: Sequence[Sequence[_Share]]) -> tuple[CutIds, list[Part]]:
@@ -83,7 +88,7 @@ def _cut(micro: Sequence[Sequence[_Share]]) -> tuple[CutIds, list[Part]]:
     parts, ids = [], []
     for of_trainer in zip(*micro, strict=True):
         lengths = [tuple(map(len, share.ids)) for share in of_trainer]
-        group = Group([share.batch for share in of_trainer], lengths)
+        group = Group([share.batch for share in of_trainer], lengths, [share.held for share in of_trainer])
         parts.append(Part(group, tuple(share.samples for share in of_trainer)))
         ids.append([np.concatenate(pieces) for pieces in zip(*(share.ids for share in of_trainer), strict=True)])
     joined = [np.concatenate(pieces) for pieces in zip(*ids, strict=True)]

@@ -23,6 +23,7 @@ from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.policies.scan import RowScan
+from bagpipe.trainer.read_ahead import Held, ReadAhead
 from bagpipe.trainer.reading import LookBack, Reading
 from bagpipe.types import Table
 
@@ -36,6 +37,8 @@ class Group:
     batches: list[Any]
     lengths: list[tuple[int, ...]]
     """For each micro-batch the number of ids of each feature."""
+    held: Sequence[Held | None] = ()
+    """What tells whether the loader has overwritten each since; nothing if nobody can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Rewritten:
     batch: Any
     handles: list[torch.Tensor]
     """The handles of each feature, one after the other, table by table."""
+    held: Held | None = None
+    """What tells whether the loader has overwritten it since it was read."""
 
 
 Plans = Generator[tuple[Plan, list[Rewritten]], None, None]
@@ -88,6 +93,7 @@ class Source:
         self.tables: tuple[Table, ...] = ()
         """Whose ids are taken; set before the first plan."""
         self.reading = Reading(loader, epochs, look_back)
+        self.ahead = ReadAhead(loader)
         self._loader = loader if isinstance(loader, Loader) else None
         self._kind = type(loader).__name__
         self.interrupted = False
@@ -159,10 +165,10 @@ class Source:
 
     def _groups(self) -> Iterator[tuple[list[Ids], Group]]:
         """For each iteration the ids of each feature, and the batches."""
-        batches: list[Any] = []
+        batches: list[tuple[Any, Held | None]] = []
         ids: list[list[Ids]] = []
-        for batch, of_features in self._read():
-            batches.append(batch)
+        for batch, held, of_features in self._read():
+            batches.append((batch, held))
             ids.append(of_features)
             if len(batches) == self._accumulate:
                 yield _join(batches, ids)
@@ -170,26 +176,36 @@ class Source:
         if batches:
             yield _join(batches, ids)
 
-    def _read(self) -> Iterator[tuple[Any, list[Ids]]]:
+    def _read(self) -> Iterator[tuple[Any, Held | None, list[Ids]]]:
         features = self.features
         for number, batch in self._numbered():
             try:
                 ids = self.adapter.extract(batch, features, number)
                 if self._accumulate > 1:
                     self._check(ids, number)
+                    ids = {
+                        name: part.copy() for name, part in ids.items()
+                    }  # the loader is asked again before their use
                 without = self.without(batch, ids)
+                held = self.ahead.hold(number, without)
             except Exception as error:
                 self._error = error
                 return
-            yield without, list(ids.values())
+            yield without, held, list(ids.values())
 
     def _numbered(self) -> Iterator[tuple[int, Any]]:
         """All batches; what goes wrong ends them, and is kept."""
         self._batches = iter(self.reading)
+        self.ahead.leave_out(self.adapter.paths[name] for name in self.features)
         try:
-            yield from self._batches
+            self.ahead.pin()
+            for numbered in self._batches:
+                yield numbered
+                self.ahead.pin()
         except Exception as error:
             self._error = error
+        finally:
+            self.ahead.unpin()
 
     def without(self, batch: Any, ids: Mapping[str, Ids]) -> Any:
         """A batch whose ids are dropped: only their number is left."""
@@ -247,18 +263,19 @@ def rewrite(plan: Plan, group: Group, tables: Sequence[Table], adapter: Adapter)
     ]
     places = [0] * len(handles)
     rewritten = []
-    for batch, lengths in zip(group.batches, group.lengths, strict=True):
+    held = group.held or [None] * len(group.batches)
+    for batch, lengths, own in zip(group.batches, group.lengths, held, strict=True):
         values, parts = {}, []
         for position, ((name, _), length) in enumerate(zip(features, lengths, strict=True)):
             part = handles[position][places[position] : places[position] + length]
             values[name] = Handles.wrap(part, row_ids)
             parts.append(part)
             places[position] += length
-        rewritten.append(Rewritten(adapter.replace(batch, values), parts))
+        rewritten.append(Rewritten(adapter.replace(batch, values), parts, own))
     return rewritten
 
 
-def _join(batches: list[Any], ids: list[list[Ids]]) -> tuple[list[Ids], Group]:
+def _join(batches: list[tuple[Any, Held | None]], ids: list[list[Ids]]) -> tuple[list[Ids], Group]:
     lengths = [tuple(len(part) for part in of_features) for of_features in ids]
     joined = ids[0] if len(ids) == 1 else [np.concatenate(parts) for parts in zip(*ids, strict=True)]
-    return joined, Group(batches, lengths)
+    return joined, Group([batch for batch, _ in batches], lengths, [held for _, held in batches])

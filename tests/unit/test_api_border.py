@@ -1,0 +1,406 @@
+"""What a script does around `bagpipe.accelerate` is done exactly, or refused by name: nothing is wrong without a word.
+
+Other ranks of torch.distributed, wrapped models, weights that were kept, frozen layers, and the compiler. Loaders that
+overwrite their batches are in test_api_refilled.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import bagpipe
+from accelerated import adagrad, assert_untouched, start, step, train
+from bagpipe.errors import ConfigError, ModelError
+from scripts import Trainers
+from twins import (
+    Net,
+    assert_close,
+    assert_same_bits,
+    loss_fn,
+    loss_of,
+    make_batches,
+    make_net,
+    nothing_left,  # noqa: F401
+    sgd,
+    train_fast,
+    train_plain,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def run_script(tmp_path, text, *arguments):
+    """A process of its own, started."""
+    path = tmp_path / "script.py"
+    path.write_text(text, encoding="utf-8")
+    environment = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ
+    return subprocess.Popen(
+        [sys.executable, str(path), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output_of(process):
+    """What a process that ended well has printed."""
+    printed, complained = process.communicate(timeout=240)
+    assert process.returncode == 0, complained
+    return printed
+
+
+# Other ranks
+
+RANKS = """
+import sys
+import torch
+import bagpipe
+
+rank, meeting, when = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 2))
+batches = [{"ids": torch.tensor([[rank]])}] * 3
+
+def join():
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+
+try:
+    if when == "before":
+        join()
+    with bagpipe.accelerate(model, batches, bagpipe.optim.SGD(0.1), cache=9) as loop:
+        if when == "after":
+            join()
+        for batch in loop:
+            print("a batch was given")
+except bagpipe.errors.ConfigError as error:
+    print(error)
+print(type(model[0]).__name__)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ranks_of_a_process_group_are_refused_and_told_of_launch(tmp_path, when):
+    meeting = str(tmp_path / "meeting")
+    processes = [run_script(tmp_path, RANKS, str(rank), meeting, when) for rank in range(2)]
+    for rank, process in enumerate(processes):
+        printed = output_of(process)
+        assert f"rank {rank} of a torch.distributed group of 2" in printed
+        assert "bagpipe launch --trainers 2 SCRIPT" in printed
+        assert "a batch was given" not in printed
+        if when == "before":
+            assert printed.splitlines()[-1] == "EmbeddingBag"
+
+
+def test_variables_of_torchrun_are_refused_before_a_batch_is_read(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    net, read = make_net(), []
+    loader = (read.append(batch) or batch for batch in make_batches())
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=4.*bagpipe launch --trainers 4 SCRIPT"):
+        bagpipe.accelerate(net, loader, adagrad())
+    assert not read
+    assert_untouched(net)
+
+
+@pytest.mark.parametrize("size", ["1", "", "many"])
+def test_variables_of_one_process_change_nothing(monkeypatch, size):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    train(*start())
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_process_group_of_one_rank_trains_as_without_one():
+    found = train_fast(make_net(), make_batches())
+    distributed.destroy_process_group()
+    expected = train_fast(make_net(), make_batches())
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    assert_same_bits(expected, found)
+
+
+def test_trainers_of_a_launch_do_not_look_at_the_variables_of_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainers, nets = Trainers(2), [make_net() for _ in range(2)]
+
+    def script(rank):
+        rows = bagpipe.optim.SGD(0.1)
+        loop = bagpipe.accelerate(nets[rank], make_batches(), rows, cache=60, **trainers.options(rank))
+        train(nets[rank], rows, loop, sgd(nets[rank].parameters()))
+        return loop.trainers
+
+    assert trainers.run(script) == [2, 2]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("part", ["", "top", "towers.0"])
+def test_a_model_in_distributed_data_parallel_is_refused_and_told_what_to_do(part):
+    net = make_net()
+    net.towers = nn.ModuleList([nn.Linear(2, 2)])
+    if not part:
+        net = DistributedDataParallel(net)
+    elif part == "top":
+        net.top = DistributedDataParallel(net.top)
+    else:
+        net.towers[0] = DistributedDataParallel(net.towers[0])
+    with pytest.raises(ModelError, match=rf"{part}.*DistributedDataParallel.*bagpipe launch --trainers N SCRIPT"):
+        bagpipe.accelerate(net, make_batches(), adagrad())
+    assert_untouched(net)
+
+
+# Weights that were kept
+
+
+class Regularised(Net):
+    """Keeps the weights of its tables in a list and adds a penalty over them to its loss, as deepctr-torch does."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.penalised = [self.user.weight, self.item.weight]
+
+    def penalty(self):
+        return sum(0.01 * weight.square().sum() for weight in self.penalised)
+
+
+def test_a_gradient_for_a_weight_that_was_kept_is_refused_by_the_name_of_its_layer():
+    net = Regularised()
+    net, rows, loop, dense = start(net=net)
+    before = [weight.clone() for weight in net.penalised]
+    with loop:
+        batches = iter(loop)
+        step(net, next(batches), dense, rows)
+        loss = loss_of(net, next(batches)) + net.penalty()
+        with pytest.raises(ModelError, match=r"layer '(user|item)'.*AdamW\(weight_decay.*looks up"):
+            loss.backward()
+        with pytest.raises(ModelError, match="layer 'item'"):
+            net.penalised[1].sum().backward()
+    assert all(weight.grad is None for weight in net.penalised)
+    assert all(torch.equal(*pair) for pair in zip(before, net.penalised, strict=True))
+
+
+def test_weights_are_free_again_after_the_loop_and_taken_again_by_the_next():
+    net = Regularised()
+    train(*start(net=net))
+    net.penalty().backward()
+    assert all(weight.grad is not None for weight in net.penalised)
+    with start(net=net)[2], pytest.raises(ModelError, match="layer"):
+        net.penalty().backward()
+    net.penalty().backward()
+
+
+def test_a_weight_on_the_meta_device_refuses_its_gradients_too():
+    net, *_ = start(net=Regularised(device="meta"))
+    with pytest.raises(ModelError, match="layer 'user'"):
+        net.penalised[0].sum().backward()
+
+
+def test_a_weight_goes_with_its_model():
+    net = make_net()
+    weight = weakref.ref(net.user.weight)
+    train(*start(net=net))
+    del net
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_penalty_of_what_is_looked_up_is_that_of_plain_pytorch():
+    def penalised(model, batch):
+        vectors = [model.user(batch["user"]), model.item(batch["item"])]
+        logits = model.top(torch.cat([*vectors, batch["dense"]], 1)).squeeze(1)
+        dense = sum(parameter.square().sum() for parameter in model.top.parameters())
+        return loss_fn(logits, batch["label"]) + 0.01 * (sum(v.square().sum() for v in vectors) + dense)
+
+    expected = train_plain(make_net(), make_batches(), loss=penalised)
+    assert_close(expected, train_fast(make_net(), make_batches(), loss=penalised))
+    without = train_fast(make_net(), make_batches())
+    assert not torch.allclose(expected["user.weight"], without["user.weight"])
+
+
+def test_weight_decay_of_rows_is_that_of_plain_pytorch_where_every_batch_names_them():
+    batches = make_batches()
+    for batch in batches:
+        batch["user"], batch["item"] = torch.arange(30).reshape(6, 5), torch.arange(20).repeat(6, 1)
+    settings = {"lr": 0.01, "weight_decay": 0.3}
+    plain = (lambda weights: torch.optim.AdamW(weights, **settings), sgd)
+    expected = train_plain(make_net(), batches, plain)
+    assert_close(expected, train_fast(make_net(), batches, bagpipe.optim.AdamW(**settings)))
+
+
+# Hooks
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda _: None),
+        lambda layer: layer.weight.register_hook(lambda _: None),
+        lambda layer: layer.register_state_dict_post_hook(lambda *_: None),
+        lambda layer: layer.register_load_state_dict_pre_hook(lambda *_: None),
+    ],
+)
+def test_hooks_that_would_be_lost_are_refused_by_name(add):
+    net = make_net()
+    hook = add(net.item)
+    with pytest.raises(ModelError, match="layer 'item' has hooks"):
+        bagpipe.accelerate(net, make_batches(), adagrad())
+    assert_untouched(net)
+    hook.remove()
+    train(*start(net=net))
+
+
+# Freezing in mid-training
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_layer_that_is_frozen_in_mid_training_is_refused_and_goes_on_once_it_is_not(whole):
+    net, rows, loop, dense = start()
+    part = net if whole else net.item
+    with loop:
+        for number, batch in enumerate(loop):
+            if number == 2:
+                assert part.requires_grad_(False) is part
+                with pytest.raises(ModelError, match=r"layer '(user|item)' has requires_grad=False.*detach"):
+                    loss_of(net, batch)
+                part.requires_grad_(True)
+            step(net, batch, dense, rows)
+    assert_same_bits(train_fast(make_net(), make_batches(), adagrad()), net.state_dict())
+
+
+def test_a_layer_that_is_frozen_before_the_backward_pass_is_refused_there():
+    net, _, loop, _ = start()
+    with loop:
+        loss = loss_of(net, next(iter(loop)))
+        net.user.requires_grad_(False)
+        with pytest.raises(ModelError, match="layer 'user' has requires_grad=False"):
+            loss.backward()
+
+
+def test_a_part_of_a_model_freezes_its_own_tables_only():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = (nn.Sequential(nn.EmbeddingBag(9, 2), nn.Linear(2, 1)) for _ in range(2))
+
+    towers = Towers()
+    batches = [{"left": torch.tensor([[1]]), "right": torch.tensor([[2]])}] * 3
+    features = {"left": "left.0", "right": "right.0"}
+    with bagpipe.accelerate(towers, batches, bagpipe.optim.SGD(0.1), cache=9, features=features) as loop:
+        batch = next(iter(loop))
+        towers.right.requires_grad_(False)
+        assert towers.left(batch["left"]).requires_grad
+        assert not any(parameter.requires_grad for parameter in towers.right.parameters())
+        with pytest.raises(ModelError, match=r"layer 'right\.0'"):
+            towers.right(batch["right"])
+        loop.zero_grad()
+
+
+def test_a_frozen_table_that_is_unfrozen_in_mid_training_is_refused():
+    net = make_net()
+    net.user.weight.requires_grad_(False)
+    net, _, loop, _ = start(net=net)
+    with loop:
+        batch = next(iter(loop))
+        loss_of(net, batch).backward()
+        net.requires_grad_(True)
+        with pytest.raises(ModelError, match="layer 'user' has requires_grad=True now, and was frozen"):
+            loss_of(net, batch)
+        loop.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:iteration 0 has row gradients")
+def test_a_model_may_be_frozen_while_it_is_evaluated_and_after_training():
+    net, rows, loop, dense = start()
+    with loop:
+        for batch in loop:
+            net.requires_grad_(False).eval()
+            for other in loop.evaluate(make_batches(2, seed=1)):
+                assert not net(other).requires_grad
+            with torch.no_grad():
+                net(batch)
+            net.requires_grad_(True).train()
+            step(net, batch, dense, rows)
+    net.requires_grad_(False)
+    assert not net(make_batches()[0]).requires_grad
+    assert_same_bits(train_fast(make_net(), make_batches(), adagrad()), net.state_dict())
+
+
+def test_a_model_that_was_frozen_after_a_loop_is_not_trained_by_the_next_one():
+    net = make_net()
+    train(*start(net=net))
+    net.requires_grad_(False)
+    with pytest.raises(ModelError, match=r"adagrad.*frozen"):
+        start(net=net)
+    net.requires_grad_(True)
+    train(*start(net=net))
+
+
+# The compiler
+
+COMPILED = """
+import sys
+import torch
+import bagpipe
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.user, self.item, self.top = nn.EmbeddingBag(9, 2), nn.EmbeddingBag(9, 2), nn.Linear(4, 1)
+
+    def forward(self, batch):
+        return self.top(torch.cat([self.user(batch["user"]), self.item(batch["item"])], 1)).square().mean()
+
+def loaded():
+    print("torch._dynamo" in sys.modules)
+
+batches = [{name: torch.randint(0, 9, (5, 2)) for name in ("user", "item")} for _ in range(6)]
+net, plain, rows, graphs = Net(), Net(), bagpipe.optim.SGD(0.1), []
+
+def keep(graph, _):
+    graphs.append([node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"])
+    return graph.forward
+
+with bagpipe.accelerate(net, batches, rows, cache=60) as loop:
+    for number, batch in enumerate(loop):
+        if number == 2:
+            loaded()
+            model = torch.compile(net, backend=keep)
+        (model if number >= 2 else net)(batch).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+        net.zero_grad()
+        rows.step()
+optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+for batch in batches:
+    optimizer.zero_grad()
+    plain(batch).backward()
+    optimizer.step()
+for name, value in plain.state_dict().items():
+    torch.testing.assert_close(net.state_dict()[name], value)
+torch.testing.assert_close(model(batches[0]), plain(batches[0]))
+loaded()
+print(sorted({name for names in graphs for name in names}))
+"""
+
+
+def test_the_compiler_is_loaded_by_who_compiles_and_finds_no_look_up_in_its_graphs(tmp_path):
+    assert output_of(run_script(tmp_path, COMPILED)).splitlines() == ["False", "True", "['cat', 'linear']"]
