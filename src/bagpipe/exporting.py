@@ -10,20 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from bagpipe.checkpoint.tensors import Kind, encode_header
-from bagpipe.checkpoint.tree import octets
+from bagpipe.checkpoint.tensors import encode_header
+from bagpipe.checkpoint.tree import DTYPES, octets, tensor_kind
 from bagpipe.embedding import CachedLayer
 from bagpipe.errors import ModelError, StoreError
 from bagpipe.trainer.batches import Batches
 from bagpipe.whole_file import whole_file
-
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 def export(model: nn.Module, path: str | Path) -> None:
@@ -38,9 +32,7 @@ def export(model: nn.Module, path: str | Path) -> None:
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ModelError(
-                f"{name} is {kind}, which safetensors can't hold: convert it, or leave it out of the model"
-            )
+            raise ModelError(f"{name} is {kind}, which an export can't hold: convert it, or leave it out of the model")
         if value.is_meta and name not in layers:
             raise ModelError(f"{name} is on the meta device and has no values: give it some before exporting")
     for name, layer in layers.items():
@@ -84,9 +76,7 @@ def _state(model: nn.Module, layers: Mapping[str, CachedLayer]) -> dict[str, Any
 
 def _write(path: Path, values: Mapping[str, Tensor], layers: Mapping[str, CachedLayer]) -> None:
     with whole_file(path) as file:
-        file.write(
-            encode_header({name: Kind(DTYPES[value.dtype], tuple(value.shape)) for name, value in values.items()})
-        )
+        file.write(encode_header({name: tensor_kind(value) for name, value in values.items()}))
         for key, value in values.items():
             for block in layers[key].blocks() if key in layers else [value]:
                 file.write(_bytes(block))

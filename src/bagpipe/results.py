@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagpipe.errors import StoreError
 from bagpipe.job import Job
 from bagpipe.metrics import Metrics
 from bagpipe.trainer.batches import Batches
 from bagpipe.types import Batch
+from bagpipe.whole_file import whole_file
 
 Report = Callable[[int, str], None]
 """Told how many iterations are over, and something about the last one."""
@@ -112,12 +114,18 @@ def metrics_summary(trained: Metrics, auc_untrained: float) -> Summary:
 
 
 def write_summary(job: Job, summary: Summary) -> Summary:
-    """Keep what a run has shown, beside the configuration that led to it."""
+    """Keep what a run has shown, beside the configuration that led to it; where the file exists, the run has ended."""
     summary["run_dir"] = str(job.run_dir)
     path = job.run_dir / "summary.json"
     text = json.dumps(summary | {"config": job.config.model_dump(mode="json")}, indent=2)
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text + "\n")
+    try:
+        with whole_file(path) as file:
+            file.write(f"{text}\n".encode())
+    except OSError as error:
+        raise StoreError(
+            f"can't write {path} ({error.strerror or error}): free space or check the disk; a run with checkpoints can "
+            "then be ended with --resume"
+        ) from error
     return summary
 
 

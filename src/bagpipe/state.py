@@ -1,13 +1,15 @@
 """The state of a trained model, compared bit for bit (I1): dense parameters, and touched rows with optimizer state.
 
-`parameters_sha256` is one number for all of it, equal exactly when all bits are.
+`parameters_sha256` is one number for all of it, equal exactly when all bits are. Of a store it is computed block by
+block: rows may be many more than fit into memory (I5).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,9 @@ from bagpipe.reference import Reference
 from bagpipe.store import Store
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+
+_BLOCK_BYTES = 16 << 20
+"""Of rows that are read and hashed at once."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class State:
 
     def sha256(self) -> str:
         """One number for all of it."""
-        return parameters_sha256(self.dense, ((name, *part) for name, part in self.rows.items()))
+        return _sha256(self.dense, (_held(name, *self.rows[name]) for name in sorted(self.rows)))
 
     def differing(self, other: State) -> list[str]:
         """What is not the same bit for bit: names of tensors, and of rows."""
@@ -59,7 +64,7 @@ def of_reference(reference: Reference) -> State:
 
 
 def of_store(model: nn.Module, tables: Sequence[str], store: Store) -> State:
-    """What a model and the store of its rows hold."""
+    """What a model and the store of its rows hold; all rows are brought into memory."""
     rows = {}
     for number, name in enumerate(tables):
         parts = list(store.iterate(number))
@@ -68,22 +73,67 @@ def of_store(model: nn.Module, tables: Sequence[str], store: Store) -> State:
     return State(dict(model.named_parameters()), rows)
 
 
-def parameters_sha256(
-    dense: Mapping[str, Tensor],
-    tables: Iterable[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float32]]],
-) -> str:
-    """Digest of dense parameters by name, then of touched rows (name of table, ids, rows with state) by key."""
+def parameters_sha256(model: nn.Module, tables: Sequence[str], store: Store) -> str:
+    """The same number as `of_store(model, tables, store).sha256()`, without all rows in memory.
+
+    Takes 8 B for each row of one table at a time, its id, and a block of rows.
+    """
+    by_name = sorted(enumerate(tables), key=lambda table: table[1])
+    return _sha256(dict(model.named_parameters()), (_stored(name, number, store) for number, name in by_name))
+
+
+class _Table(NamedTuple):
+    name: str
+    width: int
+    ids: npt.NDArray[np.int64]
+    """In ascending order."""
+    blocks: Iterator[npt.NDArray[np.float32]]
+    """The rows of these ids."""
+
+
+def _sha256(dense: Mapping[str, Tensor], tables: Iterable[_Table]) -> str:
+    """Digest of dense parameters by name, then of touched rows by key: name of table, ids, rows with state.
+
+    Tables come in order of their names; one without rows is as one that is left out.
+    """
     digest = hashlib.sha256()
     for name in sorted(dense):
         value = dense[name].detach().cpu().contiguous().numpy()
         digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
         digest.update(value.tobytes())
-    for name, ids, rows in sorted(tables, key=lambda table: table[0]):
-        order = np.argsort(ids, kind="stable")
-        digest.update(f"{name} {rows.shape}\n".encode())
-        digest.update(ids[order].astype("<i8").tobytes())
-        digest.update(rows[order].astype("<f4").tobytes())
+    for table in tables:
+        if len(table.ids):
+            digest.update(f"{table.name} {(len(table.ids), table.width)}\n".encode())
+            digest.update(np.ascontiguousarray(table.ids, "<i8").data)
+            for block in table.blocks:
+                digest.update(np.ascontiguousarray(block, "<f4").data)
     return digest.hexdigest()
+
+
+def _held(name: str, ids: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> _Table:
+    """A table whose rows are in memory."""
+    order = np.argsort(ids, kind="stable")
+    blocks = (rows[order[part]] for part in _parts(len(ids), rows.shape[1]))
+    return _Table(name, rows.shape[1], ids[order], blocks)
+
+
+def _stored(name: str, number: int, store: Store) -> _Table:
+    """A table of a store, whose rows are read as they are hashed."""
+    ids, width = store.ids(number), store.tables[number].width
+    ids.sort()
+
+    def read(part: slice) -> npt.NDArray[np.float32]:
+        rows = np.empty((len(ids[part]), width), np.float32)
+        store.read(number, ids[part], rows)
+        return rows
+
+    return _Table(name, width, ids, map(read, _parts(len(ids), width)))
+
+
+def _parts(num_rows: int, width: int) -> Iterator[slice]:
+    """Blocks of rows, of which one after the other is in memory."""
+    at_once = max(_BLOCK_BYTES // (4 * width), 1)
+    return (slice(start, start + at_once) for start in range(0, num_rows, at_once))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -44,7 +44,7 @@ from bagpipe.results import (
 )
 from bagpipe.resuming import clear_rows, has_checkpoint, holding, note_config
 from bagpipe.server.local import open_store, open_stores
-from bagpipe.state import State, of_reference, of_store
+from bagpipe.state import State, of_reference, of_store, parameters_sha256
 from bagpipe.store import Store
 from bagpipe.store.views import shared_views
 from bagpipe.together import Made, Trainers
@@ -73,10 +73,15 @@ def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
     return of_reference(reference), clock.summary() | metrics_summary(trained, clock.auc_untrained)
 
 
-def train_accelerated(job: Job, report: Report, resume: Path | None = None) -> tuple[State, Summary]:
-    """Train with the configured system, from its beginning or from the checkpoint at a path."""
+def train_accelerated(
+    job: Job, report: Report, resume: Path | None = None, *, hold: bool = False
+) -> tuple[State | None, Summary]:
+    """Train with the configured system, from its beginning or from the checkpoint at a path.
+
+    The state is there only if it is asked for with `hold`: all rows are in memory then.
+    """
     if job.config.trainers > 1:
-        return train_together(job, report, resume)
+        return train_together(job, report, resume, hold=hold)
     config = job.config
     model, _, layouts = job.model()
     initials = {layout.table.name: layout.initial for layout in layouts}
@@ -97,13 +102,14 @@ def train_accelerated(job: Job, report: Report, resume: Path | None = None) -> t
         resume=resume,
     )
     with closing(batches.store):
-        state, summary = train_over(job, model, layouts, batches, report)
-    assert state is not None
+        state, summary = train_over(job, model, layouts, batches, report, hold=hold)
     del summary["last_samples"]
     return state, summary
 
 
-def train_together(job: Job, report: Report, resume: Path | None = None) -> tuple[State, Summary]:
+def train_together(
+    job: Job, report: Report, resume: Path | None = None, *, hold: bool = False
+) -> tuple[State | None, Summary]:
     """The same with several trainers, which are threads of this process."""
     config = job.config
     made = [job.model() for _ in range(config.trainers)]
@@ -116,10 +122,10 @@ def train_together(job: Job, report: Report, resume: Path | None = None) -> tupl
         keeping=partial(kept.keeping, shares_process=True),
     )
     reports = [report, *[_unheard] * (config.trainers - 1)]
-    ended = trainers.run(lambda rank, batches: train_over(job, *made[rank][::2], batches, reports[rank], rank))
-    state = ended[0][0]
-    assert state is not None
-    return state, joined_summary([summary for _, summary in ended])
+    ended = trainers.run(
+        lambda rank, batches: train_over(job, *made[rank][::2], batches, reports[rank], rank, hold=hold)
+    )
+    return ended[0][0], joined_summary([summary for _, summary in ended])
 
 
 def keep_job(
@@ -181,11 +187,19 @@ def _store(job: Job) -> str | Path | OpenStore:
 
 
 def train_over(
-    job: Job, model: nn.Module, layouts: list[RowLayout], batches: Batches, report: Report, rank: int = 0
+    job: Job,
+    model: nn.Module,
+    layouts: list[RowLayout],
+    batches: Batches,
+    report: Report,
+    rank: int = 0,
+    *,
+    hold: bool = False,
 ) -> tuple[State | None, Summary]:
     """Train a model whose embedding layers are swapped, over the batches of the job.
 
-    Of several trainers all call it, and the first one evaluates and has a state in the end.
+    Of several trainers all call it, and the first one evaluates, has `parameters_sha256`, and a state if asked to
+    `hold` one.
     """
     optimizer = layouts[0].optimizer
     dense = dense_optimizer(job.config.dense_optimizer)(list(model.parameters()))
@@ -216,7 +230,9 @@ def train_over(
     summary["stall_fraction"] = stats["stall_seconds"] / clock.session_seconds
     if rank:
         return None, summary
-    return of_store(model, [layout.table.name for layout in layouts], batches.store), summary
+    tables = [layout.table.name for layout in layouts]
+    summary["parameters_sha256"] = parameters_sha256(model, tables, batches.store)
+    return of_store(model, tables, batches.store) if hold else None, summary
 
 
 def train_remote(
@@ -231,11 +247,12 @@ def train_remote(
     checkpoints: Path | None = None,
     recover: bool = False,
     threads: bool = True,
+    hold: bool = False,
 ) -> tuple[State | None, Summary]:
     """Train on plans that an oracle elsewhere makes, with rows in this store; both are closed in the end.
 
-    With `groups` this is one of several trainers: the first one has a state in the end, and `joined_summary` makes one
-    of what all of them have shown.
+    With `groups` this is one of several trainers: the first one has `parameters_sha256`, and a state if asked to `hold`
+    one; `joined_summary` makes one of what all of them have shown.
 
     With `start` training goes on where the run was: servers have returned their rows to that mark, or loaded those of
     that checkpoint, and keep what trainers need to go on (`store.kept(done)`); plans begin there too. With `recover`
@@ -255,7 +272,7 @@ def train_remote(
             model, binding, layouts, layouts[0].optimizer, plans, store, check=config.check and peers is None,
             driver=driver, peers=peers, assign=config.assign, keeping=kept.keeping(store, rank, threads=threads),
         )  # fmt: skip
-        state, summary = train_over(job, model, layouts, batches, report, rank)
+        state, summary = train_over(job, model, layouts, batches, report, rank, hold=hold)
         if peers is None:
             del summary["last_samples"]
         return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}
@@ -272,9 +289,7 @@ def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
             if job.config.checkpoint.every is not None:
                 note_config(job.run_dir, job.config)
                 clear_rows(job.run_dir)
-            state, summary = train_accelerated(job, report, resume)
-            summary["parameters_sha256"] = state.sha256()
-            return write_summary(job, summary)
+            return write_summary(job, train_accelerated(job, report, resume)[1])
         except BaseException:
             if not has_checkpoint(job.run_dir):
                 discard(job.run_dir)
@@ -284,7 +299,8 @@ def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
 def verify(job: Job, report: Report) -> Summary:
     """Train with the reference and with the configured system, and compare every bit."""
     # The configured system first: what is wrong with its settings shows before the slower reference has run.
-    found, _ = train_accelerated(job, report)
+    found, _ = train_accelerated(job, report, hold=True)
+    assert found is not None
     expected, _ = train_reference(job, lambda done, note: report(job.iterations + done, note))
     differing = expected.differing(found)
     return {

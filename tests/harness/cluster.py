@@ -328,14 +328,14 @@ def mortal():
 
 
 def run_crew(make, restarts_max=20):
-    """State and summary of a run, the crew that `make` makes, and the supervisor; everything is let go of."""
+    """The summary of a run, the crew that `make` makes, and the supervisor; everything is let go of."""
     lines = []
     with mortal():
         crew = make()
         supervisor = Supervisor(crew, restarts_max, lines.append)
         with armed(crew.plot), acting_as("supervisor"):
             try:
-                state, summary = supervisor.run()
+                _, summary = supervisor.run()
             finally:
                 crew.close()
-    return state, summary, crew, supervisor
+    return summary, crew, supervisor

@@ -95,7 +95,7 @@ def run(world, *faults, victims=None, seed=0, restarts_max=20, **options):
     plot = Plot(*faults, victims=victims)
     start = time.monotonic()
     with nothing_left(), tempfile.TemporaryDirectory(prefix="bagpipe-crew-") as directory:
-        state, _, crew, supervisor = run_crew(
+        summary, crew, supervisor = run_crew(
             lambda: Crew(
                 job_of(world), Path(directory), seed=seed, servers=world.servers, processors=world.processors,
                 plot=plot, **options,
@@ -104,7 +104,7 @@ def run(world, *faults, victims=None, seed=0, restarts_max=20, **options):
         )  # fmt: skip
         seconds = time.monotonic() - start
         last = Checkpoints(crew.checkpoints).latest()
-    differs = state.sha256() != expected(world)
+    differs = summary["parameters_sha256"] != expected(world)
     return Ended(dict(plot.reaches), plot.happened, supervisor.incidents, seconds, differs, crew, last and last.done)
 
 

@@ -116,7 +116,7 @@ class Served:
         job, trainers = self.job, self.job.config.trainers
         rows = MemoryStore(job.model()[2])
         if trainers == 1:
-            return [train_remote(job, self.plans(), rows, report)]
+            return [train_remote(job, self.plans(), rows, report, hold=True)]
         job = job.made(trainers)
         drivers = [Threads(60) for _ in range(trainers)]
 
@@ -135,7 +135,8 @@ class Served:
 
         def loop(rank):
             return lambda: train_remote(
-                job, self.plans(trainer=rank), stores[rank], quiet if rank else report, groups[rank], drivers[rank]
-            )
+                job, self.plans(trainer=rank), stores[rank], quiet if rank else report, groups[rank], drivers[rank],
+                hold=True,
+            )  # fmt: skip
 
         return run_threads([loop(rank) for rank in range(trainers)], 60, abort)

@@ -1,9 +1,11 @@
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -234,3 +236,29 @@ def test_a_run_that_is_still_going_stays_when_somebody_tries_to_resume_it(bagpip
     assert result.returncode == 1
     assert "still going" in result.stderr
     assert (run / "config.json").exists()
+
+
+def test_a_summary_that_could_not_be_written_whole_is_not_there_and_the_run_is_resumed(bagpipe, tmp_path, monkeypatch):
+    """Its existence says that the run has ended."""
+    whole = json.loads(bagpipe("train", *TINY, "--json").stdout)
+    run, limit, opened = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE), Path.open
+
+    def open_on_a_full_disk(path, mode="r", *arguments, **options):
+        file = opened(path, mode, *arguments, **options)
+        if "summary.json" in path.name and "r" not in mode:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+        return file
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", open_on_a_full_disk)
+            result = bagpipe("train", *TINY, "--set", "checkpoint.every=4", "--run-dir", run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert result.returncode == 1
+    assert str(run / "summary.json") in " ".join(result.stderr.split())
+    assert [path.name for path in run.iterdir() if "summary" in path.name] == []
+    result = bagpipe("train", "--resume", run, "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["parameters_sha256"] == whole["parameters_sha256"]
+    assert json.loads((run / "summary.json").read_text())["parameters_sha256"] == whole["parameters_sha256"]

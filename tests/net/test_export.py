@@ -68,6 +68,23 @@ def test_an_exported_file_loads_into_the_plain_model(tmp_path):
     assert files(tmp_path) == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_buffers_are_exported_and_loaded_back_equal(tmp_path, dtype):
+    highest = np.iinfo(str(dtype).removeprefix("torch.")).max
+    values = np.array([0, 1, highest // 2 + 1, highest - 1, highest], str(dtype).removeprefix("torch."))
+    net = make_net()
+    net.register_buffer("odd", torch.tensor([True, False, True]))
+    net.register_buffer("many", torch.from_numpy(values))
+    net.register_buffer("one", torch.from_numpy(values[-1:]).reshape(()))
+    net.register_buffer("square", torch.from_numpy(np.resize(values, (4, 3))).T)
+    train_fast(net, make_batches(2))
+    bagpipe.export(net, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["many"].dtype == dtype
+    for name, value in net.state_dict().items():
+        assert np.array_equal(found[name].numpy(), value.numpy()), name
+
+
 def test_an_export_in_the_middle_of_training_has_every_update_so_far(tmp_path):
     net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
     loop = bagpipe.accelerate(net, make_batches(), rows, cache=60, check=True)

@@ -105,7 +105,7 @@ def test_processes_that_are_killed_and_replaced_do_not_change_a_bit(processes, t
             processor.wait()
             assert processes.address(processes.start(PROCESSOR, order=order, address=where)) == where
 
-    found, summary = train_remote(job, plans, MemoryStore(job.model()[2]), kill)
+    found, summary = train_remote(job, plans, MemoryStore(job.model()[2]), kill, hold=True)
     network.close()
     assert expected.differing(found) == []
     assert summary["plan_bytes"] > 0

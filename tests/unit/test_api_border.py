@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import bagpipe
 from accelerated import adagrad, assert_untouched, start, step, train
 from bagpipe.errors import ConfigError, ModelError
-from scripts import Trainers
-from twins import (
+from harness.scripts import Trainers
+from harness.plain import (
     Net,
     assert_close,
     assert_same_bits,

@@ -18,9 +18,9 @@ from torch import nn
 import bagpipe
 from accelerated import adagrad, start, step, train
 from bagpipe.errors import BatchError
-from keyed import KeyedJagged
-from scripts import Trainers
-from twins import (
+from harness.fake_kjt import KeyedJagged
+from harness.scripts import Trainers
+from harness.plain import (
     assert_close,
     assert_same_bits,
     loss_fn,

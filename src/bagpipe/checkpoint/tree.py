@@ -20,7 +20,7 @@ from bagpipe.errors import CheckpointError
 
 VERSION = "1"
 _DEPTH_MAX = 100
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
     torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
@@ -29,7 +29,7 @@ _ARRAY_TYPES = {
     "f8": "F64", "f4": "F32", "f2": "F16", "i8": "I64", "i4": "I32", "i2": "I16", "i1": "I8", "u8": "U64", "u4": "U32",
     "u2": "U16", "u1": "U8", "b1": "BOOL",
 }  # fmt: skip
-_TORCH_OF = {code: dtype for dtype, code in _DTYPES.items()}
+_TORCH_OF = {code: dtype for dtype, code in DTYPES.items()}
 _NUMPY_OF = {code: np.dtype(f"<{kind}") for kind, code in _ARRAY_TYPES.items()}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set}
@@ -60,7 +60,7 @@ def unpack_tree(blob: bytes | bytearray | memoryview) -> Any:
 
 def tensor_kind(tensor: torch.Tensor) -> Kind:
     """Type and shape of a tensor as a file tells them."""
-    return Kind(_DTYPES[tensor.dtype], tuple(tensor.shape))
+    return Kind(DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -113,7 +113,7 @@ class _Packer:
         if type(value) is bytes or type(value) is bytearray:
             return self._add("bytes", Kind("U8", (len(value),)), bytes(value))
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.dtype not in _DTYPES or value.is_meta:
+            if value.layout is not torch.strided or value.dtype not in DTYPES or value.is_meta:
                 raise _refusal(where, f"a {value.layout} tensor of {value.dtype} on {value.device}")
             return self._add("tensor", tensor_kind(value), tensor_bytes(value))
         if isinstance(value, np.ndarray | np.generic):

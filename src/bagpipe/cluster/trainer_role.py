@@ -143,7 +143,7 @@ class TrainerRole(Role):
             stack.callback(store.close)
             groups = stack.enter_context(_joined(launch)) if launch.trainers > 1 else None
             before = _processor_s(self._ray_threads)
-            state, summary = train_remote(
+            _, summary = train_remote(
                 job,
                 plans,
                 store,
@@ -154,8 +154,6 @@ class TrainerRole(Role):
                 recover=job.config.recovery.restarts_max > 0,
             )
             ray_s = _processor_s(self._ray_threads) - before
-        if state is not None:
-            summary["parameters_sha256"] = state.sha256()
         self._line = "is done"
         return Trained(summary, first_at[0] if first_at else time.time(), summary["seconds"], ray_s)
 

@@ -23,7 +23,8 @@ VOCABULARY = "vocabulary"
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Checksum = Annotated[int, Field(ge=0, lt=2**32)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+NAME_LENGTH_MAX = 200
+Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH_MAX)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}$")]
 """A name in the directory itself: no separator, no `..`, nothing hidden."""
 

@@ -106,7 +106,7 @@ class EmbeddingServer:
         rows = self._shard.rows
         held, num_rows = None, []
         if rows is not None and not self._closed:
-            with suppress(StoreError, IndexError):  # closed meanwhile, or its disk has failed
+            with suppress(StoreError):  # closed meanwhile, or its disk has failed
                 num_rows = [rows.store.store.num_rows(table) for table in range(len(rows.widths))]
                 held = rows.store.stats()
         return Stats(

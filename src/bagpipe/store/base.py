@@ -112,7 +112,10 @@ class Store(ABC):
 
     @abstractmethod
     def ids(self, table: int) -> Int64s:
-        """The ids of the rows ever written, in order of first write; where servers hold them, server by server."""
+        """The ids of the rows ever written, in order of first write; where servers hold them, server by server.
+
+        The array is the caller's own.
+        """
 
     @abstractmethod
     def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:

@@ -2,7 +2,8 @@
 
 A backing holds rows by position and knows nothing of ids. A lock a table is held while ids are looked up and room is
 made, never while rows are copied: rows do not move, so a reader's positions stay good while a writer adds more, and
-several writers may work at once, as long as no row is in two of their calls.
+several writers may work at once, as long as no row is in two of their calls. A new row has its position before it has
+its value, and is found only once it has both: until then something of an abandoned row may lie there (I3).
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class _Table:
         self.positions = IdMap()
         self.promised = 0
         """Rows that writes under way will add; room is made for them."""
+        self.unwritten: list[range] = []
+        """Positions whose rows have an id and no value yet, a range for each write under way."""
         self.lock = Lock()
 
 
@@ -121,7 +124,7 @@ class LocalStore(Store):
         check_read(self._sources, table, ids, out)
         if not len(ids):
             return
-        part = self._tables[table]
+        part = self._part(table)
         ids = np.ascontiguousarray(ids)
         positions, num_missing = self.find(table, ids)
         if num_missing < len(ids):
@@ -137,15 +140,21 @@ class LocalStore(Store):
     def find(self, table: int, ids: Int64s) -> tuple[Int64s, int]:
         """Where the row of each id is, -1 if it was never written, and the number of those. Rows do not move."""
         self._check_usable()
-        part = self._tables[table]
+        part = self._part(table)
         positions = np.empty(len(ids), np.int64)
         with part.lock:
-            return positions, part.positions.find(ids, positions)
+            num_missing = part.positions.find(ids, positions)
+            unwritten = part.unwritten.copy()
+        for hidden in unwritten:
+            places = np.flatnonzero((positions >= hidden.start) & (positions < hidden.stop))
+            positions[places] = -1
+            num_missing += len(places)
+        return positions, num_missing
 
     def gather(self, table: int, positions: Int64s, out: Floats) -> None:
         """Copy the rows that `find` has found, or their first columns, into `out`, (positions, columns)."""
         self._check_usable()
-        self._tables[table].backing.gather(positions, out)
+        self._part(table).backing.gather(positions, out)
 
     def write(self, table: int, ids: Int64s, values: Floats) -> None:
         """Set the rows of these ids, all different, to `values`."""
@@ -163,23 +172,33 @@ class LocalStore(Store):
         if not written:
             return
         self._before_write()
-        if self.watch is None:
-            self._scatter(written, self._insert([(table, ids) for table, ids, _ in written]))
-        else:
-            self._write_watched(self.watch, written)
+        added: list[tuple[_Table, range]] = []
+        try:
+            if self.watch is None:
+                self._write(written, added)
+            else:
+                self._write_watched(self.watch, written, added)
+            for part, positions in added:
+                with part.lock:
+                    part.unwritten.remove(positions)
+        except BaseException as error:
+            if added:  # new rows are there and have no values
+                self._refuse(f"a write failed halfway ({error}): start again from a checkpoint")
+            raise
 
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""
         self._check_usable()
         check_table(self._sources, table)
-        return len(self._tables[table].positions)
+        return len(self._part(table).positions)
 
     def ids(self, table: int) -> Int64s:
         """The ids of the rows ever written, in order of first write."""
         self._check_usable()
         check_table(self._sources, table)
-        with self._tables[table].lock:
-            return self._tables[table].positions.ids()
+        part = self._part(table)
+        with part.lock:
+            return part.positions.ids()
 
     def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
         """The rows ever written as (ids, values), in order of first write, so many at a time."""
@@ -191,7 +210,7 @@ class LocalStore(Store):
     def scan(self, table: int, start: int, stop: int, values: bool = True) -> tuple[Int64s, Floats]:
         """Ids of the rows at these positions, and their values unless only the ids are wanted."""
         self._check_usable()
-        part = self._tables[table]
+        part = self._part(table)
         with part.lock:
             ids = part.positions.ids(start, stop)
         rows = np.empty((len(ids) if values else 0, part.source.width), np.float32)
@@ -212,8 +231,9 @@ class LocalStore(Store):
         self._check_usable()
         if num_rows < self.num_rows(table):
             self._before_write()
-            with self._tables[table].lock:
-                self._tables[table].positions.truncate(num_rows)
+            part = self._part(table)
+            with part.lock:
+                part.positions.truncate(num_rows)
 
     def sync(self) -> None:
         """Return once everything written outlives this process, where the store promises that at all."""
@@ -227,10 +247,11 @@ class LocalStore(Store):
     def stats(self) -> StoreStats:
         """What is held, and what it takes."""
         self._check_usable()
+        parts = [self._part(table) for table in range(len(self._sources))]
         return StoreStats(
-            num_rows=sum(len(part.positions) for part in self._tables),
-            bytes_in_memory=sum(part.positions.nbytes + part.backing.bytes_in_memory for part in self._tables),
-            bytes_on_disk=sum(part.backing.bytes_on_disk for part in self._tables),
+            num_rows=sum(len(part.positions) for part in parts),
+            bytes_in_memory=sum(part.positions.nbytes + part.backing.bytes_in_memory for part in parts),
+            bytes_on_disk=sum(part.backing.bytes_on_disk for part in parts),
         )
 
     def _before_write(self) -> None:
@@ -240,18 +261,28 @@ class LocalStore(Store):
         if self._refusal is not None:
             raise StoreError(self._refusal)
 
-    def _insert(self, parts: Sequence[tuple[int, Int64s]]) -> list[Int64s]:
-        """The positions of all ids, tables in ascending order; room is made for all before a table changes."""
+    def _refuse(self, why: str) -> None:
+        """From now on, unless there was a reason before."""
+        self._refusal = self._refusal or why
+
+    def _part(self, table: int) -> _Table:
+        try:
+            return self._tables[table]
+        except IndexError:
+            self._check_usable()  # it may have been closed since this call began
+            raise
+
+    def _write(self, written: Sequence[TablePart], added: list[tuple[_Table, range]]) -> None:
+        """Find rows, add new ones, and give all of them their values; `added` lists those who stay hidden meanwhile."""
+        parts = [(table, ids) for table, ids, _ in written]
         found = [np.empty(len(ids), np.int64) for _, ids in parts]
         with self._locked(parts):
             num_new = self._find_or_make_room(parts, found)
-            for (table, ids), positions, more in zip(parts, found, num_new, strict=True):
-                if more:
-                    self._tables[table].positions.find_or_insert(ids, positions)
-        return found
+            self._add(parts, found, num_new, added)
+        self._scatter(written, found)
 
-    def _write_watched(self, watch: Watch, written: Sequence[TablePart]) -> None:
-        """As a plain write; between finding rows and adding new ones, without locks, it may be refused."""
+    def _write_watched(self, watch: Watch, written: Sequence[TablePart], added: list[tuple[_Table, range]]) -> None:
+        """The same; between finding rows and adding new ones, without locks, it may be refused."""
         parts = [(table, ids) for table, ids, _ in written]
         found = [np.empty(len(ids), np.int64) for _, ids in parts]
         with self._locked(parts):
@@ -259,32 +290,49 @@ class LocalStore(Store):
             self._promise(parts, num_new, 1)
         change: Change | None = None
         try:
-            change = watch.look(written, found)
-        finally:
-            with self._locked(parts):
-                self._promise(parts, num_new, -1)
-                for (table, ids), positions, more in zip(parts, found, num_new, strict=True):
-                    if more and change is not None:
-                        self._tables[table].positions.find_or_insert(ids, positions)
-        try:
+            try:
+                change = watch.look(written, found)
+            finally:
+                with self._locked(parts):
+                    self._promise(parts, num_new, -1)
+                    if change is not None:
+                        self._add(parts, found, num_new, added)
             self._commit(change, found)
             self._scatter(written, found)
         finally:
-            change.end()
+            if change is not None:
+                change.end()
+
+    def _add(
+        self,
+        parts: Sequence[tuple[int, Int64s]],
+        found: Sequence[Int64s],
+        num_new: Sequence[int],
+        added: list[tuple[_Table, range]],
+    ) -> None:
+        """Give new rows their positions, hidden from readers; there is room, and the locks are held."""
+        for (table, ids), positions, more in zip(parts, found, num_new, strict=True):
+            if more:
+                part = self._part(table)
+                start = len(part.positions)
+                hidden = range(start, start + more)
+                added.append((part, hidden))
+                part.unwritten.append(hidden)
+                part.positions.find_or_insert(ids, positions)
 
     def _commit(self, change: Change, found: Sequence[Int64s]) -> None:
         try:
             change.commit(found)
-        except BaseException as error:  # new rows are there and have no values
-            self._refusal = f"a write failed halfway ({error}): start again from a checkpoint"
+        except BaseException as error:
+            self._refuse(f"a write failed halfway ({error}): start again from a checkpoint")
             raise
 
     def _scatter(self, written: Sequence[TablePart], found: Sequence[Int64s]) -> None:
         for (table, _, values), positions in zip(written, found, strict=True):
             try:
-                self._tables[table].backing.scatter(positions, values)
+                self._part(table).backing.scatter(positions, values)
             except BaseException as error:
-                self._refusal = f"a write to table {table} failed halfway ({error}): start again from a checkpoint"
+                self._refuse(f"a write to table {table} failed halfway ({error}): start again from a checkpoint")
                 raise
 
     @contextmanager
@@ -292,13 +340,13 @@ class LocalStore(Store):
         """The locks of these tables, which ascend so that no two writers wait for each other."""
         with ExitStack() as locked:
             for table, _ in parts:
-                locked.enter_context(self._tables[table].lock)
+                locked.enter_context(self._part(table).lock)
             yield
 
     def _find_or_make_room(self, parts: Sequence[tuple[int, Int64s]], found: Sequence[Int64s]) -> list[int]:
         """Where rows are; how many of each table are not there yet, which will find room."""
         num_new = [
-            self._tables[table].positions.find(ids, positions)
+            self._part(table).positions.find(ids, positions)
             for (table, ids), positions in zip(parts, found, strict=True)
         ]
         if any(num_new):
@@ -310,7 +358,7 @@ class LocalStore(Store):
 
     def _promise(self, parts: Sequence[tuple[int, Int64s]], num_new: Sequence[int], sign: int) -> None:
         for (table, _), more in zip(parts, num_new, strict=True):
-            self._tables[table].promised += sign * more
+            self._part(table).promised += sign * more
 
     def _check_memory(self, tables: Sequence[int], num_new: Sequence[int]) -> None:
         if self.bytes_in_memory_max is None:
@@ -324,7 +372,7 @@ class LocalStore(Store):
             )
 
     def _make_room(self, table: int, num_new: int) -> None:
-        part = self._tables[table]
+        part = self._part(table)
         num_rows = len(part.positions) + part.promised + num_new
         try:
             part.backing.reserve(num_rows)
@@ -337,5 +385,5 @@ class LocalStore(Store):
 
     def _chunks(self, table: int, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
         self._check_usable()
-        for start in range(0, len(self._tables[table].positions), rows_per_chunk):
+        for start in range(0, len(self._part(table).positions), rows_per_chunk):
             yield self.scan(table, start, start + rows_per_chunk)

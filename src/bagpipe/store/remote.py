@@ -178,8 +178,10 @@ class RemoteStore(RemoteMarks, Store):
         """The ids of the rows ever written, server by server, in order of first write."""
         self._check_usable()
         check_table(self._sources, table)
-        found = [ids for ids, _ in self._chunks(table, self._rows_at_once(table), values=False)]
-        return np.concatenate([np.empty(0, np.int64), *found])
+        found = bytearray()  # grows in place: the ids of billions of rows are not held twice
+        for ids, _ in self._chunks(table, self._rows_at_once(table), values=False):
+            found += ids.data
+        return np.frombuffer(found, np.int64)
 
     def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
         """The rows ever written as (ids, values), in the order of `ids`, so many at a time."""

@@ -200,7 +200,10 @@ class RowFile(Backing):
     @property
     def bytes_on_disk(self) -> int:
         """Disk that the file takes, what is allocated ahead included."""
-        return os.fstat(self._fd).st_blocks * 512
+        try:
+            return os.fstat(self._fd).st_blocks * 512
+        except OSError as error:  # the store was closed meanwhile
+            raise medium_failure(self.path, "measuring", error.errno or 0) from error
 
     def trim(self, num_rows: int) -> None:
         """Give back the disk that is allocated beyond that many rows."""

@@ -1,5 +1,6 @@
 """`bagpipe data prepare` and `bagpipe data show`."""
 
+import gzip
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from bagpipe.cli import main
+from bagpipe.data.manifest import load_manifest
 from bagpipe.data.prepare import job, progress
 from benchmarks.prepare import write_criteo
 from harness.prepared import contents, write_raw
@@ -62,6 +64,34 @@ def test_a_summary_and_its_json_say_the_same(bagpipe, tmp_path):
     ended = bagpipe("data", "prepare", "csv", *paths, tmp_path / "again", *options)
     assert "train 249, test 250" in ended.stdout
     assert contents(tmp_path / "data") == contents(tmp_path / "again")
+
+
+def test_files_of_one_name_in_different_directories_are_days_of_their_own(bagpipe, tmp_path):
+    """Also where one of them follows the other, and where a name is only that of a compressed file."""
+    for number, place in enumerate(("eu/click", "us/click")):
+        (tmp_path / place).mkdir(parents=True)
+        write_raw(tmp_path / place, 300 + number, files=2, seed=number)
+        (tmp_path / place / "schema.toml").rename(tmp_path / "schema.toml")
+    first = tmp_path / "us" / "click" / "day_0.csv"
+    first.with_name("day_0.csv.gz").write_bytes(gzip.compress(first.read_bytes()))
+    first.unlink()
+    paths = [tmp_path / "us" / "click", tmp_path / "eu" / "click"]
+    options = ("--schema", tmp_path / "schema.toml", "--memory", "64GB", "--json", "--test", "us/click/day_0.csv")
+    ended = bagpipe("data", "prepare", "csv", *paths, tmp_path / "data", *options)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["parts"] == {"train": 300, "test": 301}
+    days = [
+        ("eu/click/day_0.csv", 0, 150), ("eu/click/day_1.csv", 150, 300),
+        ("us/click/day_0.csv", 300, 450), ("us/click/day_1.csv", 450, 601),
+    ]  # fmt: skip
+    assert [(day.name, day.start, day.stop) for day in load_manifest(tmp_path / "data").days] == days
+    pair = [path / "day_1.csv" for path in reversed(paths)]
+    ended = bagpipe("data", "prepare", "csv", *pair, tmp_path / "pair", *options[:-1], "0.1")
+    assert json.loads(ended.stdout)["days"] == 2
+    ended = bagpipe("data", "prepare", "csv", *pair, tmp_path / "other", *options[:-1], "day_1.csv")
+    assert ended.returncode == 1
+    assert "no day 'day_1.csv'" in json.loads(ended.stdout)["message"]
+    assert "eu/click/day_1.csv, us/click/day_1.csv" in json.loads(ended.stdout)["message"]
 
 
 def test_errors_are_one_line_and_say_how_to_go_on(bagpipe, tmp_path, monkeypatch):

@@ -99,7 +99,7 @@ def test_training_over_a_bad_network_has_the_bits_of_the_reference_and_of_one_pr
         status = served.oracle.status()
         given = [processor.status().batches for processor in served.processors]
     assert expected.differing(found) == []
-    assert expected.differing(train_accelerated(job, quiet)[0]) == []
+    assert expected.differing(train_accelerated(job, quiet, hold=True)[0]) == []
     assert (status.planned, status.ended) == (26, "all data is planned")
     assert status.plans_sent >= 26
     assert all(given)
@@ -347,7 +347,7 @@ def test_services_answer_over_sockets_too_and_their_ports_are_free_afterwards(ex
     batches = RemoteBatches(network, [processor.start()], job.data_order(), run=RUN)
     oracle = OracleService(on_socket(), batches, job.plan_settings(), run=RUN)
     plans = RemotePlans(network, oracle.start(), run=RUN)
-    found, summary = train_remote(job, plans, MemoryStore(job.model()[2]), quiet)
+    found, summary = train_remote(job, plans, MemoryStore(job.model()[2]), quiet, hold=True)
     assert expected.differing(found) == []
     assert summary["plan_bytes"] == oracle.status().bytes_sent
     oracle.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from bagpipe.errors import StoreError
 from bagpipe.server.core import EmbeddingServer
+from bagpipe.state import of_store, parameters_sha256
 from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
@@ -404,3 +407,24 @@ def test_it_equals_a_dict_after_any_calls(name: str, calls: list[tuple[int, bool
             assert store.ids(table).tolist() == listed[in_order(store, table, listed)].tolist()
             for ids, values in store.iterate(table, 5):
                 assert np.array_equal(values, np.stack([rows[key] for key in ids.tolist()]))
+
+
+def test_the_digest_of_a_state_is_by_key_and_does_not_depend_on_where_rows_are(store: Store) -> None:
+    """Of dense parameters by name, then of tables by name: shape, ids in order, rows in order of their ids."""
+    model = nn.Linear(3, 2)
+    names = ["word", "untouched", "ad"]
+    ids = {0: np.random.default_rng(1).permutation(100_000) * 92_233_720_368_547 - 2**62, 2: array(7, HIGHEST, LOWEST)}
+    for table, some in ids.items():
+        for half in np.array_split(np.arange(len(some)), 2):
+            store.write(table, some[half], random_values(table, len(some), table)[half])
+    digest = hashlib.sha256()
+    for name, value in sorted(model.named_parameters()):
+        digest.update(f"{name} float32 {tuple(value.shape)}\n".encode() + value.detach().numpy().tobytes())
+    for table in (2, 0):
+        order = np.argsort(ids[table])
+        digest.update(f"{names[table]} ({len(order)}, {WIDTHS[table]})\n".encode())
+        digest.update(ids[table][order].tobytes())
+        digest.update(random_values(table, len(order), table)[order].tobytes())
+    assert parameters_sha256(model, names, store) == digest.hexdigest()
+    assert of_store(model, names, store).sha256() == digest.hexdigest()
+    assert store.ids(2).tolist() == ids[2][in_order(store, 2, ids[2])].tolist(), "the store's own order has not changed"

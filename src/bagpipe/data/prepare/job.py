@@ -22,7 +22,7 @@ from bagpipe.data.prepare.encoder import Encoder, TableEncoder
 from bagpipe.data.prepare.finished import Finished, check_finished, save_finished
 from bagpipe.data.prepare.numbering import describe
 from bagpipe.data.prepare.options import Options, memory_shares, numberings_of, quarantine_of
-from bagpipe.data.prepare.parts import Days, check_split, day_name, parts_of
+from bagpipe.data.prepare.parts import Days, check_split, day_names, parts_of
 from bagpipe.data.prepare.progress import Progress, Working, check_same, identities
 from bagpipe.data.prepare.reading import BLOCK_BYTES, open_sources, read_blocks
 from bagpipe.data.prepare.rejected import Rejected
@@ -85,7 +85,7 @@ class Job:
     ) -> None:
         if options.limit is not None and options.limit < 1:
             raise ConfigError(f"limit is {options.limit}: give at least 1 sample")
-        check_split(options.validation, options.test, [day_name(s) for s in sources] if schema.time is None else None)
+        check_split(options.validation, options.test, day_names(sources) if schema.time is None else None)
         self.schema, self.sources, self.destination, self.options = schema, sources, destination, options
         self.origin = f"{kind}: {', '.join(source.path.name for source in sources[:10])}"
         self.numberings, self.earlier, vouched = numberings_of(options, tuple(schema.tables))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import date
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.data.manifest import RangeEntry
+from bagpipe.data.manifest import NAME_LENGTH_MAX, RangeEntry
 from bagpipe.data.prepare.block import Block
 from bagpipe.data.prepare.sources import Source
 from bagpipe.errors import ConfigError, DataError
@@ -18,19 +21,45 @@ _EPOCH = date(1970, 1, 1).toordinal()
 _SUFFIXES = (".gz", ".gzip", ".zst", ".bz2", ".lz4")
 
 
-def day_name(source: Source) -> str:
-    """The name of a file, without what compressing it has added."""
-    return source.path.stem if source.path.suffix in _SUFFIXES else source.path.name
+def day_names(sources: Sequence[Source]) -> list[str]:
+    """The name of each file, without what compressing it has added.
+
+    Files of one name have as many of their directories before it as tell them apart: they are days of their own.
+    """
+    paths = [source.path.absolute() for source in sources]
+    paths = [path.with_suffix("") if path.suffix in _SUFFIXES else path for path in paths]
+    places = defaultdict(list)
+    for path in paths:
+        places[path.name].append(path)
+    names = ["/".join(path.parts[-_parts_needed(places[path.name]) :]) for path in paths]
+    for source, name in zip(sources, names, strict=True):
+        if len(name) > NAME_LENGTH_MAX:
+            raise DataError(
+                f"{source.path}: its day would be called {name!r}, which has more than {NAME_LENGTH_MAX} characters: "
+                "give the file, or directories that tell it from others of its name, shorter names"
+            )
+    return names
+
+
+def _parts_needed(paths: Sequence[Path]) -> int:
+    """To tell paths apart, from their end on."""
+    number = 1
+    while len({path.parts[-number:] for path in paths}) < len(set(paths)):
+        number += 1
+    return number
 
 
 class Days:
     """Where each day begins: by the times of samples where there are any, else by file."""
 
     def __init__(self, sources: Sequence[Source], known: Sequence[RangeEntry] = ()) -> None:
-        self._paths = [source.path for source in sources]
-        self._names = [day_name(source) for source in sources]
+        self._sources = sources
         self._starts = [(day.name, day.start) for day in known]
         self.num_samples = known[-1].stop if known else 0
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return day_names(self._sources)
 
     def add(self, block: Block) -> None:
         """Take note of the next samples."""
@@ -53,7 +82,7 @@ class Days:
     def _refuse(self, block: Block, place: int, day: str, latest: str) -> None:
         where = f"sample {self.num_samples + place:,}"
         if block.lines is not None:
-            where = f"{self._paths[block.start.file]}, line {block.lines[place]:,}"
+            where = f"{self._sources[block.start.file].path}, line {block.lines[place]:,}"
         raise DataError(
             f"{where}: its date is {day}, but {latest} came before it, so samples would be counted to a wrong day: "
             "put `sort = true` into the schema"

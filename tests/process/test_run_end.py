@@ -1,0 +1,69 @@
+"""How a run ends where its rows are more than its memory: by the `bagpipe` command, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from prepared import run
+
+IDS_A_SAMPLE = 100
+BATCH = 100
+SHORT, LONG = 4, 27
+"""Iterations."""
+ROW_BYTES = 2 * 129 * 4
+"""A vector of 128 numbers and one for the linear part, each with its optimizer state."""
+SCHEMA = """
+format = "csv"
+label = "click"
+numeric = ["price"]
+categorical = [{ column = "seen", kind = "integer", separator = "|" }]
+"""
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Trains on samples that name any 64-bit ids, none of them twice: summary, and the largest memory of a process."""
+    directory = tmp_path_factory.mktemp("run")
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (LONG * BATCH + 300, IDS_A_SAMPLE))
+    lines = [f"{number % 2},{number % 7},{'|'.join(map(str, row))}" for number, row in enumerate(ids.tolist())]
+    (directory / "raw.csv").write_text("\n".join(["click,price,seen", *lines]) + "\n")
+    (directory / "schema.toml").write_text(SCHEMA)
+    run([directory / "raw.csv"], directory / "data", numbering=("ids",), shard_samples=1 << 18)
+
+    def train(iterations, servers=0):
+        settings = {
+            "data.path": directory / "data", "data.held_out": 0.1, "batch_size": BATCH, "iterations": iterations,
+            "threads": 1, "model.name": "wide_deep", "model.dim": 128, "cache": 30_000, "lookahead": 2,
+            "store": "mapped", "store_memory": "64MB", "servers": servers,
+        }  # fmt: skip
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        command = [sys.executable, "-c", "from bagpipe.cli import main; main()", "train", *words]
+        command += ["--json", "--run-dir", str(directory / f"run-{iterations}-{servers}")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
+            out = process.stdout.read()
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, out
+        return json.loads(out), used.ru_maxrss * 1024
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def few_bytes(train):
+    """What a run with few rows takes."""
+    return train(SHORT)[1]
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_the_end_of_a_run_does_not_bring_its_rows_into_memory(train, few_bytes, servers):
+    """Files are read and written by calls, not mapped, so what they take of the page cache is not counted here."""
+    summary, many_bytes = train(LONG, servers)
+    assert summary["written_rows"] == LONG * BATCH * IDS_A_SAMPLE
+    assert len(summary["parameters_sha256"]) == 64
+    more_rows_bytes = (LONG - SHORT) * BATCH * IDS_A_SAMPLE * ROW_BYTES
+    assert many_bytes - few_bytes < more_rows_bytes / 2
