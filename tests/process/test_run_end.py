@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-
 from prepared import run
 
 IDS_A_SAMPLE = 100

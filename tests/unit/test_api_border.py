@@ -14,13 +14,12 @@ import weakref
 
 import pytest
 import torch
+from accelerated import adagrad, assert_untouched, start, step, train
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagpipe
-from accelerated import adagrad, assert_untouched, start, step, train
 from bagpipe.errors import ConfigError, ModelError
-from harness.scripts import Trainers
 from harness.plain import (
     Net,
     assert_close,
@@ -34,6 +33,7 @@ from harness.plain import (
     train_fast,
     train_plain,
 )
+from harness.scripts import Trainers
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -13,13 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerated import adagrad, start, step, train
 from torch import nn
 
 import bagpipe
-from accelerated import adagrad, start, step, train
 from bagpipe.errors import BatchError
 from harness.fake_kjt import KeyedJagged
-from harness.scripts import Trainers
 from harness.plain import (
     assert_close,
     assert_same_bits,
@@ -31,6 +30,7 @@ from harness.plain import (
     train_fast,
     train_plain,
 )
+from harness.scripts import Trainers
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Named = namedtuple("Named", ["user", "item", "dense", "label"])
