@@ -7,7 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from prepared import run
+
+from harness.prepared import run
 
 IDS_A_SAMPLE = 100
 BATCH = 100
