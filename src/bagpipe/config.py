@@ -146,7 +146,8 @@ class SyncConfig(Section):
     """A row of design owned may change its owner while it is in the cache, and its optimizer state goes with it, where
     its next two uses save more than that sends; off: who owns it when it is fetched keeps it."""
     deterministic: bool = True
-    """Gradients of trainers are added in the order of their ranks; off: in any order, so that bits can differ."""
+    """Gradients of trainers are added in the order of their ranks; off: in another order, so that bits differ from the
+    reference. That gains nothing yet: `bagpipe launch` refuses it, as its trainers always add in the order of ranks."""
 
 
 class CheckpointConfig(Section):
@@ -312,7 +313,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     check: bool = False
-    """Follow every row and stop at the first wrong value; slow. Not of trainers in processes of their own."""
+    """Follow every row and stop at the first wrong value; slow. Several trainers only as threads of one process:
+    `bagpipe launch` refuses it."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes initial parameters, generated data and shuffling."""
     trainers: Positive = 1

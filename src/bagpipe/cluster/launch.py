@@ -133,9 +133,10 @@ def _supervise(crew: RayCrew[ResultT], told: _Told) -> tuple[ResultT, list[Incid
 
 def _resolved(config: Config, servers: int) -> Config:
     """With paths that mean the same in any directory."""
-    path = config.data.path
-    data = config.data if path is None else config.data.model_copy(update={"path": path.resolve()})
-    return config.model_copy(update={"data": data, "servers": servers})
+    path, known = config.data.path, {"servers": servers}
+    if path is None:
+        return config.model_copy(update=known)  # data that nobody has set stays so
+    return config.model_copy(update=known | {"data": config.data.model_copy(update={"path": path.resolve()})})
 
 
 def _own_cores(request: Request) -> float:
