@@ -6,6 +6,7 @@ each other end in a ConfigError that names the field, its value and what is allo
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterable
@@ -354,6 +355,24 @@ class Config(Section):
         if self.store_memory is not None:
             store_memory_bytes(self.store_memory, self.store)
         return self
+
+
+def warn_of_lingering_rows(design: str, trainers: int, policy: str, lookahead: int | str) -> None:
+    """Say that `lrpp` exchanges what `replicated` does where a row does not leave right after its last use."""
+    if design != "lrpp" or trainers == 1 or policy == "nocache" or (policy == "lookahead" and lookahead != "auto"):
+        return
+    cause, remedy = (
+        ('lookahead = "auto"', "lookahead=200")
+        if policy == "lookahead"
+        else (f"policy = {policy!r}", "policy=lookahead with lookahead=200")
+    )
+    logging.getLogger("bagpipe").warning(
+        "sync.design = 'lrpp' exchanges the same rows as 'replicated' while the cache has room: with %s rows stay "
+        "after their last use, and lrpp saves only rows that leave. Set a fixed lookahead, such as %s, or "
+        "sync.design=owned, which needs none",
+        cause,
+        remedy,
+    )
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
