@@ -1,9 +1,10 @@
 """Every policy on the same data and model, under the same executor: what differs is only what the oracle keeps.
 
 A run is `exact` if its parameters, rows and optimizer state are those of the reference trainer, bit for bit (I1), and
-`promised` if its policy claims as much. Runs come one after another, so speeds carry the noise of the machine, and with
-them the slots in use at the most (`peak_rows`), since rows are fetched ahead as far as time allows; rows moved and hit
-rates do not. Of several trainers `peak_rows` and `cache_rows` are the first one's.
+`promised` if its policy claims as much. Rows moved and hit rates are the same in every run, so policies are ranked by
+those. Speeds carry the noise of the machine, and with them the slots in use at the most (`peak_rows`), since rows are
+fetched ahead as far as time allows: policies take turns, and speeds that overlap are not told apart. Of several
+trainers `peak_rows` and `cache_rows` are the first one's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -27,6 +29,7 @@ from bagpipe.training import train_accelerated, train_reference
 from bagpipe.types import Batch, Table
 
 KEYS = ("samples_per_second", "hit_rate", "fetched_rows", "written_rows", "stall_fraction")
+SPREAD = ("samples_per_second_min", "samples_per_second_max", "as_fast_as_any")
 QUALITY = ("peak_rows", "lookahead", "cache_rows", "loss", "log_loss", "auc")
 WARM_UP_ITERATIONS = 8
 WARM_UP_SAMPLES = 64
@@ -79,21 +82,22 @@ def points_of(job: Job, sweep: Sweep) -> list[Point]:
     return [Point(turn(job, value), value) for value in sweep.values]
 
 
-def num_iterations(points: Sequence[Point], policies: Sequence[str]) -> int:
+def num_iterations(points: Sequence[Point], policies: Sequence[str], repeats: int = 1) -> int:
     """How many iterations `compare` trains, those of the reference included."""
     references = {_data_key(point.job): point.job.iterations for point in points}
-    return sum(references.values()) + sum(len(policies) * point.job.iterations for point in points)
+    return sum(references.values()) + sum(repeats * len(policies) * point.job.iterations for point in points)
 
 
-def compare(job: Job, policies: Sequence[str], report: Report) -> list[Row]:
-    """Train a job with the reference, then once with each policy; `report` counts the iterations of all runs.
+def compare(job: Job, policies: Sequence[str], report: Report, repeats: int = 1) -> list[Row]:
+    """Train a job with the reference, then with each policy in turn; `report` counts the iterations of all runs.
 
-    A policy whose cache can't hold what it must keep is listed with the reason, and without figures.
+    Who fetches fewest rows comes first. A policy whose cache can't hold what it must keep comes last, with the reason
+    and without figures.
     """
-    return compare_over([Point(job)], policies, report)
+    return compare_over([Point(job)], policies, report, repeats)
 
 
-def compare_over(points: Sequence[Point], policies: Sequence[str], report: Report) -> list[Row]:
+def compare_over(points: Sequence[Point], policies: Sequence[str], report: Report, repeats: int = 1) -> list[Row]:
     """The same for each of several jobs; the reference trains once for those that have data and batches in common."""
     configs = [{name: _with_policy(point.job.config, name) for name in policies} for point in points]
     expected: dict[tuple[int, int], str] = {}
@@ -104,23 +108,60 @@ def compare_over(points: Sequence[Point], policies: Sequence[str], report: Repor
         if key not in expected:
             expected[key] = train_reference(job, _after(report, done, "reference"))[0].sha256()
             done += job.iterations
-        for name, config in own.items():
-            mine = replace(job, config=config, run_dir=job.run_dir / name)
-            try:
-                row = _run(mine, _after(report, done, name), expected[key])
-            except CapacityError as error:
-                row = dict.fromkeys((*KEYS, "exact", *QUALITY)) | {"reason": str(error)}
-            finally:
-                shutil.rmtree(mine.run_dir, ignore_errors=True)
-            done += job.iterations
-            where = {} if point.value is None else {"value": point.value}
-            promised = POLICIES[name].is_exact(config.policy_options.build())
-            rows.append({"policy": name} | where | row | {"promised": promised})
+        runs: dict[str, list[Row]] = {name: [] for name in own}
+        reasons: dict[str, str] = {}
+        for turn in range(repeats):
+            # There and back again, so that what slows the machine down for a while is not always one policy's share.
+            for name in own if turn % 2 == 0 else reversed(own):
+                mine = replace(job, config=own[name], run_dir=job.run_dir / name)
+                try:
+                    if name not in reasons:
+                        runs[name].append(_run(mine, _after(report, done, name), expected[key], warm_up=turn == 0))
+                except CapacityError as error:
+                    reasons[name] = str(error)
+                finally:
+                    shutil.rmtree(mine.run_dir, ignore_errors=True)
+                done += job.iterations
+        rows += _ranked(
+            {"policy": name}
+            | ({} if point.value is None else {"value": point.value})
+            | _joined(runs[name], reasons.get(name))
+            | {"promised": POLICIES[name].is_exact(config.policy_options.build())}
+            for name, config in own.items()
+        )
     return rows
 
 
-def _run(job: Job, report: Report, expected: str) -> Row:
-    _warm_up(job)
+def _ranked(rows: Iterable[Row]) -> list[Row]:
+    """By what is the same in every run; and which of them no run was fast enough to tell apart from the fastest."""
+    ranked = sorted(rows, key=lambda row: ("reason" in row, row["fetched_rows"] or 0, row["written_rows"] or 0))
+    ran = [row for row in ranked if "reason" not in row]
+    if ran:
+        fastest = max(ran, key=lambda row: row["samples_per_second"])
+        for row in ran:
+            overlap = row["samples_per_second_max"] >= fastest["samples_per_second_min"]
+            row["as_fast_as_any"] = overlap if row["runs"] > 1 else None
+    return ranked
+
+
+def _joined(runs: Sequence[Row], reason: str | None) -> Row:
+    """One row of all runs of a policy: what time decides is the median, slots in use are the most."""
+    if reason is not None:
+        return dict.fromkeys((*KEYS, "exact", *QUALITY, *SPREAD)) | {"runs": 0, "reason": reason}
+    speeds = [run["samples_per_second"] for run in runs]
+    return runs[0] | {
+        "samples_per_second": median(speeds),
+        "stall_fraction": median(run["stall_fraction"] for run in runs),
+        "exact": all(run["exact"] for run in runs),
+        "peak_rows": max(run["peak_rows"] for run in runs),
+        **dict(zip(SPREAD, (min(speeds), max(speeds), None), strict=True)),
+        "runs": len(runs),
+    }
+
+
+def _run(job: Job, report: Report, expected: str, warm_up: bool) -> Row:
+    if warm_up:
+        _warm_up(job)
     _, summary = train_accelerated(job, report)
     return (
         {key: summary[key] for key in KEYS}

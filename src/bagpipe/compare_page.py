@@ -57,10 +57,17 @@ def _summary(rows: Rows) -> str:
     ran = [row for row in rows if "reason" not in row]
     wrong = sorted({row["policy"] for row in ran if row["promised"] and not row["exact"]})
     inexact = sorted({row["policy"] for row in ran if not row["promised"]})
-    text = f"{len(ran)} runs on the same executor, each compared with the reference bit for bit. "
+    text = (
+        f"{sum(row['runs'] for row in ran)} runs on the same executor, each compared with the reference bit for bit. "
+    )
     text += f"Not the reference's bits, though promised: {', '.join(wrong)}. " if wrong else ""
     text += f"Does not promise the reference's bits: {', '.join(inexact)}. " if inexact else ""
-    return text + "Speeds are those of one run each, one after the other."
+    runs = max((row["runs"] for row in ran), default=0)
+    return text + (
+        f"Policies in order of rows fetched; speeds are medians of {runs} runs each, in turns."
+        if runs > 1
+        else "Policies in order of rows fetched; speeds are of one run each, and may differ by noise alone."
+    )
 
 
 def _bars(rows: Rows, key: str, title: str, label: str, show: Callable[[Number], str]) -> Chart:

@@ -6,6 +6,7 @@ each other end in a ConfigError that names the field, its value and what is allo
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterable
@@ -146,7 +147,8 @@ class SyncConfig(Section):
     """A row of design owned may change its owner while it is in the cache, and its optimizer state goes with it, where
     its next two uses save more than that sends; off: who owns it when it is fetched keeps it."""
     deterministic: bool = True
-    """Gradients of trainers are added in the order of their ranks; off: in any order, so that bits can differ."""
+    """Gradients of trainers are added in the order of their ranks; off: in another order, so that bits differ from the
+    reference. That gains nothing yet: `bagpipe launch` refuses it, as its trainers always add in the order of ranks."""
 
 
 class CheckpointConfig(Section):
@@ -312,7 +314,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     check: bool = False
-    """Follow every row and stop at the first wrong value; slow. Not of trainers in processes of their own."""
+    """Follow every row and stop at the first wrong value; slow. Several trainers only as threads of one process:
+    `bagpipe launch` refuses it."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes initial parameters, generated data and shuffling."""
     trainers: Positive = 1
@@ -352,6 +355,24 @@ class Config(Section):
         if self.store_memory is not None:
             store_memory_bytes(self.store_memory, self.store)
         return self
+
+
+def warn_of_lingering_rows(design: str, trainers: int, policy: str, lookahead: int | str) -> None:
+    """Say that `lrpp` exchanges what `replicated` does where a row does not leave right after its last use."""
+    if design != "lrpp" or trainers == 1 or policy == "nocache" or (policy == "lookahead" and lookahead != "auto"):
+        return
+    cause, remedy = (
+        ('lookahead = "auto"', "lookahead=200")
+        if policy == "lookahead"
+        else (f"policy = {policy!r}", "policy=lookahead with lookahead=200")
+    )
+    logging.getLogger("bagpipe").warning(
+        "sync.design = 'lrpp' exchanges the same rows as 'replicated' while the cache has room: with %s rows stay "
+        "after their last use, and lrpp saves only rows that leave. Set a fixed lookahead, such as %s, or "
+        "sync.design=owned, which needs none",
+        cause,
+        remedy,
+    )
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:

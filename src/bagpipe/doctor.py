@@ -78,14 +78,19 @@ def _numba() -> Check:
 
 
 def _kernel_cache() -> Check:
-    """Kernels are compiled once if Numba can write beside the package or into its own directory."""
-    import bagpipe
+    """Numba keeps them in NUMBA_CACHE_DIR, beside the package or in the user's cache, where it can write."""
+    from bagpipe.kernels import kept_in
+    from bagpipe.kernels.plan import find_uniques
 
-    places = [os.environ.get("NUMBA_CACHE_DIR"), str(Path(bagpipe.__file__).parent), str(Path.home())]
-    writable = next((place for place in places if place and os.access(place, os.W_OK)), None)
-    if writable:
-        return Check("compiled kernels", True, f"kept under {writable}")
-    return Check("compiled kernels", None, "can't be kept: each start compiles for some seconds", "set NUMBA_CACHE_DIR")
+    place = kept_in(find_uniques)
+    if place:
+        return Check("compiled kernels", True, f"kept in {place}")
+    return Check(
+        "compiled kernels",
+        None,
+        "can't be kept: each start compiles for some seconds",
+        "set NUMBA_CACHE_DIR to a directory that can be written",
+    )
 
 
 def _cores() -> Check:

@@ -50,8 +50,9 @@ class Forecast:
 
     lookahead: int
     cache_rows: int
-    """Slots in use at the peak: rows of a batch, rows that stay across it, and those fetched for the next two. With
-    as many slots the oracle never shortens this lookahead, and prefetching waits for none."""
+    """Different rows in the cache or on their way at the peak: rows of a batch, rows that stay across it, and those
+    fetched for the next two. A row that leaves and comes back counts once: its fetch waits for its write-back. With as
+    many slots the oracle never shortens this lookahead, and from lookahead 3 on prefetching waits for none."""
     unique_rows: float
     """Rows of a batch."""
     fetched_rows: float
@@ -101,7 +102,7 @@ def replay(
             raise ConfigError(f"lookahead is {lookahead}: give numbers from 1 to {KEEP - 1}")
     if not lookaheads:
         raise ConfigError("there is no lookahead to replay: give at least one")
-    past = _Past(tables, max(1, lookaheads[-1] - 1))
+    past = _Past(tables, max(1, ahead, lookaheads[-1] - 1))
     tallies = [_Tally(lookahead, len(tables), ahead) for lookahead in lookaheads]
     for ids in batches:
         counts, gaps = past.read(ids)
@@ -181,7 +182,9 @@ class _Tally:
         if window == self._lookahead - 1:
             self._steady_iterations += 1
             self._steady_fetched += need - int(staying.sum())
-        self._hold(need, staying)
+        returning = gaps[:, 1 : self._ahead + 1].sum(axis=0)
+        returning[:window] = 0  # these stay
+        self._hold(need, staying, returning)
         self._add_to_windows(need, gaps[:, 1 : self._lookahead].sum(axis=0))
         self._iteration += 1
 
@@ -206,14 +209,17 @@ class _Tally:
             ),
         )
 
-    def _hold(self, need: int, staying: Int64s) -> None:
-        """Count the slots of the batch, of its rows since their last use, and of its fetches while others train."""
+    def _hold(self, need: int, staying: Int64s, returning: Int64s) -> None:
+        """Count the rows of the batch, those of it since their last use, and its fetches while others train.
+
+        returning[g - 1] of those fetches are of rows that left g batches ago: until then they are counted already.
+        """
         iteration, mask = self._iteration, self._mask
         self._held[iteration & mask] = need
         crossed = (iteration - np.arange(1, len(staying) + 1)) & mask
         self._held[crossed] += staying.sum() - np.cumsum(staying)
-        before = (iteration - np.arange(1, min(self._ahead, iteration) + 1)) & mask
-        self._held[before] += need - staying.sum()
+        before = (iteration - np.arange(1, len(returning) + 1)) & mask
+        self._held[before] += need - staying.sum() - np.cumsum(returning)
         self._cache_rows = max(self._cache_rows, int(self._held.max()))
 
     def _add_to_windows(self, need: int, recent: Int64s) -> None:

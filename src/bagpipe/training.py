@@ -26,6 +26,7 @@ from bagpipe.checkpointing import (
     start_of,
     with_marks,
 )
+from bagpipe.config import Config, warn_of_lingering_rows
 from bagpipe.job import Job, dense_optimizer, discard
 from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
@@ -284,6 +285,7 @@ def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
     With checkpoints the run can be resumed, and `resume` is the path of the one to go on from. A run that fails leaves
     no directory behind, unless it has a checkpoint.
     """
+    _warn(job.config)
     with holding(job.run_dir):
         try:
             if job.config.checkpoint.every is not None:
@@ -298,6 +300,7 @@ def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
 
 def verify(job: Job, report: Report) -> Summary:
     """Train with the reference and with the configured system, and compare every bit."""
+    _warn(job.config)
     # The configured system first: what is wrong with its settings shows before the slower reference has run.
     found, _ = train_accelerated(job, report, hold=True)
     assert found is not None
@@ -311,3 +314,7 @@ def verify(job: Job, report: Report) -> Summary:
         "first_difference": differing[0] if differing else None,
         "parameters_sha256": expected.sha256(),
     }
+
+
+def _warn(config: Config) -> None:
+    warn_of_lingering_rows(config.sync.design, config.trainers, config.policy, config.lookahead)

@@ -262,3 +262,24 @@ def test_a_summary_that_could_not_be_written_whole_is_not_there_and_the_run_is_r
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["parameters_sha256"] == whole["parameters_sha256"]
     assert json.loads((run / "summary.json").read_text())["parameters_sha256"] == whole["parameters_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ((), "lookahead=200"),
+        (("policy=lru", "lookahead=4"), "policy=lookahead with lookahead=200"),
+        (("lookahead=4",), None),
+        (("sync.design=owned",), None),
+        (("trainers=1",), None),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_lrpp_that_saves_nothing_is_said_on_standard_error(bagpipe, caplog, command, settings, named):
+    chosen = ["trainers=2", "sync.design=lrpp", "iterations=2", "model.name=wide_deep", *settings]
+    result = bagpipe(command, *TINY, *(word for each in chosen for word in ("--set", each)), "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)
+    said = [record.getMessage() for record in caplog.records if "sync.design" in record.getMessage()]
+    assert len(said) == (named is not None)
+    assert named is None or (named in said[0] and "'lrpp'" in said[0] and "'replicated'" in said[0])

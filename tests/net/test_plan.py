@@ -26,6 +26,24 @@ def test_a_preset_gives_one_entry_a_lookahead_with_the_contracts_keys():
     assert [row["advised"] for row in rows] == [False, True]
 
 
+@pytest.fixture
+def by_hand(tmp_path):
+    """Six samples, one id each of one table, to be read as three batches: {a, b}, {b, c}, {a, b}."""
+    (tmp_path / "raw.csv").write_text("y,word\n" + "".join(f"{n % 2},{word}\n" for n, word in enumerate("abbcab")))
+    (tmp_path / "schema.toml").write_text('format = "csv"\nlabel = "y"\nnumeric = []\ncategorical = ["word"]\n')
+    prepare = ["data", "prepare", "csv", tmp_path / "raw.csv", tmp_path / "data", "--schema", tmp_path / "schema.toml"]
+    assert CliRunner().invoke(app, [*map(str, prepare), "--memory", "64GB"]).exit_code == 0
+    return tmp_path / "data"
+
+
+def test_the_figures_are_those_counted_by_hand(by_hand):
+    rows = json.loads(plan(by_hand, "--batch-size", 2, "--lookahead", "1,2,3", "--json"))
+    assert [row["fetched_rows"] * 3 for row in rows] == [6, 4, 3]
+    assert [row["shared_rows"] * 3 for row in rows] == [0, 2, 3], "b, b; and a, over the second batch"
+    assert [row["critical_rows"] * 3 for row in rows] == [2, 2, 2]
+    assert [row["cache_rows"] for row in rows] == [3, 3, 3], "there are no more rows, however often each is fetched"
+
+
 def test_shards_give_the_figures_of_the_stream_that_they_were_written_from(tmp_path):
     write(generated("tiny", 2000), tmp_path / "shards")
     options = ("--batch-size", 200, "--lookahead", "1,3,5", "--json")

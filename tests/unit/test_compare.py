@@ -33,7 +33,9 @@ def job(tmp_path):
 def test_every_policy_ends_with_the_reference_bits_and_moves_its_own_rows(job):
     seen = []
     rows = {row.pop("policy"): row for row in compare(job, chosen(), lambda done, note: seen.append(done))}
-    assert list(rows) == list(POLICIES)
+    assert set(rows) == set(POLICIES)
+    moved = [row["fetched_rows"] for row in rows.values()]
+    assert moved == sorted(moved), "who fetches fewest comes first"
     assert all(row["exact"] is True for row in rows.values())
     assert len({(row["loss"], row["auc"]) for row in rows.values()}) == 1
     assert rows["nocache"]["hit_rate"] == 0
@@ -88,6 +90,38 @@ def test_a_policy_that_does_not_fit_is_listed_with_the_reason(tmp_path):
     assert "keeps every row" in ideal["reason"]
 
 
+def test_the_order_is_that_of_rows_whatever_the_speeds_and_speeds_that_overlap_are_not_told_apart(job, monkeypatch):
+    """Speeds are played, everything else is trained: lru is fastest by far, the others are slow and alike."""
+    speeds = {"lru": [900.0, 950.0, 940.0], "belady": [100.0, 300.0, 120.0], "lookahead": [110.0, 945.0, 90.0]}
+    order = []
+
+    def timed(job, report):
+        state, summary = trained(job, report)
+        if job.run_dir.name == "warm-up":
+            return state, summary
+        order.append(job.config.policy)
+        return state, summary | {"samples_per_second": speeds[order[-1]][order.count(order[-1]) - 1]}
+
+    trained = comparison.train_accelerated
+    monkeypatch.setattr(comparison, "train_accelerated", timed)
+    there = ["lru", "belady", "lookahead"]
+    rows = compare(replace(job, config=parse_config(SETTINGS | {"cache": 500})), there, ignore, repeats=3)
+    assert order == [*there, *reversed(there), *there], "in turns"
+    assert [row["fetched_rows"] for row in rows] == sorted(row["fetched_rows"] for row in rows)
+    assert rows[-1]["policy"] == "lru", "it fetches most"
+    found = {row["policy"]: row for row in rows}
+    assert {name: row["samples_per_second"] for name, row in found.items()} == {
+        "lru": 940.0, "belady": 120.0, "lookahead": 110.0
+    }  # fmt: skip
+    assert (found["belady"]["samples_per_second_min"], found["belady"]["samples_per_second_max"]) == (100.0, 300.0)
+    assert {name for name, row in found.items() if row["as_fast_as_any"]} == {"lru", "lookahead"}
+    assert all(row["exact"] and row["runs"] == 3 for row in rows)
+
+
+def test_speeds_of_one_run_tell_nobody_apart(job):
+    assert [row["as_fast_as_any"] for row in compare(job, ["lru", "nocache"], ignore)] == [None, None]
+
+
 def test_policies_are_taken_once_each_and_unknown_ones_refused():
     assert chosen(["lru", "nocache", "lru"]) == ["lru", "nocache"]
     with pytest.raises(ConfigError, match="'fifo'"):
@@ -105,8 +139,8 @@ def swept(job, text, policies):
 def test_a_sweep_repeats_the_comparison_with_each_value(job):
     rows, seen = swept(job, "cache=500, 900", ["lru", "belady"])
     assert [(row["policy"], row["value"]) for row in rows] == [
-        ("lru", "500"), ("belady", "500"), ("lru", "900"), ("belady", "900")
-    ]  # fmt: skip
+        ("belady", "500"), ("lru", "500"), ("lru", "900"), ("belady", "900")
+    ], "where they fetch as many, in the order in which they were named"  # fmt: skip
     assert all(row["exact"] for row in rows)
     assert [row["cache_rows"] for row in rows] == [500, 500, 900, 900]
     assert rows[0]["fetched_rows"] > rows[2]["fetched_rows"]
@@ -170,7 +204,7 @@ def test_a_share_of_the_rows_is_a_cache_size(tmp_path):
 def row(policy, **more):
     figures = dict.fromkeys(("hit_rate", "stall_fraction", "loss", "auc"), 0.25)
     figures |= dict.fromkeys(("samples_per_second", "fetched_rows", "written_rows", "peak_rows", "cache_rows"), 1234)
-    return {"policy": policy} | figures | {"exact": True, "promised": True} | more
+    return {"policy": policy} | figures | {"exact": True, "promised": True, "runs": 3} | more
 
 
 def test_the_page_shows_every_policy_and_says_what_is_not_exact():

@@ -38,6 +38,11 @@ def rows_of(batch):
     return {(table, row) for table, ids in zip(owner, batch, strict=True) for row in ids.tolist()}
 
 
+def keys_of(rows):
+    """The (table, id) pairs of a list of a plan."""
+    return {(t, row) for t in range(len(TABLES)) for row in rows.of_table(t)[0].tolist()}
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_one_pass_finds_what_an_oracle_of_each_lookahead_fetches(seed):
     batches = some_batches(seed)
@@ -56,12 +61,13 @@ def test_the_cache_is_the_peak_of_rows_held_and_on_their_way(seed):
     batches = some_batches(seed)
     for each in replay(batches, TABLES, LOOKAHEADS):
         plans = plans_of(batches, each.lookahead)
-        held, peak = 0, 0
+        held, peak = set(), 0
         for number, plan in enumerate(plans):
-            held += len(plan.fetch)
-            peak = max(peak, held + sum(len(later.fetch) for later in plans[number + 1 : number + 1 + AHEAD]))
-            held -= len(plan.evict)
-        assert each.cache_rows == peak
+            held |= keys_of(plan.fetch)
+            coming = [keys_of(later.fetch) for later in plans[number + 1 : number + 1 + AHEAD]]
+            peak = max(peak, len(held.union(*coming)))
+            held -= keys_of(plan.evict)
+        assert each.cache_rows == peak <= len(set().union(*map(rows_of, batches)))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -71,6 +77,9 @@ def test_an_oracle_with_that_cache_never_shortens_its_lookahead(seed):
         ample, fitting = plans_of(batches, each.lookahead), plans_of(batches, each.lookahead, each.cache_rows)
         assert [plan.lookahead for plan in fitting] == [plan.lookahead for plan in ample]
         assert [plan.fetch.ids.tolist() for plan in fitting] == [plan.fetch.ids.tolist() for plan in ample]
+        if each.lookahead > AHEAD:
+            last = [int(plan.fetch.slot_after.max(initial=-1)) for plan in fitting]
+            assert all(freed < max(0, plan.iteration - AHEAD) for plan, freed in zip(fitting, last, strict=True))
 
 
 def test_critical_rows_are_those_that_the_next_batch_needs():

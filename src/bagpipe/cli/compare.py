@@ -22,6 +22,9 @@ SweepOver = Annotated[
         "skew=0.9,0.1 (share of accesses of the top 1% of rows, generated data only).",
     ),
 ]
+Repeat = Annotated[
+    int, typer.Option("--repeat", min=1, metavar="N", help="Runs of each policy, in turns: shows how far speeds vary.")
+]
 HtmlPath = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with charts, too.")]
 
 SHOWN = {
@@ -32,8 +35,11 @@ SHOWN = {
     "peak_rows": "peak",
     "cache_rows": "slots",
 }
-HIDDEN = ("lookahead", "log_loss", "reason", "promised")
-SHARES = ("hit_rate", "stall_fraction")
+HIDDEN = (
+    *("lookahead", "log_loss", "reason", "promised"),
+    *("runs", "samples_per_second_min", "samples_per_second_max", "as_fast_as_any"),
+)
+SHARES = ("hit_rate", "stall_fraction", "spread")
 
 
 def compare(
@@ -41,10 +47,14 @@ def compare(
     policies: Policies = None,
     sweep: SweepOver = None,
     html: HtmlPath = None,
+    repeat: Repeat = 3,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train with every policy on the same data and model, and hold each to the reference, bit for bit."""
+    """Train with every policy on the same data and model, and hold each to the reference, bit for bit.
+
+    Who fetches fewest rows comes first: that is the same in every run. Speeds are medians of runs in turns.
+    """
     from bagpipe.config import load_config
 
     configured = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
@@ -59,8 +69,8 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="bagpipe-compare-") as directory:
         job = prepare(configured, Path(directory) / "run")
         points = [Point(job)] if swept is None else points_of(job, swept)
-        with progress(num_iterations(points, names), "training") as report:
-            rows = compare_over(points, names, report)
+        with progress(num_iterations(points, names, repeat), "training") as report:
+            rows = compare_over(points, names, report, repeat)
     of_batches = swept is not None and swept.name == "batch"
     trained = f"{job.samples_of(job.iterations):,} samples" if of_batches else f"{job.iterations} iterations"
     title = f"{job.config.model.name} on {job.source}, {trained}"
@@ -90,8 +100,13 @@ def _print(title: str, rows: list[dict[str, Any]], swept: str | None) -> None:
     alike = len({row["cache_rows"] for row in rows} - {None}) <= 1
     hidden = (*HIDDEN, "cache_rows") if alike else HIDDEN
     print_rows(
-        title, [{names.get(name, name): _shown(name, row[name]) for name in row if name not in hidden} for row in rows]
+        title,
+        [
+            {names.get(name, name): _shown(name, value) for name, value in _spread(row).items() if name not in hidden}
+            for row in rows
+        ],
     )
+    _tell_of_speeds(rows, swept)
     for name in dict.fromkeys(row["policy"] for row in rows if not row["promised"]):
         console.print(f"{name} does not promise the reference's bits with these options", highlight=False)
     for row in rows:
@@ -102,8 +117,34 @@ def _print(title: str, rows: list[dict[str, Any]], swept: str | None) -> None:
             console.print(f"{row['policy']} can't run{at}: {row['reason']}", highlight=False, markup=False)
 
 
+def _tell_of_speeds(rows: list[dict[str, Any]], swept: str | None) -> None:
+    """How far speeds can be relied on, and which policies they do not tell apart."""
+    most = max((row["runs"] for row in rows), default=0)
+    told = "Whoever fetches fewest rows comes first: that is the same in every run. "
+    if most == 1:
+        told += "Speeds are of one run each, and may differ by noise alone: --repeat 3 shows how far they vary."
+    elif most:
+        told += f"Speeds are medians of {most} runs in turns; spread is from the slowest of these to the fastest."
+    console.print(told, highlight=False)
+    for value in dict.fromkeys(row.get("value") for row in rows):
+        alike = [row["policy"] for row in rows if row.get("value") == value and row["as_fast_as_any"]]
+        if len(alike) > 1:
+            at = "" if value is None else f" at {swept} {value}"
+            console.print(f"Not told apart by speed{at}, the fastest among them: {', '.join(alike)}", highlight=False)
+
+
 def _is_broken(row: dict[str, Any]) -> bool:
     return bool(row["promised"]) and row["exact"] is False
+
+
+def _spread(row: dict[str, Any]) -> dict[str, Any]:
+    """With how far its speeds are apart, beside them, where there are several."""
+    if row["runs"] < 2:
+        return row
+    apart = (row["samples_per_second_max"] - row["samples_per_second_min"]) / row["samples_per_second"]
+    place = list(row).index("samples_per_second") + 1
+    items = list(row.items())
+    return dict([*items[:place], ("spread", apart), *items[place:]])
 
 
 def _shown(name: str, value: Any) -> Any:

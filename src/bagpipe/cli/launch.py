@@ -29,7 +29,7 @@ ServerCores = Annotated[float, typer.Option(min=0.0, help="What each server rese
 TrainerCores = Annotated[
     int | None, typer.Option(min=1, help="What each trainer reserves and uses; all of this machine's, shared.")
 ]
-TrainerGpus = Annotated[float, typer.Option(min=0.0, help="What each trainer reserves.")]
+TrainerGpus = Annotated[float, typer.Option(min=0.0, help="0: trainers use no GPU yet, more is refused.")]
 ResumedRun = Annotated[
     Path | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
 ]
@@ -69,6 +69,7 @@ def launch(
     from bagpipe.config import load_config, memory_bytes
 
     require_ray()
+    _refuse_gpus(trainer_gpus)
     given = [*(settings or ()), *([] if trainers is None else [f"trainers={trainers}"])]
     resumed = None if resume is None else _resumed(resume, config, run_dir, given)
     # Before PyTorch is loaded: a wrong one is refused at once.
@@ -91,7 +92,6 @@ def launch(
         server_memory=memory,
         server_cores=server_cores,
         trainer_cores=trainer_cores,
-        trainer_gpus=trainer_gpus,
     )
     with StatusLines(errors, live=not script) as show:
         launched = launch(request, show, sys.stderr.write if as_json else sys.stdout.write, show.tell)
@@ -101,6 +101,15 @@ def launch(
         shared_by = f"{request.trainers} trainers, " if request.trainers > 1 else ""
         print_pairs(f"{chosen.model.name}, {shared_by}{request.servers} servers", launched.summary)
     raise typer.Exit(launched.exit_code)
+
+
+def _refuse_gpus(wanted: float) -> None:
+    from bagpipe.errors import ConfigError
+
+    if wanted:
+        raise ConfigError(
+            f"--trainer-gpus {wanted:g}: trainers use no GPU yet, and these would stay idle: leave it out"
+        )
 
 
 def _resumed(run: Path, config: Path | None, run_dir: Path | None, given: list[str]) -> Resumed:

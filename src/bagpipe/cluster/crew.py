@@ -61,9 +61,7 @@ class RayCrew(ABC, Generic[ResultT]):
             Need(f"server {number}", request.server_cores, memory_bytes=request.server_memory or SERVER_BYTES)
             for number in range(request.servers)
         ]
-        self.trainers = [
-            Need(f"trainer {number}", request.threads, request.trainer_gpus) for number in range(request.trainers)
-        ]
+        self.trainers = [Need(f"trainer {number}", request.threads) for number in range(request.trainers)]
         self.others: list[Need] = []
         """What else an attempt needs."""
         self.board = self.servers[0].role

@@ -21,7 +21,7 @@ from bagpipe.cluster.request import Request
 from bagpipe.cluster.session import OwnRay, disconnect, exit_codes_kept, join
 from bagpipe.cluster.trainer_role import Trained
 from bagpipe.cluster.watch import Watch
-from bagpipe.config import Config
+from bagpipe.config import Config, warn_of_lingering_rows
 from bagpipe.job import Job, claim, discard, open_job, prepare
 from bagpipe.recovery import Incident, Supervisor
 from bagpipe.results import Summary, joined_summary, write_summary
@@ -56,6 +56,8 @@ def launch(
     """
     config = _resolved(request.config, request.servers)
     request = replace(request, config=config)
+    if request.script is None:  # which has a lookahead of its own, and warns itself
+        warn_of_lingering_rows(config.sync.design, config.trainers, config.policy, config.lookahead)
     with exit_codes_kept(), ExitStack() as stack:
         own = stack.enter_context(closing(OwnRay(cores=_own_cores(request)))) if request.address is None else None
         job = _job(request) if request.script is None else None
@@ -133,9 +135,10 @@ def _supervise(crew: RayCrew[ResultT], told: _Told) -> tuple[ResultT, list[Incid
 
 def _resolved(config: Config, servers: int) -> Config:
     """With paths that mean the same in any directory."""
-    path = config.data.path
-    data = config.data if path is None else config.data.model_copy(update={"path": path.resolve()})
-    return config.model_copy(update={"data": data, "servers": servers})
+    path, known = config.data.path, {"servers": servers}
+    if path is None:
+        return config.model_copy(update=known)  # data that nobody has set stays so
+    return config.model_copy(update=known | {"data": config.data.model_copy(update={"path": path.resolve()})})
 
 
 def _own_cores(request: Request) -> float:

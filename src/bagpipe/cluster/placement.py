@@ -78,7 +78,7 @@ def _await_free(ray: ModuleType, needs: Sequence[Need]) -> None:
         if hopeless or time.monotonic() > until:
             raise ClusterError(
                 f"the cluster has too little for this run: {lacking}. Add nodes or end what runs there, or ask for "
-                "less with --trainers, --servers, --processors, --server-memory, --trainer-cores, --trainer-gpus"
+                "less with --trainers, --servers, --processors, --server-memory, --trainer-cores"
             )
         time.sleep(0.2)
 

@@ -8,10 +8,15 @@ from pathlib import Path
 import torch
 
 from bagpipe.checkpointing import NAME as CHECKPOINTS
-from bagpipe.config import Config
+from bagpipe.config import Config, Section
 from bagpipe.errors import ConfigError
 from bagpipe.recovery import BEGINNING, Point
 from bagpipe.resuming import Resumed
+
+SCRIPT_SETTINGS = frozenset(
+    {"trainers", "servers", "assign", "sync", "wire", "recovery", "store", "store_memory", "threads", "seed"}
+)
+"""What a launch decides for a script; everything else the script says itself."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,6 @@ class Request:
     server_cores: float = 1.0
     trainer_cores: int | None = None
     """Of each trainer. None: as many as torch uses here; on this machine alone, trainers share them."""
-    trainer_gpus: float = 0.0
-    """Of each trainer."""
 
     def __post_init__(self) -> None:
         for name, value in (("--servers", self.servers), ("--processors", self.processors)):
@@ -54,6 +57,7 @@ class Request:
             )
         if self.checkpoints is not None:
             self._check_checkpoints(self.checkpoints)
+        self._refuse_without_effect()
 
     def _check_checkpoints(self, directory: Path) -> None:
         if self.script is None:
@@ -69,6 +73,36 @@ class Request:
             raise ConfigError(
                 f"--checkpoints {directory} is in the directory of the run, {self.run_dir}, of which only logs and "
                 f"{CHECKPOINTS} stay if it fails: give another, or leave it out and use {own}"
+            )
+
+    def _refuse_without_effect(self) -> None:
+        """Settings that would be taken and do nothing."""
+        config = self.config
+        if self.script is not None:
+            for name in sorted(config.model_fields_set - SCRIPT_SETTINGS):
+                raise ConfigError(
+                    f"{name} = {_shown(getattr(config, name))} has no effect on the script {self.script}, which trains "
+                    "what it says itself: leave the setting out, and change the script, its bagpipe.accelerate(...) "
+                    "where that has such an argument"
+                )
+            if self.processors != 1:
+                raise ConfigError(
+                    f"--processors {self.processors} has no effect on the script {self.script}, which reads its own "
+                    "loader: leave it out, and give bagpipe.data.Loader(..., processes=N) in the script"
+                )
+        if config.trainers == 1:
+            return
+        if not config.sync.deterministic:
+            raise ConfigError(
+                "sync.deterministic = false has no effect under bagpipe launch: trainers exchange over gloo, in sends "
+                "and receives that are added in the order of ranks, so there is no faster sum to allow. Leave it out; "
+                "it needs NCCL, which launch does not use yet"
+            )
+        if config.check:
+            raise ConfigError(
+                f"check = true can't follow the rows of {config.trainers} trainers in processes of their own: use "
+                f"bagpipe train --set trainers={config.trainers} --set check=true, which checks as many trainers in "
+                "one process and trains the same bits with the same threads, or leave it out"
             )
 
     @property
@@ -93,4 +127,9 @@ class Request:
     def keeps_spare(self) -> bool:
         """Whether a process is kept ready for who is lost: on a Ray of our own, where it may be any role."""
         recovery = self.config.recovery
-        return recovery.spare and recovery.restarts_max > 0 and self.address is None and not self.trainer_gpus
+        return recovery.spare and recovery.restarts_max > 0 and self.address is None
+
+
+def _shown(value: object) -> str:
+    """A setting, or those of a section that were given."""
+    return repr(value.model_dump(exclude_unset=True) if isinstance(value, Section) else value)

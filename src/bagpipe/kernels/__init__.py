@@ -17,24 +17,48 @@ from numba.core import event
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "fastmath": False, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
 """A division by zero is inf or NaN, as in NumPy."""
 SILENT_SECONDS = 1.0
 """Compiling that takes longer than this is explained, once a process."""
 
 
+KEPT = (
+    "compiling kernels, which takes some seconds. They are kept on disk: later runs compile only what they are the "
+    "first to need, and everything again after an upgrade of bagpipe or numba, or on another kind of processor"
+)
+NOT_KEPT = (
+    "compiling kernels, which takes some seconds at every start: no directory to keep them in can be written. Set "
+    "NUMBA_CACHE_DIR to one that can"
+)
+
+
 def kernel(function: Function) -> Function:
-    """Compile a function at its first call, cached on disk, free of the GIL."""
-    return cast(Function, njit(**_OPTIONS, boundscheck=False)(function))
+    """Compile a function at its first call, kept on disk where that is possible, free of the GIL."""
+    return _compiled(function, boundscheck=False)
 
 
 def inlined(function: Function) -> Function:
     """Compile a function that kernels call, inlined into each of them."""
-    return cast(Function, njit(**_OPTIONS, inline="always")(function))
+    return _compiled(function, inline="always")
+
+
+def _compiled(function: Function, **options: Any) -> Function:
+    try:
+        return cast(Function, njit(**_OPTIONS, cache=True, **options)(function))
+    except RuntimeError as error:  # all that Numba says where it finds no directory that it can write to
+        if "cannot cache" not in str(error):
+            raise
+        return cast(Function, njit(**_OPTIONS, **options)(function))
+
+
+def kept_in(compiled: Any) -> str | None:
+    """Where the code of a kernel is kept; None: nowhere, each process compiles it again."""
+    return cast("str | None", compiled.stats.cache_path)
 
 
 class Announcer(event.Listener):  # type: ignore[misc, unused-ignore]
-    """Tells people why the first run on a machine starts slowly; a kernel that is loaded from disk raises no event."""
+    """Tells people why a run starts slowly; a kernel that is loaded from disk raises no event."""
 
     def __init__(self) -> None:
         self._depth, self._seconds, self._start, self._said = 0, 0.0, 0.0, False
@@ -45,7 +69,7 @@ class Announcer(event.Listener):  # type: ignore[misc, unused-ignore]
             return
         if self._seconds > SILENT_SECONDS and not self._said:
             self._said = True
-            logging.getLogger("bagpipe").warning("compiling kernels; this happens once, later runs find them on disk")
+            logging.getLogger("bagpipe").warning(KEPT if kept_in(event.data["dispatcher"]) else NOT_KEPT)
         if self._depth == 0:
             self._start = time.perf_counter()
         self._depth += 1

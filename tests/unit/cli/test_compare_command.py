@@ -7,6 +7,7 @@ from bagpipe.cli import app
 from bagpipe.errors import ConfigError
 from bagpipe.observe.page import Page
 
+ONCE = {"runs": 1, "as_fast_as_any": None}
 CONTRACT = {"policy", "samples_per_second", "hit_rate", "fetched_rows", "written_rows", "stall_fraction", "exact"}
 SETTINGS = ["data.preset=tiny", "data.samples=800", "model.name=wide_deep", "model.dim=4", "batch_size=128"]
 
@@ -27,6 +28,21 @@ def test_json_is_a_list_with_the_contracts_keys():
     assert all(set(row) >= CONTRACT and row["exact"] for row in rows)
 
 
+def test_policies_come_in_the_order_of_rows_fetched_and_speeds_with_their_spread():
+    named = "nocache,lru,lookahead"
+    rows = json.loads(compare("--policies", named, "--repeat", "2", "--json", cache=420).stdout)
+    assert [row["policy"] for row in rows] == ["lookahead", "lru", "nocache"]
+    assert all(row["runs"] == 2 for row in rows)
+    assert all(
+        row["samples_per_second_min"] <= row["samples_per_second"] <= row["samples_per_second_max"] for row in rows
+    )
+    shown = " ".join(compare("--policies", named, "--repeat", "2", cache=420).stdout.split())
+    assert "medians of 2 runs in turns" in shown
+    once = " ".join(compare("--policies", named, "--repeat", "1", cache=420).stdout.split())
+    assert "of one run each" in once
+    assert "--repeat 3" in once
+
+
 def test_people_see_a_table_and_why_a_policy_is_missing():
     result = compare("--policies", "lru,ideal", cache=420)
     assert result.exit_code == 0
@@ -35,10 +51,10 @@ def test_people_see_a_table_and_why_a_policy_is_missing():
 
 def test_a_sweep_and_a_page_can_be_had(tmp_path):
     page = tmp_path / "page.html"
-    result = compare("--policies", "lru", "--sweep", "cache=500,900", "--html", str(page))
+    result = compare("--policies", "lru", "--sweep", "cache=500,900", "--repeat", "1", "--html", str(page))
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert [line[1] for line in lines if line[:1] == ["lru"]] == ["500", "900"]
+    assert [line[1] for line in lines if line[:1] == ["lru"]] == ["500", "900"], result.stdout
     assert "Over cache" in page.read_text()
 
 
@@ -80,14 +96,16 @@ def test_the_table_is_shown_even_if_the_page_can_not_be_saved_in_the_end(monkeyp
 
 def found(monkeypatch, **slots):
     """What a comparison that has found these slots would say."""
-    figures = dict.fromkeys(("samples_per_second", "hit_rate", "peak_rows"), 1) | {"exact": True, "promised": True}
+    figures = (
+        dict.fromkeys(("samples_per_second", "hit_rate", "peak_rows"), 1) | {"exact": True, "promised": True} | ONCE
+    )
     rows = [{"policy": name, "cache_rows": count} | figures for name, count in slots.items()]
     monkeypatch.setattr("bagpipe.compare.compare_over", lambda *_: rows)
     return compare().stdout
 
 
 def test_the_title_of_a_sweep_of_batches_tells_samples_as_iterations_differ(monkeypatch):
-    rows = [{"policy": "lru", "value": size, "cache_rows": 1, "exact": True, "promised": True} for size in "12"]
+    rows = [{"policy": "lru", "value": size, "cache_rows": 1, "exact": True, "promised": True} | ONCE for size in "12"]
     monkeypatch.setattr("bagpipe.compare.compare_over", lambda *_: rows)
     assert "on tiny, 720 samples\n" in compare("--sweep", "batch=1,2").stdout
     assert "on tiny, 6 iterations\n" in compare("--sweep", "cache=1,2").stdout

@@ -116,7 +116,6 @@ def test_none_is_kept_where_it_could_not_be_used(clock):
     config = parse_config({})
     assert Request(config).keeps_spare
     assert not Request(config, address="10.0.0.1:6379").keeps_spare
-    assert not Request(config, trainer_gpus=1.0).keeps_spare
     assert not Request(parse_config({"recovery": {"restarts_max": 0}})).keeps_spare
     assert not Request(parse_config({"recovery": {"spare": False}})).keeps_spare
 

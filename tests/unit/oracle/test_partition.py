@@ -139,3 +139,27 @@ def test_divided_plans_do_not_depend_on_the_oracles_threads_or_on_who_asks_first
         cut_later = [{rank: d.part(rank, samples) for rank in order} for d, samples in reversed(divisions)]
         parts.append([of_plan[rank] for of_plan in cut_later for rank in range(4)])
     assert not [name for ours, theirs in zip(*parts, strict=True) for name in differing(ours, theirs)]
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "policy", "saves"),
+    [
+        ("auto", "lookahead", False),
+        (4, "lookahead", True),
+        (4, "lru", False),
+        (4, "ideal", False),
+        (1, "nocache", True),
+    ],
+)
+def test_lrpp_saves_rows_only_where_they_leave_right_after_their_last_use(lookahead, policy, saves):
+    """What `bagpipe` warns of: where they stay, every row is exchanged, as with replicated."""
+    batches = random_batches(np.random.default_rng(6), 3, 300)
+    exchanged = {}
+    for design in ("lrpp", "replicated"):
+        plans = planned(batches, 3, lookahead=lookahead, policy=policy, capacity=[40, 60])
+        parts = [division.part(0, samples).sync for division, samples in Partition(
+            3, TABLES, [40, 60], design=design).plans(plans)]  # fmt: skip
+        before_the_end = parts[:30]  # as data ends, rows leave
+        exchanged[design] = sum(len(p.gradients.shared) + len(p.later_gradients.shared) for p in before_the_end)
+    assert (exchanged["lrpp"] < exchanged["replicated"]) == saves
+    assert exchanged["lrpp"] <= exchanged["replicated"]
