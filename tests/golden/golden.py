@@ -19,7 +19,7 @@ from pathlib import Path
 
 import tomllib
 
-START = "0000000000000000000000000000000000000000"
+START = "a49fb28e1ec5ebc8e8f461299a5dcdf5f4a0c7d2"
 """The commit where the redesign begins."""
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
