@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,7 +127,7 @@ def read_time_reference(cell: bytes, way: int) -> tuple[int, int]:
         if way == HOURS:
             if not re.fullmatch(r"[0-9]{8}", text):
                 return 0, WRONG
-            moment = datetime.strptime("20" + text, "%Y%m%d%H").replace(tzinfo=timezone.utc)
+            moment = datetime.strptime("20" + text, "%Y%m%d%H").replace(tzinfo=UTC)
         else:
             match = _ISO.fullmatch(text)
             if match is None:
