@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 train: install
 	$(BIN)/bagpipe train
 
-test: install
+test: install  # all but what takes minutes, which chaos runs
 	$(BIN)/python -m pytest -n 2 -m 'not long'
 
 check: install
