@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,6 @@ from bagpipe.optim import RowOptimizer
 from bagpipe.policy_options import WAYS_MAX, PolicyOptions
 from bagpipe.store.residency import RESIDENT_BYTES_MIN
 from bagpipe.table import Table
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
 
 DEFAULT_PRESET = "criteo-kaggle-like"
 DEFAULT_SAMPLES = 400_000

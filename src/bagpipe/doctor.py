@@ -49,17 +49,17 @@ def _guarded(check: Callable[[], Check]) -> Check:
 
 
 def _python() -> Check:
-    version = platform.python_version()
-    return Check("python", sys.version_info >= (3, 10), version, "" if sys.version_info >= (3, 10) else "install 3.10+")
+    good = sys.version_info >= (3, 11)
+    return Check("python", good, platform.python_version(), "" if good else "install 3.11 or newer")
 
 
 def _torch() -> Check:
     import torch
 
     parts = torch.__version__.split("+")[0].split(".")
-    good = (int(parts[0]), int(parts[1])) >= (2, 4)
+    good = (int(parts[0]), int(parts[1])) >= (2, 13)
     kind = "CUDA build" if torch.version.cuda else "CPU build"
-    return Check("torch", good, f"{torch.__version__} ({kind})", "" if good else "install torch 2.4 or newer")
+    return Check("torch", good, f"{torch.__version__} ({kind})", "" if good else "install torch 2.13 or newer")
 
 
 def _numba() -> Check:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from bagpipe.kernels.cells import GOOD, MISSING, WRONG
-from bagpipe.kernels.times import _ISO, HOURS
+from bagpipe.kernels.times import HOURS
+
+_ISO = re.compile(r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?::(\d\d)(?:[.,]\d+)?)?(Z|[+-]\d\d(?::?\d\d)?)?)?", re.ASCII)
 
 
 def define_read_time(cell: bytes, way: int) -> tuple[int, int]:
@@ -18,7 +20,7 @@ def define_read_time(cell: bytes, way: int) -> tuple[int, int]:
         if way == HOURS:
             if not re.fullmatch(r"[0-9]{8}", text):
                 return 0, WRONG
-            moment = datetime.strptime("20" + text, "%Y%m%d%H").replace(tzinfo=timezone.utc)
+            moment = datetime.strptime("20" + text, "%Y%m%d%H").replace(tzinfo=UTC)
         else:
             match = _ISO.fullmatch(text)
             if match is None:

@@ -15,9 +15,8 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
-
 import tomllib
+from pathlib import Path
 
 START = "a49fb28e1ec5ebc8e8f461299a5dcdf5f4a0c7d2"
 """The commit where the redesign begins."""

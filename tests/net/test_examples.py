@@ -26,13 +26,16 @@ def code(name):
     return (EXAMPLES / name).read_text().split('"""', 2)[2].splitlines()
 
 
-def test_accelerating_a_script_takes_at_most_six_lines():
+def test_accelerating_a_script_takes_the_lines_that_the_readme_counts():
     plain, fast = (code(name) for name in ("plain_pytorch.py", "accelerated.py"))
     changes = [line for line in difflib.ndiff(plain, fast) if line[:1] in "+-" and line[2:].strip()]
     added = [line[2:] for line in changes if line.startswith("+")]
-    assert len(added) <= 6
-    assert len(changes) - len(added) <= len(added)
-    assert all(line.endswith(("# new", "# changed")) for line in added), added
+    changed = len(changes) - len(added)  # what goes, another line comes for
+    assert sum(line.endswith("# changed") for line in added) == changed
+    assert sum(line.endswith("# new") for line in added) == len(added) - changed
+    readme = " ".join((EXAMPLES.parent / "README.md").read_text().split())
+    assert f"{len(added) - changed} lines are new and {changed} are changed" in readme
+    assert "Five lines" not in readme
 
 
 def test_both_scripts_end_with_equal_parameters(tmp_path):

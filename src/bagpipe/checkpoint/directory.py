@@ -37,7 +37,7 @@ from bagpipe.failpoints import reach
 from bagpipe.kernels.xxh64 import xxh64
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _TMP, _OLD = ".tmp-", ".old-"
 _LEFTOVER = re.compile(r"\.(tmp|old)-[0-9]{8,}-[0-9a-f]{8}")

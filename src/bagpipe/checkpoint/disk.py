@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 

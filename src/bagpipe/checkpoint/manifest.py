@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -148,7 +148,7 @@ class Manifest(Facts, frozen=True, kw_only=True):
     @classmethod
     def make(cls, facts: Facts, *, done: int, base: BaseEntry | None, files: Sequence[FileEntry]) -> Manifest:
         """The manifest of a checkpoint that is about to be complete."""
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        created = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(
             **{name: getattr(facts, name) for name in Facts.__struct_fields__},
             done=done,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +34,7 @@ State = Annotated[bool, typer.Option(help="Parquet: what the optimizer keeps of 
 Keep = Annotated[int, typer.Option(min=1, help="How many of the last ones stay, with all that they build on.")]
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """What checkpoints can be exported to."""
 
     safetensors = "safetensors"

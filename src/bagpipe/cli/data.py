@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +33,7 @@ Burst = Annotated[float, typer.Option(help="Chance that an id repeats one of the
 Workers = Annotated[int, typer.Option(min=1, help="Threads that generate; the samples do not depend on it.")]
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What raw files hold."""
 
     criteo = "criteo"
@@ -44,7 +44,7 @@ class Kind(str, Enum):
     tsv = "tsv"
 
 
-class OnError(str, Enum):
+class OnError(StrEnum):
     """What to do with a line that can't be used."""
 
     stop = "stop"

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 EVERY_S = 10.0
 """How often a role has a plain line in which only figures are new."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -112,6 +110,3 @@ def read_times(data: Bytes, starts: Ints, lengths: Ints, way: int, times: NDArra
         states[i] = GOOD if seconds > _NEVER // 2 else WRONG
         if states[i] == GOOD:
             times[i] = seconds
-
-
-_ISO = re.compile(r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?::(\d\d)(?:[.,]\d+)?)?(Z|[+-]\d\d(?::?\d\d)?)?)?", re.ASCII)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bagpipe.errors import StoreError
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from bagpipe.checkpoint.manifest import FileEntry
     from bagpipe.checkpoint.shards import Compression

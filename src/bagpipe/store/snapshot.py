@@ -19,7 +19,7 @@ from bagpipe.store.history import History, Mark
 from bagpipe.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _ROWS_PER_SEARCH = 1 << 20
 _ROWS_PER_LOOK = 1 << 18

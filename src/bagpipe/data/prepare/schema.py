@@ -6,7 +6,7 @@ What is wrong with a schema by itself is found here (I8); whether a file has its
 from __future__ import annotations
 
 import json
-import sys
+import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,11 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from bagpipe.errors import ConfigError, DataError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
