@@ -9,16 +9,18 @@ import pytest
 
 from bagpipe.errors import ClusterError
 from bagpipe.failpoints import Fault
-from harness import seams
+from harness import sabotage, seams
 from harness.cluster import Crew
 from harness.faults import (
     AFTERWARDS,
+    BY_SCHEDULE,
     LARGE,
     RECOVERY,
     SERVER_LOST,
     SMALL,
     USUAL,
     USUALLY,
+    WAITING,
     error_of,
     random_faults,
     reached_after,
@@ -34,7 +36,8 @@ LOSSY = {"delay": (0.0, 0.003), "loss": 0.03, "duplicate": 0.1, "reorder": 0.2}
 def test_a_role_may_die_at_any_point(name):
     choose = random.Random(name)
     role, count = choose.choice(sorted(roles_at(USUAL, name).items()))
-    survives(USUAL, Fault(name, at=choose.randint(1, count), role=role), seed=choose.randrange(1000))
+    seed = 0 if name in BY_SCHEDULE else choose.randrange(1000)  # that of `roles_at`
+    survives(USUAL, Fault(name, at=choose.randint(1, count), role=role), seed=seed)
 
 
 @pytest.mark.parametrize("name", AFTERWARDS)
@@ -115,6 +118,34 @@ def test_without_a_journal_a_lost_server_takes_all_back_to_a_checkpoint():
     fault = Fault("server.write.applied", at=20, role="server-1")
     ended = survives(USUAL, fault, journals=False)
     assert ended.incidents[0].done_after == 4
+
+
+@pytest.mark.parametrize("role", ["trainer-0", "trainer-1", "server-0", "server-1"])
+def test_any_role_may_die_while_a_read_waits_for_another_trainer(role):
+    count = roles_at(WAITING, "server.read.parked")["server-0"]
+    fault = Fault("server.read.parked", at=count // 2, role="server-0")
+    survives(WAITING, fault, victims={fault.name: [role]})
+
+
+def test_reads_wait_while_messages_are_lost_doubled_and_late():
+    ended = run(WAITING, **LOSSY)
+    assert not ended.differs
+    assert ("server-0", "server.read.parked") in ended.reaches
+
+
+@pytest.mark.parametrize("defect", [sabotage.admit_reads_early, sabotage.release_reads_early])
+def test_a_read_that_a_server_answers_one_iteration_early_is_noticed(monkeypatch, defect):
+    defect(monkeypatch)
+    assert any(run(WAITING, seed=seed).differs for seed in range(6))
+
+
+def test_a_seed_gives_the_same_steps_again():
+    fault = Fault("server.write.applied", at=20, role="server-1")
+    first, second = (survives(WAITING, fault, seed=5, **LOSSY) for _ in range(2))
+    assert len(first.crew.steps) == 2
+    assert first.crew.steps == second.crew.steps
+    assert first.reaches == second.reaches
+    assert ("server-0", "server.read.parked") in first.reaches
 
 
 @pytest.fixture

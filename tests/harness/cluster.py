@@ -39,15 +39,6 @@ def session(generation):
     return Wiring(RUN, None, None).session(generation)
 
 
-class ServedRows(RemoteStore):
-    """Rows on servers, which are asked for only when they would answer at once: nothing else could run meanwhile."""
-
-    servers = ()
-
-    def reached(self, after):
-        return all(server is None or server.reached >= after for server in self.servers)
-
-
 class Crew:
     """All roles of a run, by name: trainer-0, ..., server-0, ..., oracle, processor-0, ..."""
 
@@ -73,6 +64,8 @@ class Crew:
         self.order, self.settings = job.data_order(), job.plan_settings()
         self.current = None
         self.num_attempts = 0
+        self.steps = []
+        """Whose turn it was, in each attempt."""
         for role in [*self.server_roles, *self.processors, "oracle", *self.trainers]:
             self.start(role)
 
@@ -114,7 +107,9 @@ class Crew:
     def attempt(self, generation, point, went_on):
         self.raise_losses()
         self.num_attempts += 1
-        attempt = self.current = Attempt(self.seed + 1000 * self.num_attempts, self.grace)
+        attempt = Attempt(self.seed + 1000 * self.num_attempts, self.grace, when_idle=self.network.pass_time)
+        self.current = attempt
+        self.steps.append(attempt.together.steps)
         oracle = _Oracle(self, attempt, self.lives["oracle"], point.done)
         groups = [Groups(*ends) for ends in zip(*(memory_groups(len(self.trainers)) for _ in range(3)), strict=True)]
         job = self.job.made(len(self.trainers))
@@ -188,6 +183,7 @@ class Crew:
                 )  # fmt: skip
                 self.servers[role] = server
                 self.network.listen(role, server.handle)
+                self.network.ticks[role] = server.tick
             elif kind == "processor":
                 service = DataProcessorService(
                     lambda handler: self.network.listen(role, handler), self.order,
@@ -243,11 +239,10 @@ class _Trainer:
         run = session(crew.generation)
         plans = RemotePlans(crew.network, "oracle", run=run, trainer=rank, done=self.point.done)
         self.driver.also["plan"] = lambda: outbox.has(rank, plans._answers.next)
-        store = ServedRows(
+        store = RemoteStore(
             self.job.model()[2], crew.server_roles, crew.network, run=RUN, generation=crew.generation, trainer=rank,
             trainers=len(crew.trainers), shared_memory=False, watch=self._gone, patience=Patience(retry_s=1.0),
         )  # fmt: skip
-        store.servers = [crew.servers.get(role) for role in crew.server_roles]
         done = self.point.done
         groups = _MortalGroups(self.groups, self.life) if len(crew.trainers) > 1 else None
         return train_remote(

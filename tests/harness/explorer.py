@@ -44,12 +44,16 @@ class Together:
         eagerness: float = 2.0,
         last: frozenset[str | Step] = frozenset(),
         deadline_s: float = DEADLINE_S,
+        when_idle: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`deadline_s` is how long a loop may run from one wait to the next, in case it hangs on something else."""
+        """`deadline_s` is how long a loop may run from one wait to the next, in case it hangs on something else.
+
+        `when_idle` is called when nothing can run: whether it has changed something, as a clock that moves on.
+        """
         self.steps: list[Step] = []
         self._random = random.Random(seed)
         self._eager, self._last = eagerness / (1 + eagerness), last
-        self._deadline_s = deadline_s
+        self._deadline_s, self._when_idle = deadline_s, when_idle
         self._drivers: dict[int, _Driver] = {}
         self._loops: list[_Loop[Any]] = []
         self._turn = threading.Lock()
@@ -147,11 +151,9 @@ class Together:
 
     def _pick(self) -> Step:
         """Who is next, of those that are ready."""
-        ready = [(loop.rank, LOOP) for loop in self._loops if not loop.ended and _ready(loop.wait)]
-        for rank, driver in self._drivers.items():
-            ready += [(rank, name) for name, (_, wait) in driver.stages.items() if _ready(wait)]
-        if not ready:
-            raise DeadlineError(f"nothing can run: {'; '.join(self._waiting())}")
+        while not (ready := self._ready()):
+            if not self._when_idle():
+                raise DeadlineError(f"nothing can run: {'; '.join(self._waiting())}")
         if self._last:
             ready = [step for step in ready if not (step in self._last or step[1] in self._last)] or ready
         loops = [step for step in ready if step[1] == LOOP]
@@ -159,6 +161,13 @@ class Together:
         if not stages or (loops and self._random.random() >= self._eager):
             return loops[0] if len(loops) == 1 else self._random.choice(loops)
         return self._random.choice(stages)
+
+    def _ready(self) -> list[Step]:
+        """Loops first."""
+        ready = [(loop.rank, LOOP) for loop in self._loops if not loop.ended and _ready(loop.wait)]
+        for rank, driver in self._drivers.items():
+            ready += [(rank, name) for name, (_, wait) in driver.stages.items() if _ready(wait)]
+        return ready
 
     def _waiting(self) -> Iterable[str]:
         for rank, driver in self._drivers.items():

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 
-from bagpipe.errors import PipelineError
+from bagpipe.errors import DeadlineError, PipelineError
 from bagpipe.failpoints import Faults, Killed, acting_as
 from bagpipe.oracle.outbox import DESCRIPTION, Outbox
 from bagpipe.trainer.stages import Wait
@@ -128,7 +128,11 @@ class Plot(Faults):
 
 
 class Posts(SimulatedNetwork):
-    """A network whose messages are handled by the role that listens, and that takes nothing from the dead."""
+    """A network whose messages are handled by the role that listens, and that takes nothing from the dead.
+
+    A stage with a thread of its own lets others run while it waits for an answer; the clock moves for it only when
+    nobody can run. Whoever else waits has the clock move at once: it may hold a lock that others need.
+    """
 
     def __init__(self, seed, **faults):
         super().__init__(seed, **faults)
@@ -137,6 +141,10 @@ class Posts(SimulatedNetwork):
         self.late = []
         """What those who are cut off have sent: address, peer and frames."""
         self.num_late = 0
+        self.ticks = {}
+        """What who listens does now and then, by address."""
+        self._alarms = []
+        """When stages that wait look again by themselves."""
 
     def listen(self, address, handler):
         self.owners[address] = current()
@@ -162,7 +170,36 @@ class Posts(SimulatedNetwork):
     def wait(self, channels, timeout_s):
         if not channels:  # a pause, and nothing that others may wait for is held meanwhile
             give_way()
-        return super().wait(channels, timeout_s)
+        stage = ThreadedStage.current()
+        if stage is None:
+            return super().wait(channels, timeout_s)
+        deadline = self.now() + timeout_s
+        while not any(channel.arrived for channel in channels) and self.now() < deadline:
+            if self._comes_by(deadline):
+                super().wait(channels, max(self._deliveries[0].at - self.now(), 0.0))
+                continue
+            self._alarms.append(deadline)
+            try:
+                stage.pause(Wait("an answer", lambda: self._may_go_on(channels, deadline)))
+            finally:
+                self._alarms.remove(deadline)
+        return [channel for channel in channels if channel.arrived]
+
+    def _may_go_on(self, channels, deadline):
+        return any(channel.arrived for channel in channels) or self._comes_by(deadline) or self.now() >= deadline
+
+    def _comes_by(self, deadline):
+        return bool(self._deliveries) and self._deliveries[0].at <= deadline
+
+    def pass_time(self):
+        """Nobody can run: move the clock to when somebody looks again, if anybody ever does."""
+        if self._alarms:
+            self._clock = max(self._clock, min(self._alarms))
+            for address, tick in list(self.ticks.items()):
+                with self._listening(address) as listens:
+                    if listens:
+                        tick()
+        return bool(self._alarms)
 
     def deliver_late(self, some):
         """What those who were cut off have sent arrives after all, all or some of it; nobody hears the answers."""
@@ -201,8 +238,8 @@ class Attempt:
     After a loss the others may go on for up to `grace` steps before they hear of it.
     """
 
-    def __init__(self, seed, grace=20, eagerness=2.0):
-        self.together = Together(seed, eagerness, deadline_s=60.0)
+    def __init__(self, seed, grace=20, eagerness=2.0, when_idle=lambda: False):
+        self.together = Together(seed, eagerness, deadline_s=60.0, when_idle=when_idle)
         self.over = False
         self.lost = {}
         self.failed = {}
@@ -321,7 +358,7 @@ class LivingDriver:
 
     def start(self, stages):
         self.check()
-        self._inner.start({name: self._living(name, stage) for name, stage in stages.items()})
+        self._inner.start({name: self._living(name, self._threaded(name, stage)) for name, stage in stages.items()})
 
     def wait(self, wait):
         self.check()
@@ -345,19 +382,102 @@ class LivingDriver:
     def _ends(self):
         return self._attempt.over or not self._life.alive
 
+    def _threaded(self, name, stage):
+        """Readers wait for what servers park; other stages hold locks while they wait, and are answered at once."""
+        return ThreadedStage(name, stage) if name.startswith("fetch") else stage
+
     def _living(self, name, stage):
         also = self.also.get(name, lambda: True)
-        while not self._ends():
-            try:
-                with living(self._life):
-                    wait = next(stage)
-            except StopIteration:
-                return
-            except Killed:
-                assert not self._life.alive
-                return
-            yield Wait(wait.what, lambda wait=wait: self._ends() or (also() and wait.ready()))
-        stage.close()
+        try:
+            while not self._ends():
+                try:
+                    with living(self._life):
+                        wait = next(stage)
+                except StopIteration:
+                    return
+                except Killed:
+                    assert not self._life.alive
+                    return
+                yield Wait(wait.what, lambda wait=wait: self._ends() or (also() and wait.ready()))
+        finally:  # also where the driver ends it
+            stage.close()
+
+
+class ThreadedStage:
+    """A stage in a thread of its own, for which a wait in the midst of a call is as good as one that it yields.
+
+    To the driver it is a generator as any stage: the thread runs only within `next` and `close`.
+    """
+
+    def __init__(self, name, stage):
+        self._stage = stage
+        self._thread = threading.Thread(target=self._run, name=f"bagpipe-{name}", daemon=True)
+        self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
+        self._wait = self._error = self._context = None
+        self._closing = self._ended = False
+
+    @staticmethod
+    def current():
+        """The one whose thread this is."""
+        return _stages.get(threading.current_thread())
+
+    def __next__(self):
+        if self._context is None:
+            self._context = copy_context()  # of the role that runs it
+            _stages[self._thread] = self
+            self._thread.start()
+        if not self._ended:
+            self._switch()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._ended:
+            raise StopIteration
+        return self._wait
+
+    def close(self):
+        """End it where it is; no thread is left."""
+        self._closing = True
+        if self._context is None:
+            self._stage.close()
+        elif not self._ended:
+            self._switch()
+
+    def pause(self, wait):
+        """Called by the stage's thread: let others run until `wait` is ready."""
+        self._wait = wait
+        self._came.release()
+        self._go.acquire()
+        if self._closing:
+            raise PipelineError("the stage is ended")
+
+    def _switch(self):
+        self._go.release()
+        if not self._came.acquire(timeout=STEP_S):
+            raise DeadlineError(f"{self._thread.name} has run for {STEP_S:g} s without a wait that others could use")
+        if self._ended:
+            self._thread.join()
+
+    def _run(self):
+        self._go.acquire()
+        try:
+            self._context.run(self._steps)
+        except BaseException as error:
+            self._error = None if self._closing else error
+        finally:
+            del _stages[self._thread]
+            self._ended = True
+            self._came.release()
+
+    def _steps(self):
+        for wait in self._stage:
+            self.pause(wait)
+
+
+_stages = {}
+"""Of threads that are those of stages."""
+STEP_S = 60.0
+"""How long a stage may run from one wait to the next."""
 
 
 class ScheduledOutbox(Outbox):

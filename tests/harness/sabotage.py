@@ -6,6 +6,9 @@ misbehaves, a wrong gradient from a group that does. Nothing of the loop itself 
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+from bagpipe.server.watermark import Watermark
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.stages import Wait
 
@@ -19,3 +22,23 @@ def forget_victims_at_barriers(monkeypatch):
             yield from pipeline._write(block)
 
     monkeypatch.setattr(Pipeline, "_flush", flush)
+
+
+def admit_reads_early(monkeypatch):
+    """A server that answers a read at once though the iteration that it must follow is not passed: by one."""
+    _counts_one_more(monkeypatch, "admit")
+
+
+def release_reads_early(monkeypatch):
+    """A server that parks such a read and answers it when the iteration before that is passed."""
+    _counts_one_more(monkeypatch, "advance")
+
+
+def _counts_one_more(monkeypatch, name):
+    exact, reached = getattr(Watermark, name), Watermark.reached
+
+    def early(watermark, *arguments):
+        with patch.object(Watermark, "reached", property(lambda each: reached.fget(each) + 1)):
+            return exact(watermark, *arguments)
+
+    monkeypatch.setattr(Watermark, name, early)

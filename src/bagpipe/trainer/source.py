@@ -196,7 +196,8 @@ class Source:
     def _numbered(self) -> Iterator[tuple[int, Any]]:
         """All batches; what goes wrong ends them, and is kept."""
         self._batches = iter(self.reading)
-        self.ahead.leave_out(self.adapter.paths[name] for name in self.features)
+        if not self.empty:  # as it is for a run that is resumed after its last batch: no ids are anywhere
+            self.ahead.leave_out(self.adapter.paths[name] for name in self.features)
         try:
             self.ahead.pin()
             for numbered in self._batches:
