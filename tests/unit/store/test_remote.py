@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 
@@ -28,6 +27,7 @@ from harness.remote_world import (
     read,
     values,
 )
+from harness.wire import until
 from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
 
 # Exactness
@@ -144,11 +144,14 @@ def test_a_read_waits_until_the_other_trainer_has_written(worlds) -> None:
     stores[0].write_many([], passed=0)
     reader = threading.Thread(target=lambda: seen.append(read(stores[0], some, after=0)))
     reader.start()
-    begin = time.monotonic()
-    while time.monotonic() < begin + 0.6:  # parked, sent away, and parked again
+    before = [server.stats().requests for server in world.servers]
+
+    def came_again() -> bool:
         for server in world.servers:
             server.tick()
-        time.sleep(0.01)
+        return all(server.stats().requests >= first + 2 for server, first in zip(world.servers, before, strict=True))
+
+    until(came_again, 60)  # parked, sent away, and parked again
     assert seen == []
     stores[0].write_many([(1, some, values(2, 50, 1))])  # no write waits behind it
     stores[1].write_many([(0, some, values(1, 50))], passed=0)
