@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -11,6 +11,7 @@ from bagpipe import accelerate
 from bagpipe.state import of_reference, of_store
 from harness import seams
 from harness.events import OTHERS, evaluated, expected_of, saved
+from harness.examples import examples
 from harness.explorer import Seeded
 from harness.world import (
     OPTIMIZERS,
@@ -88,7 +89,7 @@ def test_every_pair_of_settings_is_bit_identical(model, optimizer, lookahead, ca
     assert_identical(expected(model, optimizer), found)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 @given(
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
@@ -147,7 +148,7 @@ def train_with_events(parts, events, optimizer, drivers, **options):
     return of_store(model, [layout.table.name for layout in loop.layouts], loop.store), seen
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 @given(
     events=st.dictionaries(st.integers(0, 13), st.sampled_from(["evaluate", "break off", "save", "skip", "norm"])),
     ends=st.sets(st.integers(1, 13), max_size=2),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bagpipe.state import of_reference
 from harness.covering import pairwise
 from harness.events import expected_of, train_with_events
+from harness.examples import examples
 from harness.explorer import LOOP
 from harness.trainers import DESIGNS, World, run, run_alone
 from harness.world import OPTIMIZERS, assert_identical, make_batches
@@ -71,7 +72,7 @@ def test_every_pair_of_settings_is_bit_identical(row):
     assert_identical(expected(world), found.state)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
@@ -99,7 +100,7 @@ def test_every_schedule_is_bit_identical(seed, eagerness, last, design, delayed,
     assert_identical(expected(world), found.state)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(
     events=st.dictionaries(
         st.integers(0, 8), st.sampled_from(["evaluate", "save", "barrier", "barrier after", "skip", "norm"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bagpipe.cache import RowCache
 from bagpipe.errors import BagpipeError
 from bagpipe.trainer.packing import Packing
 from harness.events import train_with_events
+from harness.examples import examples
 from harness.explorer import LOOP
 from harness.trainers import World, run
 from harness.world import assert_identical, make_batches
@@ -25,7 +26,7 @@ def expected(world, trained=None):
     return REFERENCES[key]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(25)
 @given(
     events=st.dictionaries(
         st.integers(0, 8), st.sampled_from(["evaluate", "save", "barrier", "barrier after", "skip", "norm"]), max_size=4

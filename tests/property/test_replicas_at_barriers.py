@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.events import train_with_events
+from harness.examples import examples
 from harness.trainers import World, run
 from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(9, size=5, last=2)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(
     events=st.dictionaries(
         st.integers(0, 8), st.sampled_from(["barrier", "barrier after", "skip", "save"]), min_size=2

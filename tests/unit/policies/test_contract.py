@@ -6,13 +6,14 @@ import random
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES, PolicyOptions, make_policy
 from bagpipe.trainer.stages import Threads
 from definitions.plan_contract import check_contract, make_plans, run_in_several_orders
+from harness.examples import examples
 from harness.explorer import Seeded
 from harness.trainers import DESIGNS, World, run
 from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
@@ -73,7 +74,7 @@ def test_no_schedule_changes_a_bit(expected, variant, last, eagerness) -> None:
 
 
 @every_variant
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     seed=st.integers(0, 2**32),
     groups=st.sampled_from([[0], [0, 0], [0, 1], [1, 0, 1]]),

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bagpipe.errors import BagpipeError, DeadlineError, StoreError
@@ -16,6 +16,7 @@ from bagpipe.server.limits import ServerLimits
 from bagpipe.store import MemoryStore
 from bagpipe.store.links import Patience
 from bagpipe.wire.messages import Message, Read
+from harness.examples import examples
 from harness.explorer import Seeded
 from harness.remote_world import (
     TABLES,
@@ -41,7 +42,7 @@ def expected():
     return train_reference(BATCHES, OPTIMIZERS["adagrad"](), "wide_deep")[0]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40, tuple(HealthCheck))
 @given(
     num_servers=st.integers(1, 3),
     shared_memory=st.booleans(),
