@@ -14,12 +14,12 @@ import weakref
 
 import pytest
 import torch
-from accelerated import adagrad, assert_untouched, start, step, train
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagpipe
 from bagpipe.errors import ConfigError, ModelError
+from harness.accelerated import adagrad, assert_untouched, start, step, train
 from harness.plain import (
     Net,
     assert_close,

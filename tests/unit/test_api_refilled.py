@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerated import adagrad, start, step, train
 from torch import nn
 
 import bagpipe
 from bagpipe.errors import BatchError
+from harness.accelerated import adagrad, start, step, train
 from harness.fake_kjt import KeyedJagged
 from harness.plain import (
     assert_close,
