@@ -5,6 +5,8 @@ import torch
 
 pytest.register_assert_rewrite("harness", "definitions")
 
+from harness.examples import PROFILE  # noqa: E402  (its asserts are rewritten, and every test's settings need it)
+
 # Matrices as small as those of tests gain nothing from a second thread, and where cores are few they wait for it.
 torch.set_num_threads(1)
 
@@ -20,3 +22,8 @@ def one_torch_thread():
 def small_program(monkeypatch):
     """Data is prepared as in a process of its own: what earlier tests left in this one's memory does not count."""
     monkeypatch.setattr("bagpipe.data.prepare.options.resident_bytes", lambda: 300_000_000)
+
+
+def pytest_report_header():
+    """Which examples property tests try."""
+    return f"hypothesis profile of this run: {PROFILE} (HYPOTHESIS_PROFILE)"

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -11,7 +11,8 @@ from bagpipe import accelerate
 from bagpipe.state import of_reference, of_store
 from harness import seams
 from harness.events import OTHERS, evaluated, expected_of, saved
-from harness.explorer import Seeded
+from harness.examples import examples
+from harness.explorer import Seeded, any_stage
 from harness.world import (
     OPTIMIZERS,
     TABLES,
@@ -88,11 +89,11 @@ def test_every_pair_of_settings_is_bit_identical(model, optimizer, lookahead, ca
     assert_identical(expected(model, optimizer), found)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 @given(
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
-    last=st.sampled_from([(), ("write-back",), ("insert",), ("fetch-0",), ("fetch-1",), ("plan",)]),
+    last=any_stage(),
     lookahead=st.sampled_from([1, 2, 3, 5, "auto"]),
     policy=st.sampled_from(["lookahead", "lru", "nocache"]),
     cache=st.integers(60, 120),
@@ -147,7 +148,7 @@ def train_with_events(parts, events, optimizer, drivers, **options):
     return of_store(model, [layout.table.name for layout in loop.layouts], loop.store), seen
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 @given(
     events=st.dictionaries(st.integers(0, 13), st.sampled_from(["evaluate", "break off", "save", "skip", "norm"])),
     ends=st.sets(st.integers(1, 13), max_size=2),

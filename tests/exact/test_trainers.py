@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bagpipe.state import of_reference
 from harness.covering import pairwise
 from harness.events import expected_of, train_with_events
-from harness.explorer import LOOP
+from harness.examples import examples
+from harness.explorer import FETCHES, INSERTS, LOOP, SYNCS, WRITES_BACK, any_stages
 from harness.trainers import DESIGNS, World, run, run_alone
 from harness.world import OPTIMIZERS, assert_identical, make_batches
 
@@ -28,8 +29,8 @@ CHOICES = {
     "policy": ("lookahead", "lru", "nocache", "ideal"),
     "model": ("dlrm", "wide_deep", "deep_cross", "deepfm"),
     "last": (
-        *((), ("write-back",), ("insert",), ("fetch-0", "fetch-1"), ("sync",)),
-        *(((0, LOOP),), ((0, "sync"),), ((1, "write-back"),)),
+        *((), (WRITES_BACK,), (INSERTS,), FETCHES, (SYNCS,)),
+        *(((0, LOOP),), ((0, SYNCS),), ((1, WRITES_BACK),)),
     ),
 }
 ROWS = {"tight": 40, "roomy": 300}
@@ -71,17 +72,11 @@ def test_every_pair_of_settings_is_bit_identical(row):
     assert_identical(expected(world), found.state)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
-    last=st.sets(
-        st.sampled_from(["write-back", "insert", "fetch-0", "plan", "sync"])
-        | st.tuples(
-            st.integers(0, 2), st.sampled_from([LOOP, "write-back", "insert", "fetch-1", "plan", "sync", "dense-1"])
-        ),
-        max_size=2,
-    ),
+    last=any_stages(3),
     design=st.sampled_from(DESIGNS),
     delayed=st.booleans(),
     lookahead=st.sampled_from([1, 2, 3, 5, "auto"]),
@@ -89,7 +84,7 @@ def test_every_pair_of_settings_is_bit_identical(row):
     cache=st.integers(36, 60),
 )
 # A trainer is late in writing a row whose slot has a later tenant elsewhere, which it never had and gives up.
-@example(0, 0.5, {"write-back"}, "lrpp", False, 3, "lookahead", 36)
+@example(0, 0.5, {WRITES_BACK}, "lrpp", False, 3, "lookahead", 36)
 def test_every_schedule_is_bit_identical(seed, eagerness, last, design, delayed, lookahead, policy, cache):
     world = World(BATCHES, "adam", trainers=3)
     lookahead = 1 if policy == "nocache" else lookahead
@@ -99,21 +94,21 @@ def test_every_schedule_is_bit_identical(seed, eagerness, last, design, delayed,
     assert_identical(expected(world), found.state)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(
     events=st.dictionaries(
         st.integers(0, 8), st.sampled_from(["evaluate", "save", "barrier", "barrier after", "skip", "norm"])
     ),
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0]),
-    last=st.sampled_from([(), ("sync",), ((0, "write-back"),), ("write-back",)]),
+    last=st.sampled_from([(), (SYNCS,), ((0, WRITES_BACK),), (WRITES_BACK,)]),
     design=st.sampled_from(DESIGNS),
     delayed=st.booleans(),
     policy=st.sampled_from(["lookahead", "lru"]),
     cache=st.integers(36, 60),
 )
 # A delayed update of a row that another trainer will write, and then a barrier before the row has left.
-@example({2: "barrier after"}, 0, 0.0, ((0, "write-back"),), "replicated", True, "lookahead", 36)
+@example({2: "barrier after"}, 0, 0.0, ((0, WRITES_BACK),), "replicated", True, "lookahead", 36)
 # The last update of a row that only one trainer has from then on, in an iteration without a step.
 @example({3: "skip", 5: "skip"}, 0, 2.0, (), "lrpp", True, "lookahead", 36)
 def test_what_happens_between_iterations_changes_no_bit(events, seed, eagerness, last, design, delayed, policy, cache):

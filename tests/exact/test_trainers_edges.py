@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bagpipe import Batch, Ids, clip_grad_norm_, optim
+from harness.explorer import SYNCS, WRITES_BACK
 from harness.seams import unbounded_rows
 from harness.trainers import DESIGNS, Several, World, run, run_alone
 from harness.world import assert_identical, make_batches
@@ -65,7 +66,7 @@ LIFES = {
 @pytest.mark.parametrize("life", LIFES)
 def test_a_row_has_its_value_wherever_it_goes(life, design, lookahead):
     world = World(batches_of_users(LIFES[life]), "momentum", trainers=3)
-    for seed, last in enumerate([("sync",), ((1, "write-back"),)]):
+    for seed, last in enumerate([(SYNCS,), ((1, WRITES_BACK),)]):
         found = run(world, seed, last=last, design=design, lookahead=lookahead, cache=24)
         assert_identical(world.reference(), found.state)
 

@@ -4,14 +4,19 @@
 stages runs at any moment, and every wait, notification and stage's step is a point where any other that is ready may be
 next. The code that runs is the code that trains, and a seed gives the same order again. No thread stays, whatever
 fails; a wait that can't end says who waits for what (I7).
+
+Tests never write down the name of a stage: they ask for all (`stage_names`, `any_stages`) or name a role below.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from hypothesis import strategies as st
 
 from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
 from bagpipe.together import LoopThread
@@ -24,6 +29,10 @@ LOOP = "loop"
 
 Step = tuple[int, str]
 """Whose turn it was: the rank, and the name of its stage or `LOOP`."""
+
+# Stages by what they do. A stage that is renamed changes this table alone, and test_together.py tells if it was not.
+PLANS, INSERTS, WRITES_BACK, SYNCS = "plan", "insert", "write-back", "sync"
+FETCHES = ("fetch-0", "fetch-1")
 
 _NOTHING = Wait("its turn", lambda: True)
 _ENDING_S = 30.0
@@ -321,3 +330,34 @@ class Seeded:
         except StopIteration:
             del self._stages[name]
         return True
+
+
+@functools.cache
+def stage_names(trainers: int = 1) -> tuple[str, ...]:
+    """The names of all stages that such a training has, found by training a little."""
+    from harness.trainers import World, run, run_alone  # which import this module
+    from harness.world import make_batches
+
+    world = World(make_batches(3), trainers=trainers)
+    if trainers > 1:
+        steps = {name for _, name in run(world).steps}
+    else:
+        driver = Seeded(0)
+        run_alone(world, driver)
+        steps = set(driver.steps)
+    return tuple(sorted(steps - {LOOP}))
+
+
+def any_stage() -> st.SearchStrategy[tuple[str, ...]]:
+    """What `last` of one trainer may be: no stage, or any one."""
+    return st.deferred(lambda: st.sampled_from([(), *((name,) for name in stage_names())]))
+
+
+def any_stages(trainers: int) -> st.SearchStrategy[set[str | Step]]:
+    """The same of several: up to two stages, of all trainers or of one, or the loop of one."""
+
+    def one() -> st.SearchStrategy[str | Step]:
+        names = stage_names(trainers)
+        return st.sampled_from(names) | st.tuples(st.integers(0, trainers - 1), st.sampled_from([LOOP, *names]))
+
+    return st.sets(st.deferred(one), max_size=2)

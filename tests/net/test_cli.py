@@ -165,6 +165,7 @@ def test_a_real_ctrl_c_ends_in_the_same_object(tmp_path):
     until = time.monotonic() + 120
     while not (tmp_path / "runs").exists() and time.monotonic() < until:
         time.sleep(0.1)
+    assert (tmp_path / "runs").exists(), "it has not begun within two minutes"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err

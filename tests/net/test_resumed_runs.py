@@ -37,7 +37,7 @@ def wait_for(directory, pattern, process):
     until = time.monotonic() + 120
     while not (found := list(directory.glob(pattern))):
         assert process.poll() is None, process.communicate()[1].decode()
-        assert time.monotonic() < until
+        assert time.monotonic() < until, f"no {pattern} in {directory}"
         time.sleep(0.01)
     return found[0]
 

@@ -123,9 +123,7 @@ def test_batches_are_not_made_without_end_and_a_consumer_who_stops_ends_everythi
     def sleeping():
         return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids] == ["S", "S"]
 
-    wait_until(sleeping)
-    time.sleep(0.5)
-    assert sleeping()  # they wait for slots
+    wait_until(sleeping)  # for slots
     slots = [slot for processor in started.processors.values() for slot in processor._slots]
     assert sum(os.fstat(slot.descriptor).st_size for slot in slots) < 2 * pool.SLOTS * 64 * BATCH * 1000
     for process in started:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.oracle.partition import DESIGNS
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
 from definitions.division import Trainers, divided
+from harness.examples import examples
 
 TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
 CAPACITY = [14, 17]
@@ -29,7 +30,7 @@ def traces(draw):
 @pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize("delayed", [True, False])
 @given(trace=traces(), policy=st.sampled_from(sorted(POLICIES)), lookahead=st.sampled_from([1, 2, 3, 7, "auto"]))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 def test_every_trainer_always_has_the_newest_value(design, delayed, trace, policy, lookahead):
     trainers, batches = trace
     capacity = [40, 60] if policy == "ideal" else CAPACITY
@@ -50,7 +51,7 @@ def test_every_trainer_always_has_the_newest_value(design, delayed, trace, polic
     lookahead=st.sampled_from([1, 2, 5, "auto"]),
     delayed=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_rows_go_to_their_next_users_and_one_trainer_at_a_time_has_them_to_write(
     trace, costs, policy, lookahead, delayed
 ):
@@ -73,7 +74,7 @@ def test_a_row_whose_next_uses_are_another_trainers_goes_there_with_its_state():
 
 
 @given(trace=traces(), lookahead=st.sampled_from([2, 5, "auto"]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_owners_send_less_than_those_of_a_partition(trace, lookahead):
     trainers, batches = trace
     sent = {}

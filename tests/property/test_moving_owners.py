@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bagpipe.cache import RowCache
 from bagpipe.errors import BagpipeError
 from bagpipe.trainer.packing import Packing
 from harness.events import train_with_events
-from harness.explorer import LOOP
+from harness.examples import examples
+from harness.explorer import SYNCS, any_stages
 from harness.trainers import World, run
 from harness.world import assert_identical, make_batches
 
@@ -25,18 +26,14 @@ def expected(world, trained=None):
     return REFERENCES[key]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(25)
 @given(
     events=st.dictionaries(
         st.integers(0, 8), st.sampled_from(["evaluate", "save", "barrier", "barrier after", "skip", "norm"]), max_size=4
     ),
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0, 20.0]),
-    last=st.sets(
-        st.sampled_from(["write-back", "insert", "fetch-0", "sync"])
-        | st.tuples(st.integers(0, 2), st.sampled_from([LOOP, "write-back", "insert", "fetch-1", "sync"])),
-        max_size=2,
-    ),
+    last=any_stages(3),
     trainers=st.integers(2, 4),
     optimizer=st.sampled_from(["sgd", "rowwise_adagrad", "adam"]),
     delayed=st.booleans(),
@@ -47,7 +44,7 @@ def expected(world, trained=None):
 # Nothing is ever updated before a row changes its owner: it may not be written then.
 @example({0: "skip", 1: "skip", 2: "skip"}, 0, 2.0, set(), 3, "sgd", True, 5, "lookahead", 60)
 # A barrier right after a row has changed its owner.
-@example({2: "barrier after", 4: "barrier", 5: "skip"}, 1, 0.0, {"sync"}, 2, "sgd", True, 5, "lookahead", 60)
+@example({2: "barrier after", 4: "barrier", 5: "skip"}, 1, 0.0, {SYNCS}, 2, "sgd", True, 5, "lookahead", 60)
 def test_rows_go_with_their_users_whatever_happens(
     events, seed, eagerness, last, trainers, optimizer, delayed, lookahead, policy, cache
 ):

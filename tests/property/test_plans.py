@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bagpipe.kernels import window_map
@@ -18,6 +18,7 @@ from bagpipe.policies.base import Policy
 from definitions.plain_oracle import KNOWN, SimpleOracle
 from definitions.plan_contract import Batches, check_contract, make_plans, run_in_several_orders
 from definitions.plan_execution import Corruption, Execution, Waits, any_order, delaying, preferring
+from harness.examples import examples
 
 ONE_TABLE = [OracleTable("only", 8)]
 
@@ -115,7 +116,7 @@ def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_map, "NUM_ENTRIES_MIN", 4)
 
 
-MANY = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = examples(250, (HealthCheck.function_scoped_fixture,))
 
 
 @MANY

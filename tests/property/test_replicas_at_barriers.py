@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.events import train_with_events
+from harness.examples import examples
+from harness.explorer import FETCHES, INSERTS, SYNCS, WRITES_BACK
 from harness.trainers import World, run
 from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(9, size=5, last=2)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(
     events=st.dictionaries(
         st.integers(0, 8), st.sampled_from(["barrier", "barrier after", "skip", "save"]), min_size=2
     ),
     seed=st.integers(0, 10**6),
-    last=st.sampled_from([(), ("sync",), ((0, "write-back"),), ("write-back",), ((1, "insert"),), ((1, "fetch-0"),)]),
+    last=st.sampled_from([(), (SYNCS,), ((0, WRITES_BACK),), (WRITES_BACK,), ((1, INSERTS),), ((1, FETCHES[0]),)]),
     design=st.sampled_from(["replicated", "lrpp"]),
     delayed=st.booleans(),
     policy=st.sampled_from(["lookahead", "lru"]),
     cache=st.integers(36, 60),
 )
 # A barrier between an iteration without a step and the leaving of rows that it leaves to one trainer.
-@example({0: "save", 1: "barrier", 6: "skip", 7: "save"}, 145, ("sync",), "lrpp", True, "lookahead", 58)
+@example({0: "save", 1: "barrier", 6: "skip", 7: "save"}, 145, (SYNCS,), "lrpp", True, "lookahead", 58)
 # Rows that leave with an iteration without a step are written by a barrier right after it, by whom they are left to.
 @example(
     {2: "skip", 3: "barrier", 4: "skip", 5: "barrier", 6: "skip", 7: "barrier"}, 0, (), "lrpp", True, "lookahead", 36
 )
-@example({3: "barrier after", 4: "skip", 5: "barrier"}, 0, ("write-back",), "lrpp", False, "lookahead", 36)
+@example({3: "barrier after", 4: "skip", 5: "barrier"}, 0, (WRITES_BACK,), "lrpp", False, "lookahead", 36)
 def test_each_update_is_written_once_by_one_trainer(events, seed, last, design, delayed, policy, cache):
     trained = [batch for number, batch in enumerate(BATCHES) if events.get(number) != "skip"]
     if not trained:

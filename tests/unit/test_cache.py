@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.cache import RowCache, divide, group_by_width
@@ -15,6 +15,7 @@ from bagpipe.config import Size
 from bagpipe.errors import CapacityError
 from bagpipe.kernels import move
 from definitions.move import define_gather, define_scatter
+from harness.examples import examples
 
 
 def slots(*numbers):
@@ -144,7 +145,7 @@ def test_all_rows_of_known_tables_for_a_policy_that_keeps_them():
 
 
 @given(data=st.data(), in_bytes=st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_division_fits_the_size_and_the_first_batch_or_says_what_would(data, in_bytes):
     number = data.draw(st.integers(1, 4))
     widths = data.draw(st.lists(st.integers(1, 4), min_size=number, max_size=number))

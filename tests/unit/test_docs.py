@@ -131,3 +131,23 @@ def test_what_make_test_leaves_out_is_said_where_it_is_named():
         assert "every test\n" not in text
         assert "all tests but those that take minutes" in text
         assert "make chaos" in text
+
+
+def is_defined(name):
+    """Whether it is a module, or what a module has."""
+    found, parts = importlib.import_module("bagpipe"), name.split(".")
+    for number, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(parts[:number]))
+            except ImportError:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_that_a_page_has_are_defined(page):
+    names = re.findall(r"`(bagpipe(?:\.\w+)+)", page.read_text())
+    assert [name for name in names if not is_defined(name)] == []

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.errors import ConfigError, ValueRangeError
 from bagpipe.initial import Constant, Given, Initial, Joined, Normal, Uniform, table_key
 from bagpipe.kernels.initial import GAMMA, mix_numpy
+from harness.examples import examples
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20)
 KINDS: dict[str, Any] = {"uniform": Uniform, "normal": Normal}
@@ -31,7 +32,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 @given(
     ids=IDS, seed=st.integers(-(2**70), 2**70), dim=st.integers(1, 40), column=st.integers(0, 50), scale=st.floats(0, 9)
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_kernel_equals_its_definition_to_the_bit(
     kind: str, ids: list[int], seed: int, dim: int, column: int, scale: float
 ) -> None:
@@ -47,7 +48,7 @@ def test_the_kernel_equals_its_definition_to_the_bit(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(ids=IDS, order=st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_a_row_depends_neither_on_the_order_nor_on_the_grouping_of_ids(kind: str, ids: list[int], order: Any) -> None:
     initial = KINDS[kind](3, "ad", 0.5)
     whole = dict(zip(ids, fill(initial, ids, 9), strict=True))

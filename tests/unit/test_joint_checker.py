@@ -12,7 +12,7 @@ from bagpipe.store.views import StoreView
 from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.sync import RowSync, Sum
-from harness.explorer import Together
+from harness.explorer import WRITES_BACK, Together
 from harness.trainers import DESIGNS, Several, World
 from harness.world import assert_identical, make_batches
 
@@ -198,7 +198,7 @@ def test_a_defect_is_named(defect, design, monkeypatch):
     said = None
     for seed in range(12):
         several = Numbered(
-            WORLD, Together(seed, last=frozenset({"write-back"} if seed % 2 else ())), design=design, cache=36
+            WORLD, Together(seed, last=frozenset({WRITES_BACK} if seed % 2 else ())), design=design, cache=36
         )
         try:
             several.run(with_barrier)

@@ -17,7 +17,7 @@ from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.sync import RowSync
 from bagpipe.types import Batch, Ids
-from harness.explorer import Together
+from harness.explorer import SYNCS, Together
 from harness.trainers import DESIGNS, Several, World, run, run_alone
 from harness.world import assert_identical, make_batches
 
@@ -234,7 +234,7 @@ def prove_delayed_updates_are_of_their_own_iteration():
     """Adam's step count is in every update: those that come late must not use the next one's."""
     world = World(BATCHES, "adam", trainers=3)
     for design in ("owned", "lrpp"):
-        assert_identical(world.reference(), run(world, design=design, cache=60, check=False, last=("sync",)).state)
+        assert_identical(world.reference(), run(world, design=design, cache=60, check=False, last=(SYNCS,)).state)
 
 
 def test_a_delayed_gradient_carries_its_own_step_count(monkeypatch):

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.errors import BatchError, ValueRangeError
@@ -29,7 +29,6 @@ def auc_by_pairs(labels, scores):
 
 
 @given(SAMPLES)
-@settings(deadline=None)
 def test_auc_equals_the_share_of_ordered_pairs_to_the_last_bit(samples):
     labels, scores = [label for label, _ in samples], [score for _, score in samples]
     found = auc(np.array(labels, np.float32), np.array(scores, np.float32))
@@ -89,7 +88,6 @@ def test_tensors_and_arrays_of_any_type_give_the_same(dtype, label_dtype):
 
 
 @given(SAMPLES, st.lists(st.integers(0, 40), max_size=4))
-@settings(deadline=None)
 def test_batches_add_up_to_the_metrics_of_all_samples(samples, cuts):
     labels = torch.tensor([label for label, _ in samples], dtype=torch.float32)
     logits = torch.tensor([score for _, score in samples], dtype=torch.float32)

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe import optim
 from bagpipe.errors import ConfigError, ModelError
 from bagpipe.optim import SGD, Adagrad, Adam, AdamW, Frozen, Momentum, PerTable, RowOptimizer, RowwiseAdagrad
 from bagpipe.schedules import Cosine, Warmup
+from harness.examples import examples
 
 ROWS, DIM, STEPS = 12, 8, 25
 ALL = [
@@ -177,7 +178,7 @@ def test_an_untouched_row_keeps_vector_and_state_to_the_bit(optimizer: RowOptimi
 
 @pytest.mark.parametrize("optimizer", ALL, ids=repr)
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_a_row_does_not_depend_on_the_rows_beside_it(optimizer: RowOptimizer, seed: int) -> None:
     steps = touched(seed)
     together, alone = train(optimizer, steps), start(optimizer)

@@ -11,13 +11,14 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
 from bagpipe.checkpoint.tensors import Kind, encode_header
 from bagpipe.checkpoint.tree import pack_tree, unpack_tree
 from bagpipe.errors import CheckpointError
+from harness.examples import examples
 
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]
 
@@ -76,7 +77,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(trees)
 def test_any_tree_comes_back(tree):
     assert same(tree, restored(tree))

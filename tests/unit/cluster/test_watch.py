@@ -113,7 +113,7 @@ def test_a_stopped_process_of_this_machine_is_gone_when_it_was_ended(watch):
     watch.members["trainer 0"].introduced(Introduction("1", "here", machine(), "127.0.0.1", child.pid))
     with pytest.raises(RolesLost, match="trainer 0 was lost: it was slow"):
         watch.end(["trainer 0"], "it was slow")
-    assert child.wait(0.5) == -signal.SIGKILL
+    assert child.poll() == -signal.SIGKILL
 
 
 def test_a_role_that_says_nothing_for_long_is_ended_but_not_one_that_pauses(watch, clock):

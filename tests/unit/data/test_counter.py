@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.data.counter import derive_key, feistel_side, mix, mix_reference, permute, shuffle
 from definitions.counter import define_permute, define_shuffle
+from harness.examples import examples
 
 
 def test_mix_equals_its_twin_on_random_and_extreme_words():
@@ -22,7 +23,7 @@ def test_permute_is_a_bijection_and_equals_its_twin(rows):
 
 
 @given(rows=st.integers(1, 2**40), key=st.integers(0, 2**64 - 1), data=st.data())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_permute_stays_in_range_and_keeps_ranks_apart_in_tables_of_any_size(rows, key, data):
     ranks = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=20, unique=True))
     words = np.array(ranks, dtype=np.uint64)

@@ -11,6 +11,7 @@ from bagpipe.data.ordered import ordered_map
 from bagpipe.data.samples import Column, Samples
 from bagpipe.errors import ConfigError, PipelineError, ShardError
 from bagpipe.types import Table
+from harness.wire import until
 
 SAMPLES = 5000
 
@@ -160,10 +161,10 @@ class Watched(IndexedDataset):
     tables, num_dense, num_samples = (Table("a", 10),), 1, 1_000_000
 
     def __init__(self, fails_at=None, error=None):
-        self.reads, self.fails_at, self.error = 0, fails_at, error
+        self.reads, self.fails_at, self.error = [], fails_at, error
 
     def gather(self, samples):
-        self.reads += 1
+        self.reads.append(samples)
         if self.fails_at is not None and self.fails_at in samples:
             raise self.error
         ids = np.zeros((len(samples), 1), dtype=np.int64)
@@ -173,9 +174,10 @@ class Watched(IndexedDataset):
 def test_readers_wait_for_a_slow_consumer():
     watched = Watched()
     batches = watched.batches(50_000, workers=2)
-    next(batches)
-    time.sleep(0.1)
-    assert watched.reads <= 2 * 2
+    for taken in range(10):
+        next(batches)
+        until(lambda taken=taken: len(watched.reads) >= taken + 2 * 2)
+        assert len(watched.reads) == taken + 2 * 2
     batches.close()
 
 

@@ -14,7 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -24,6 +24,7 @@ from bagpipe.errors import ConfigError, DataError, ValueRangeError
 from bagpipe.models import build_model
 from bagpipe.state import of_store
 from bagpipe.types import Batch, Ids, Table
+from harness.examples import examples
 from harness.world import OPTIMIZERS, assert_identical, dense_sgd, initial
 
 VALUES = {
@@ -197,7 +198,7 @@ def test_integers_and_texts_of_all_types_are_taken():
     assert all(ids == [[2], [0], [3]] for ids, _ in read(data, 3)[0][2].values())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.one_of(st.none(), st.text(alphabet="abc\x00é", max_size=2)), max_size=30),
     st.lists(st.text(alphabet="abcd", max_size=2), max_size=6, unique=True),

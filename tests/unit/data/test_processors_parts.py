@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +22,7 @@ from bagpipe.data.processors.slot import Slot
 from bagpipe.data.samples import Column, Samples
 from bagpipe.errors import ConfigError, DeadlineError, PipelineError, ShardError
 from bagpipe.types import Table
+from harness.wire import until
 
 
 def same(first, second):
@@ -236,22 +236,12 @@ class Counted(IndexedDataset):
     def __init__(self, whole):
         self.tables, self.num_dense, self.num_samples = whole.tables, whole.num_dense, whole.num_samples
         self.whole, self.groups = whole, 0
+        self.taken, self.most_ahead = 0, 0
 
     def gather(self, samples):
         self.groups += 1
+        self.most_ahead = max(self.most_ahead, self.groups - self.taken)
         return self.whole.gather(samples)
-
-
-def settled(value, seconds=5.0):
-    """A count, once it has not changed for a while."""
-    until = time.monotonic() + seconds
-    before = value()
-    while time.monotonic() < until:
-        time.sleep(0.2)
-        if value() == before:
-            break
-        before = value()
-    return before
 
 
 def test_a_processor_reads_no_more_than_it_has_slots_for_and_ends_with_its_consumer(shards, pair, monkeypatch):
@@ -265,12 +255,14 @@ def test_a_processor_reads_no_more_than_it_has_slots_for_and_ends_with_its_consu
     )
     thread.start()
     messages = [ours.receive() for _ in range(SLOTS)]
-    assert settled(lambda: counted.groups) == SLOTS + 1
+    until(lambda: counted.groups == SLOTS + 1)
     sizes = [os.fstat(slot.descriptor).st_size for slot in slots]
     for group in range(SLOTS, 10):
+        counted.taken += 1
         ours.send({"free": messages[-SLOTS]["slot"]})
         messages.append(ours.receive())
-        assert settled(lambda: counted.groups) == group + 2
+        until(lambda group=group: counted.groups == group + 2)
+    assert counted.most_ahead == SLOTS + 1
     assert [message["group"] for message in messages] == list(range(10))
     assert sum(os.fstat(slot.descriptor).st_size for slot in slots) < 2 * sum(sizes)
     ours.close()

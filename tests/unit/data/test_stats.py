@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer import Typer
 from typer.testing import CliRunner
@@ -20,6 +20,7 @@ from bagpipe.data.samples import Column, Samples
 from bagpipe.data.stats import BATCH_SIZES, TOP, Day, days_of, measure
 from bagpipe.errors import CapacityError, ConfigError, DataError, ValueRangeError
 from bagpipe.types import Table
+from harness.examples import examples
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 
@@ -130,14 +131,14 @@ def dataset(rows):
     return Given(TABLES, {"word": words, "seen": seen, "bought": bought})
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(samples, st.integers(1, 5), st.sets(st.integers(1, 60), min_size=1, max_size=4))
 def test_figures_are_those_of_a_brute_force_count(rows, num_days, sizes):
     data = dataset(rows)
     check(data, days_of(data, num_days), sorted(sizes))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(samples, st.data())
 def test_days_need_not_touch(rows, draw):
     data = dataset(rows)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.adapt import Adapter
@@ -23,6 +23,7 @@ from bagpipe.data.tree_wire import pack_trees, types_in, unpack_trees
 from bagpipe.errors import BatchError, WireError
 from bagpipe.types import Ids
 from bagpipe.wire import tree_messages as nodes
+from harness.examples import examples
 from harness.fake_kjt import KeyedJagged
 from harness.shapes import BATCHES, A, fields
 
@@ -122,7 +123,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(TREES)
 def test_any_nesting_of_what_travels_arrives_as_it_was(tree):
     assert same(tree, sent(tree))
@@ -266,7 +267,7 @@ def test_bytes_that_are_no_batches_are_one_typed_error(buffer):
         unpack_trees(buffer, types)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_damaged_bytes_never_do_more_than_raise_a_typed_error(data):
     batch = [BATCHES[kind][0] for kind in ("a named tuple", "a keyed jagged tensor", "a batch", "an ordered dict")]

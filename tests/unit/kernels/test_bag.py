@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.errors import BatchError, ModelError
 from bagpipe.kernels.bag import Bags, accumulate, accumulate_numpy, pool, pool_numpy
+from harness.examples import examples
 
 BASE = (3 << 48) | (7 << 32)
 
@@ -58,7 +59,7 @@ CASES = {
 
 
 @given(**CASES)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_pooling_equals_its_twin_to_the_bit(
     seed: int, dim: int, k: int | None, kind: str, padding: bool, before: int, after: int
 ) -> None:
@@ -73,7 +74,7 @@ def test_pooling_equals_its_twin_to_the_bit(
 
 
 @given(**CASES)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_accumulating_equals_its_twin_to_the_bit(
     seed: int, dim: int, k: int | None, kind: str, padding: bool, before: int, after: int
 ) -> None:

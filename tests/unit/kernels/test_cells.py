@@ -2,13 +2,14 @@ from datetime import datetime
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bagpipe.kernels import cells as kernels
 from bagpipe.kernels.times import HOURS, ISO, read_times
 from definitions.cells import define_gather, define_read_integer
 from definitions.times import define_read_time
+from harness.examples import examples
 
 LINES = st.text(alphabet='ab12.-\t,:"\r\n é', max_size=80).map(str.encode)
 
@@ -48,7 +49,7 @@ def cut(text, separator=b"\t", quotes=False, num_columns=30):
 @example(text=b"a::b:::c\n:\n::\n")
 @example(text=b'"a,b","c""d",e\r\n"",x\n')
 @example(text=b'"open,b\n"a"x,c\n"a"\r,c\n"')
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_lines_are_cut_into_cells_as_plain_python_cuts_them(separator, quotes, text):
     result, _ = cut(text, separator, quotes)
     twin = kernels.cut_cells_reference(text, separator, quotes)
@@ -102,7 +103,7 @@ def read_numbers(texts):
     )
 )
 @example(texts=NUMBERS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_what_the_quick_way_reads_has_the_bits_of_pythons_float_and_the_rest_is_left_unsure(texts):
     for text, number, state in zip(texts, *read_numbers(texts), strict=True):
         expected, known = kernels.read_number_reference(text)
@@ -128,7 +129,7 @@ def test_plain_numbers_need_the_quick_way_only():
     )
 )
 @example(texts=[b"", b"-", b"+", b"00012", b"99999999999999999999999", b"1.0", b"/", b":"])
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_whole_numbers_are_read_up_to_the_last_of_64_bits(texts):
     data, starts, lengths = column(texts)
     integers, states = np.empty(len(texts), np.int64), np.empty(len(texts), np.uint8)
@@ -171,7 +172,7 @@ def test_times_are_those_of_the_standard_library(way, texts):
     between=st.sampled_from("T "),
     damage=st.integers(0, 40),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_any_moment_written_as_iso_is_read_and_a_damaged_one_is_refused(moments, zone, between, damage):
     texts = [(moment.isoformat(between, "seconds") + zone).encode() for moment in moments]
     assert_times(ISO, texts)
@@ -180,7 +181,7 @@ def test_any_moment_written_as_iso_is_read_and_a_damaged_one_is_refused(moments,
 
 
 @given(moments=st.lists(st.datetimes(min_value=datetime(2000, 1, 1), max_value=datetime(2099, 12, 31))))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_any_hour_written_as_avazu_does_is_read(moments):
     assert_times(HOURS, [moment.strftime("%y%m%d%H").encode() for moment in moments])
 
@@ -194,7 +195,7 @@ def assert_times(way, texts):
 
 
 @given(texts=st.lists(st.binary(max_size=30), max_size=20))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_cells_are_gathered_as_by_numpy_and_nothing_beyond_the_room_is_written(texts):
     data, starts, lengths = column(texts)
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
@@ -206,7 +207,7 @@ def test_cells_are_gathered_as_by_numpy_and_nothing_beyond_the_room_is_written(t
 
 
 @given(texts=st.lists(st.text("ab|", max_size=8).map(str.encode), max_size=20))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_cells_are_split_into_lists_of_which_an_empty_cell_is_an_empty_one(texts):
     data, starts, lengths = column(texts)
     offsets, none = np.empty(len(texts) + 1, np.int64), np.empty(0, np.int32)

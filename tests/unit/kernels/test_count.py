@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.kernels import count
 from bagpipe.kernels.count import NUM_WORDS
 from definitions import count as definitions
+from harness.examples import examples
 
 
 def both(name, *arguments):
@@ -22,7 +23,7 @@ def both(name, *arguments):
     return results
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     bags=st.lists(st.lists(st.integers(-1, 8), max_size=5), max_size=40),
     first=st.integers(0, 100),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.errors import StoreError
 from bagpipe.kernels import idmap
 from bagpipe.kernels.idmap import IdMap, mixed_by_numpy
 from definitions.idmap import IdMapByDict
+from harness.examples import examples
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 EDGES = [LOWEST, LOWEST + 1, -(2**32), -1, 0, 1, 2**24, 2**24 + 1, 2**32, HIGHEST - 1, HIGHEST]
@@ -24,7 +25,7 @@ def array(ids: list[int]) -> np.ndarray:
     return np.array(ids, np.int64)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(st.tuples(st.booleans(), ids_of_one_call), max_size=12))
 def test_it_equals_a_dict_after_any_calls(calls: list[tuple[bool, list[int]]]) -> None:
     ours, twin = IdMap(), IdMapByDict()

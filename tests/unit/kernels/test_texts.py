@@ -1,11 +1,12 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.kernels.texts import hash_texts, text_buffers
 from definitions.texts import define_hash_texts
+from harness.examples import examples
 
 KINDS = [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()]
 TEXTS = [
@@ -47,7 +48,7 @@ def test_hashes_never_change_since_they_decide_the_rows_of_hashed_categories():
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @given(texts=st.lists(st.one_of(st.none(), st.text(max_size=40)), max_size=30), data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_hashes_equal_their_twin_for_every_kind_of_array_and_slice(kind, texts, data):
     encoded = [None if text is None else text.encode("utf-8", "surrogatepass") for text in texts]
     encoded = [None if text is None else text.decode("utf-8", "replace").encode() for text in encoded]

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.kernels.update import apply, apply_numpy, divide, first_not_finite, scale
 from bagpipe.optim import SGD, Adagrad, Adam, AdamW, Frozen, Momentum, RowOptimizer, RowwiseAdagrad
 from bagpipe.schedules import Cosine
 from definitions.update import define_first_not_finite
+from harness.examples import examples
 
 OPTIMIZERS: dict[str, RowOptimizer] = {
     "sgd": SGD(0.1),
@@ -41,7 +42,7 @@ def gradients(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @given(seed=st.integers(0, 2**32 - 1), dims=st.sampled_from(DIMS), step=st.integers(1, 10_000))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_kernel_equals_its_definition_to_the_bit(name: str, seed: int, dims: tuple[int, ...], step: int) -> None:
     optimizer, rng, unique = OPTIMIZERS[name], np.random.default_rng(seed), 23
     slots = rng.permutation(60)[:unique].astype(np.int32)
@@ -79,7 +80,7 @@ def test_an_optimizer_without_a_kernel_runs_its_numpy_definition() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), bad=st.sampled_from([np.inf, -np.inf, np.nan, -np.nan]), dim=st.integers(1, 70))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_first_row_that_is_not_finite_is_found(seed: int, bad: float, dim: int) -> None:
     rng = np.random.default_rng(seed)
     grads = gradients(rng, (40, dim))

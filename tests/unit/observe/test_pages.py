@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.data import generated
@@ -14,6 +14,7 @@ from bagpipe.data.stats_page import stats_page
 from bagpipe.errors import ConfigError
 from bagpipe.observe.charts import Axis, Series, bar_chart, count, line_chart, percent, share_chart
 from bagpipe.observe.page import Page, shown
+from harness.examples import examples
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert('x')</script> & \"quotes\" \x00\x1b\ud800"
@@ -69,7 +70,7 @@ def test_names_are_shown_as_text_whatever_they_are():
 numbers = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True), st.integers(-(10**15), 10**15))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.lists(st.tuples(st.integers(-5, 10**6), numbers), max_size=5), max_size=3), st.booleans(), st.booleans()
 )

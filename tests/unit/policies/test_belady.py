@@ -7,12 +7,13 @@ import random
 from functools import cache
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.oracle.lookahead import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
+from harness.examples import examples
 
 Batches = tuple[frozenset[int], ...]
 
@@ -68,7 +69,7 @@ def test_no_cache_of_this_size_moves_fewer_rows_where_none_are_prefetched() -> N
             assert sum(moved(plans_of("belady", batches, capacity, 50, 0))) == least_moved(batches, capacity)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     seed=st.integers(0, 2**32),
     reach=st.integers(2, 30),

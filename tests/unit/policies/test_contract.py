@@ -6,14 +6,15 @@ import random
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES, PolicyOptions, make_policy
 from bagpipe.trainer.stages import Threads
 from definitions.plan_contract import check_contract, make_plans, run_in_several_orders
-from harness.explorer import Seeded
+from harness.examples import examples
+from harness.explorer import FETCHES, INSERTS, WRITES_BACK, Seeded
 from harness.trainers import DESIGNS, World, run
 from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
 
@@ -65,7 +66,7 @@ def test_training_under_the_checker_gives_the_bits_of_the_reference(expected, va
 
 @every_variant
 @pytest.mark.parametrize(
-    ("last", "eagerness"), [((), 1.0), (("write-back",), 20.0), (("insert",), 0.0), (("fetch-0",), 3.0)]
+    ("last", "eagerness"), [((), 1.0), ((WRITES_BACK,), 20.0), ((INSERTS,), 0.0), (FETCHES[:1], 3.0)]
 )
 def test_no_schedule_changes_a_bit(expected, variant, last, eagerness) -> None:
     driver = Seeded(len(variant), eagerness, frozenset(last))
@@ -73,7 +74,7 @@ def test_no_schedule_changes_a_bit(expected, variant, last, eagerness) -> None:
 
 
 @every_variant
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     seed=st.integers(0, 2**32),
     groups=st.sampled_from([[0], [0, 0], [0, 1], [1, 0, 1]]),
@@ -132,7 +133,7 @@ def test_several_trainers_end_with_the_bits_of_the_reference(shared, variant: st
     found = run(
         world,
         seed=len(variant),
-        last=("write-back",),
+        last=(WRITES_BACK,),
         design=design,
         policy=policy,
         policy_options=asdict(options),

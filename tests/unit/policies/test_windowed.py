@@ -24,7 +24,7 @@ from bagpipe.policies.windowed import SetLayout, WindowedPolicy, next_prime
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.types import Table
-from harness.explorer import Seeded
+from harness.explorer import WRITES_BACK, Seeded
 from harness.world import OPTIMIZERS, make_batches, make_model
 
 STALE = PolicyOptions(mode="stale")
@@ -144,7 +144,7 @@ def trained(
     plans = oracle.plans(([np.array(batch)], None) for batch in batches)
     store = MemoryStore([RowLayout(Table("only"), (2,), optim.SGD(0.1), Constant(0.0))])
     cache = RowCache([2], [capacity], torch.device("cpu"))
-    driver = Seeded(seed, eagerness=20.0, last=frozenset(["write-back"]))
+    driver = Seeded(seed, eagerness=20.0, last=frozenset([WRITES_BACK]))
     pipeline = Pipeline(((plan, None) for plan, _ in plans), cache, store, driver)  # type: ignore[arg-type]
     counted = np.zeros(num_rows)
     while pipeline.wait():

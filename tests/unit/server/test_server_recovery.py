@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -99,34 +100,74 @@ def test_a_recovery_by_message_is_begun_once_and_its_copies_ask_how_far_it_is() 
     assert "checkpoints in '/etc'" in refused(stranger.ask(Recover(1, "/etc")))
 
 
-def test_many_threads_write_while_recoveries_come_and_no_old_write_survives_one(server) -> None:
-    """A write is acknowledged in its generation and undone with it, or refused; none is mixed into the next."""
-    stop, wrong = threading.Event(), []
+GENERATIONS, TRAINERS, LAST_WRITES = 20, 3, 25
 
-    def write_for_ever(name: int) -> None:
-        generation = 0
-        while not stop.is_set():
-            peer = Peer(server, bytes([name, generation]), generation=generation, trainer=name, trainers=3)
+
+class Writer:
+    """A trainer that writes until its generation is over, and then in the next; in the last one `LAST_WRITES` times.
+
+    Every generation has rows of its own: whoever reads those of earlier ones reads what nobody may write any more.
+    """
+
+    def __init__(self, server, trainer: int, stop: threading.Event) -> None:
+        self.server, self.trainer, self.stop = server, trainer, stop
+        self.wrote = [threading.Event() for _ in range(GENERATIONS)]
+        """By generation: set at the first write that was acknowledged."""
+
+    def run(self) -> None:
+        generation, peer, acknowledged = 0, self.join(0), 0
+        while not (self.stop.is_set() or (generation == GENERATIONS - 1 and acknowledged == LAST_WRITES)):
             answer = peer.opened
-            while isinstance(answer, Opened | Written):
-                answer = peer.write([name], float(generation))
-            if not isinstance(answer, Failed | Unopened | Waiting):
-                wrong.append(answer)
-            generation = server._members.generation
+            if isinstance(answer, Opened):
+                answer = peer.write([row_of(generation, self.trainer)], acknowledged + 1.0)
+            if isinstance(answer, Written):
+                acknowledged += 1
+                self.wrote[generation].set()
+                continue
+            if isinstance(answer, Failed):
+                assert f"generation {generation}: this is generation" in refused(answer, "WireError")
+                generation, acknowledged = generation + 1, 0
+            else:
+                assert isinstance(answer, Unopened | Waiting), answer
+                self.stop.wait(0.001)  # a recovery is under way
+            peer = self.join(generation)
 
-    threads = [threading.Thread(target=write_for_ever, args=(name,)) for name in range(3)]
-    server.recover(1)
-    for thread in threads:
-        thread.start()
-    for generation in range(2, 40):
-        server.recover(generation, None)
-        late = Peer(server, b"x", generation=generation, trainers=3)
-        found = late.read(0, 1, 2) if isinstance(late.opened, Opened) else {}
-        assert set(found.values()) <= {float(generation)}
-    stop.set()
-    for thread in threads:
-        thread.join(30)
-    assert wrong == []
+    def join(self, generation: int) -> Peer:
+        return Peer(self.server, bytes([self.trainer, generation]), generation, self.trainer, TRAINERS)
+
+
+def row_of(generation: int, trainer: int) -> int:
+    return generation * TRAINERS + trainer
+
+
+@pytest.mark.parametrize("mark", [None, 1], ids=["to nothing", "to a mark"])
+def test_writes_and_recoveries_at_once_mix_no_generations_and_lose_nothing(server, mark) -> None:
+    """A write is acknowledged in its generation and undone with it, or refused; none gets into the next."""
+    before = {}
+    if mark is not None:
+        before = dict.fromkeys(range(GENERATIONS * TRAINERS), -1.0)
+        first = Peer(server, b"first", trainers=TRAINERS)
+        first.write(list(before), -1.0)
+        first.order(Mark, mark)
+    stop = threading.Event()
+    writers = [Writer(server, trainer, stop) for trainer in range(TRAINERS)]
+    with ThreadPoolExecutor(TRAINERS) as pool:
+        try:
+            running = [pool.submit(writer.run) for writer in writers]
+            for generation in range(1, GENERATIONS):
+                busy = writers[generation % TRAINERS]
+                assert busy.wrote[generation - 1].wait(60), f"nobody could write in generation {generation - 1}"
+                server.recover(generation, mark)
+                past = range(row_of(generation, 0))
+                found = Peer(server, b"x", generation, trainers=TRAINERS).read(*past)
+                assert found == {row: before[row] for row in past if row in before}
+            for future in running:
+                future.result(60)
+        finally:
+            stop.set()
+    last = {row_of(GENERATIONS - 1, trainer): float(LAST_WRITES) for trainer in range(TRAINERS)}
+    found = Peer(server, b"y", GENERATIONS - 1, trainers=TRAINERS).read(*range(GENERATIONS * TRAINERS))
+    assert found == before | last, "nothing that came late, and all that was acknowledged"
 
 
 # What outlives a server

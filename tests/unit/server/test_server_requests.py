@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.server.core import EmbeddingServer
@@ -26,6 +26,7 @@ from bagpipe.wire.messages import (
     Write,
     Written,
 )
+from harness.examples import examples
 from harness.server_peer import (
     WIDTHS,
     Peer,
@@ -192,7 +193,7 @@ def test_a_table_or_a_row_twice_in_one_write_is_refused_for_good(peer: Peer) -> 
     assert peer.write(3, [4], 1.0) == Written(3)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     parts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 4), st.one_of(st.integers(0, 4), st.integers(0, 2**62))), max_size=4

@@ -99,26 +99,22 @@ def test_a_save_succeeds_however_much_is_written_meanwhile_and_memory_stays_boun
 
 
 def test_work_that_is_stopped_in_the_middle_ends_and_says_so() -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    begun, pause = threading.Event(), threading.Event()
 
     def do(work):
         begun.set()
-        go_on.wait(10)
-        work.report(1)
+        for _ in range(30_000):  # half a minute at least, in case it is never stopped
+            work.report(1)
+            pause.wait(0.001)
         return b"never"
 
     work = Work("saving", do)
     thread = threading.Thread(target=work.run)
     thread.start()
-    begun.wait(10)
-    stopping = threading.Thread(target=work.stop)
-    stopping.start()
-    while not work._stopping.is_set():
-        pass
-    go_on.set()
-    thread.join(10)
-    stopping.join(10)
+    assert begun.wait(30)
+    work.stop()
     assert work.is_over
+    thread.join(30)
     assert "was stopped" in work.failed.message
     assert work.result is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.storage import in_files, in_memory
 from bagpipe.store.local import LocalStore
-from bagpipe.wire.messages import Failed, Open, Part, Read, Sync, Synced, Write, Written
+from bagpipe.wire.messages import Body, Open, Part, Read, Sync, Synced, Write, Written
 from harness.server_peer import (
     WIDTHS,
     Peer,
@@ -74,17 +75,13 @@ def test_copies_of_one_write_on_many_threads_are_applied_once(peer: Peer) -> Non
         each.open()
     barrier = threading.Barrier(8)
 
-    def copy(each: Peer) -> None:
-        barrier.wait()
-        for sequence in range(1, 40):
-            while isinstance(each.ask(Write(0, sequence, sequence, [Part(0, 1)]), ids, rows), Failed):
-                pass
+    def copy(each: Peer) -> list[Body]:
+        barrier.wait(30)
+        return [each.ask(Write(0, number, number, [Part(0, 1)]), ids, rows) for number in range(1, 40)]
 
-    threads = [threading.Thread(target=copy, args=(each,)) for each in peers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        for answers in pool.map(copy, peers):
+            assert answers == [Written(number) for number in range(1, 40)]
     assert peer.server.stats().rows_written == 39
 
 

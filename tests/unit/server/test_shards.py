@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.server.shards import divide, pick, place
@@ -18,7 +18,6 @@ def array(ids: list[int]) -> np.ndarray:
     return np.array(ids, np.int64)
 
 
-@settings(deadline=None)
 @given(ids=some_ids, table=st.integers(0, 1000), num_servers=st.integers(1, 9))
 def test_ids_are_divided_as_numpy_does_it(ids: list[int], table: int, num_servers: int) -> None:
     order, starts = divide(table, array(ids), num_servers)
@@ -42,7 +41,6 @@ def test_dense_and_strided_ids_spread_evenly(stride: int, table: int) -> None:
         assert abs(counts * num_servers / 100_000 - 1).max() < 0.02
 
 
-@settings(deadline=None)
 @given(width=st.integers(1, 70), num_rows=st.integers(0, 30), seed=st.integers(0, 100))
 def test_rows_are_picked_and_placed_as_numpy_does_it(width: int, num_rows: int, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -24,6 +24,7 @@ from bagpipe.store.remote import RemoteStore
 from bagpipe.store.views import shared_views
 from bagpipe.wire.simulated import SimulatedNetwork
 from definitions.shards import define_servers
+from harness.examples import examples
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 WIDTHS = (48, 1, 7)
@@ -385,7 +386,7 @@ calls = st.lists(st.tuples(st.integers(0, 2), st.booleans(), some_ids), max_size
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(calls=calls)
 def test_it_equals_a_dict_after_any_calls(name: str, calls: list[tuple[int, bool, list[int]]]) -> None:
     model: list[dict[int, np.ndarray]] = [{} for _ in TABLES]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -15,6 +14,7 @@ from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.snapshot import Snapshot
 from harness.disk import SimulatedDisk
+from harness.examples import examples
 from harness.recorded_rows import WIDTHS, Table, contents, memory, plain, rows_of
 
 
@@ -181,9 +181,7 @@ class BoundedRows(LoggedRows):
 
 
 for machine in (MarkedRows, LoggedRows, BoundedRows):
-    machine.TestCase.settings = settings(
-        max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+    machine.TestCase.settings = examples(100, stateful_step_count=40)
 TestMarkedRows = MarkedRows.TestCase
 TestLoggedRows = LoggedRows.TestCase
 TestBoundedRows = BoundedRows.TestCase

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bagpipe.errors import BagpipeError, DeadlineError, StoreError
@@ -17,6 +16,7 @@ from bagpipe.server.limits import ServerLimits
 from bagpipe.store import MemoryStore
 from bagpipe.store.links import Patience
 from bagpipe.wire.messages import Message, Read
+from harness.examples import examples
 from harness.explorer import Seeded
 from harness.remote_world import (
     TABLES,
@@ -28,6 +28,7 @@ from harness.remote_world import (
     read,
     values,
 )
+from harness.wire import until
 from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
 
 # Exactness
@@ -41,7 +42,7 @@ def expected():
     return train_reference(BATCHES, OPTIMIZERS["adagrad"](), "wide_deep")[0]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40, tuple(HealthCheck))
 @given(
     num_servers=st.integers(1, 3),
     shared_memory=st.booleans(),
@@ -144,11 +145,14 @@ def test_a_read_waits_until_the_other_trainer_has_written(worlds) -> None:
     stores[0].write_many([], passed=0)
     reader = threading.Thread(target=lambda: seen.append(read(stores[0], some, after=0)))
     reader.start()
-    begin = time.monotonic()
-    while time.monotonic() < begin + 0.6:  # parked, sent away, and parked again
+    before = [server.stats().requests for server in world.servers]
+
+    def came_again() -> bool:
         for server in world.servers:
             server.tick()
-        time.sleep(0.01)
+        return all(server.stats().requests >= first + 2 for server, first in zip(world.servers, before, strict=True))
+
+    until(came_again, 60)  # parked, sent away, and parked again
     assert seen == []
     stores[0].write_many([(1, some, values(2, 50, 1))])  # no write waits behind it
     stores[1].write_many([(0, some, values(1, 50))], passed=0)

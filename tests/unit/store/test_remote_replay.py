@@ -6,10 +6,11 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from harness.disk import SimulatedDisk
+from harness.examples import examples
 from harness.marked import Marking, read, rows, some_rows
 from harness.remote_world import TROUBLE
 
@@ -108,7 +109,7 @@ class Trained:
         self.stores = [world.store(trainer=trainer, **options) for trainer in range(2)]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, tuple(HealthCheck))
 @given(
     seed=st.integers(0, 10**6), shared=st.booleans(), trouble=st.sampled_from([{}, TROUBLE]), counted_on=st.booleans()
 )

@@ -6,12 +6,13 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.errors import ConsistencyError, DeadlineError, PipelineError, StoreError
 from bagpipe.trainer.collective import memory_groups, sum_in_rank_order
 from bagpipe.trainer.stages import Threads, Wait
+from harness.examples import examples
 from harness.explorer import Seeded
 
 
@@ -32,7 +33,7 @@ def turns(group, lengths, done):
         done.append((group.rank, turn))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 4), st.integers(0, 5), st.integers(0, 2**20))
 def test_every_rank_receives_what_was_sent_to_it_whatever_the_schedule(size, count, seed):
     drawn = random.Random(seed)
@@ -185,7 +186,7 @@ def test_a_rank_that_has_closed_is_not_waited_for_but_what_it_sent_arrives():
         groups[1].exchange([torch.empty(0)] * 2, [torch.empty(0)] * 2, "x")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 4), st.integers(0, 9), st.sampled_from([None, 0.0, 3.0, 7.0]), st.integers(0, 2**20))
 def test_sums_are_taken_in_rank_order_and_equal_on_all_ranks(size, length, total, seed):
     drawn = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -14,6 +14,7 @@ from bagpipe.reference import _mean_dense
 from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.dense_sync import DenseSync
 from bagpipe.trainer.stages import Threads
+from harness.examples import examples
 from harness.plain import threads_left
 
 SHAPES = [(3, 2), (5,), (), (0,), (7, 1)]
@@ -92,7 +93,7 @@ def expected_mean(grads, samples):
     return _mean_dense(given, weights, np.float32(sum(samples)) if len(samples) > 1 else None)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, 5), min_size=size, max_size=size)),
     st.sampled_from([1, 30, 10**9]),

@@ -8,10 +8,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.trainer.exact_sum import Bins
+from harness.examples import examples
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -27,7 +28,7 @@ def total(*parts):
     return Bins.total(packed)
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(values=st.lists(FLOATS, max_size=40), cuts=st.lists(st.integers(0, 40), max_size=3), seed=st.integers(0, 99))
 def test_the_sum_is_exact_and_rounded_once(values, cuts, seed):
     expected = float(sum((Fraction(value) ** 2 for value in values), Fraction(0)))

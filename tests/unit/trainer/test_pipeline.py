@@ -21,7 +21,7 @@ from bagpipe.trainer.fetching import READERS, Fetching
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
-from harness.explorer import Seeded
+from harness.explorer import WRITES_BACK, Seeded
 
 ROWS, SLOTS = 12, 7
 
@@ -141,7 +141,7 @@ def test_victims_of_a_plan_leave_block_by_block_as_the_store_takes_them(monkeypa
 
     monkeypatch.setattr(Pipeline, "_copy_out", noting)
     batches = [np.arange(7), np.arange(7, 12)]
-    cache, driver = RowCache([2], [SLOTS], torch.device("cpu")), Seeded(0, last=frozenset({"write-back"}))
+    cache, driver = RowCache([2], [SLOTS], torch.device("cpu")), Seeded(0, last=frozenset({WRITES_BACK}))
     store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
     pipeline = Pipeline(plans(batches, "lru"), cache, store, driver)
     for _ in batches:

@@ -6,7 +6,7 @@ import pytest
 
 from bagpipe.store.views import StoreView
 from harness.events import train_with_events
-from harness.explorer import Together
+from harness.explorer import FETCHES, INSERTS, WRITES_BACK, Together
 from harness.trainers import DESIGNS, Several, World, run
 from harness.world import assert_identical, make_batches
 
@@ -26,7 +26,7 @@ def test_large_write_backs_come_in_blocks_of_bounded_size(design, policy, monkey
     monkeypatch.setattr(StoreView, "write_many", noting)
     monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 4)
     world = World(BATCHES, trainers=3)
-    for seed, last in enumerate([(), ("write-back",), ((1, "insert"), (2, "fetch-0"))]):
+    for seed, last in enumerate([(), (WRITES_BACK,), ((1, INSERTS), (2, FETCHES[0]))]):
         found = run(world, seed, 2.0, last, train_with_events(BARRIERS), design=design, cache=60, policy=policy)
         assert_identical(world.reference(), found.state)
     assert max(sizes) == 4

@@ -11,7 +11,7 @@ import torch
 from bagpipe.errors import DeadlineError, PipelineError, StoreError
 from bagpipe.together import run_threads
 from bagpipe.trainer.stages import Threads, Wait
-from harness.explorer import LOOP, Together
+from harness.explorer import FETCHES, INSERTS, LOOP, PLANS, SYNCS, WRITES_BACK, Together, stage_names
 
 
 @pytest.fixture(autouse=True)
@@ -425,3 +425,9 @@ def test_loops_compute_with_the_bits_of_the_thread_that_runs_them(run):
         assert found[0] == expected[0]
         assert torch.equal(found[1], expected[1])
         assert torch.equal(found[2], expected[2])
+
+
+def test_every_role_of_a_stage_is_one_that_runs():
+    """`last` with a name that no stage has would delay nothing, and no test would notice."""
+    assert {PLANS, INSERTS, WRITES_BACK, *FETCHES} == set(stage_names())
+    assert {PLANS, INSERTS, WRITES_BACK, *FETCHES, SYNCS} < set(stage_names(trainers=2))

@@ -21,10 +21,10 @@ from bagpipe.together import run_threads
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
-from harness.explorer import LOOP, Together
+from harness.explorer import LOOP, WRITES_BACK, Together
 
 TRAINERS, ROWS, ITERATIONS, SEEDS = 3, 6, 12, 200
-LASTS = (frozenset(), frozenset({"write-back"}), frozenset({(1, "write-back")}), frozenset({(2, LOOP)}))
+LASTS = (frozenset(), frozenset({WRITES_BACK}), frozenset({(1, WRITES_BACK)}), frozenset({(2, LOOP)}))
 
 
 def uses_of(seed):

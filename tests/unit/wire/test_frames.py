@@ -9,7 +9,7 @@ import struct
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.errors import ConfigError, WireError
@@ -33,6 +33,7 @@ from bagpipe.wire.messages import (
     Written,
 )
 from bagpipe.wire.recovery_messages import Keep, Kept, KeptBlob, Marks, Recover, Save
+from harness.examples import examples
 
 RUN = bytes(range(16))
 SMALL = Limits(body_bytes=100, buffers=2, buffer_bytes=64, message_bytes=120)
@@ -257,14 +258,14 @@ def test_a_hundred_thousand_fuzzed_messages_give_messages_or_typed_errors_only()
     assert not Trap.sprung
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.binary(max_size=200), max_size=8))
 def test_random_bytes_are_refused(frames):
     with pytest.raises(WireError):
         decode(frames)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=99), st.integers(0, len(messages.Body.__args__) - 1))
 def test_random_bodies_give_records_or_typed_errors(wrong, number):
     try:

@@ -1,7 +1,7 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.data.prepare.block import Place
@@ -11,6 +11,7 @@ from bagpipe.data.prepare.schema import parse_schema
 from bagpipe.data.prepare.text import Piece
 from bagpipe.kernels.texts import hash_texts
 from harness.blocks import problems_of, samples_of, values_of
+from harness.examples import examples
 
 SMALL = {"format": "csv", "columns": ["y", "n", "c"], "label": "y", "numeric": ["n"], "categorical": ["c"]}
 
@@ -107,7 +108,7 @@ def test_lines_without_any_sample_give_a_block_of_problems():
 
 
 @given(bad=st.sets(st.integers(0, 39)))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_bad_lines_anywhere_cost_no_good_neighbour(bad):
     faults = ["1,2", "1,x,c", b"1,2,\xff", '1,2,"', "7,2,c"]
     lines = [faults[n % 5] if n in bad else f"{n % 2},{n},v{n}" for n in range(40)]

@@ -2,7 +2,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.data.prepare import sorting
@@ -13,6 +13,7 @@ from bagpipe.data.prepare.sorting import in_time_order
 from bagpipe.data.prepare.sources import find_sources
 from bagpipe.errors import DataError
 from harness.blocks import problems_of, samples_of
+from harness.examples import examples
 
 SCHEMA = parse_schema(
     {
@@ -49,7 +50,7 @@ def blocks_of(directory, times, block_bytes=80):
     fan_in=st.sampled_from([2, 3, 64]),
     block_bytes=st.sampled_from([50, 300, 10_000]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_order_is_that_of_a_stable_sort_whatever_the_memory(directory, times, memory, fan_in, block_bytes):
     blocks = blocks_of(directory, times, block_bytes)
     with pytest.MonkeyPatch.context() as patch:

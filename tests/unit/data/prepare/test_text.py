@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bagpipe.data.prepare.block import BEGINNING, Place
@@ -16,6 +16,7 @@ from bagpipe.data.prepare.schema import parse_schema
 from bagpipe.data.prepare.sources import find_sources
 from bagpipe.errors import ConfigError, DataError
 from harness.blocks import problems_of, samples_of
+from harness.examples import examples
 
 SCHEMA = parse_schema(
     {"format": "tsv", "columns": ["y", "n", "c"], "label": "y", "numeric": ["n"], "categorical": ["c"]}
@@ -55,7 +56,7 @@ def read(sources, start=BEGINNING, schema=SCHEMA, **options):
 
 @given(texts=st.lists(TEXT, min_size=1, max_size=2), block_bytes=st.integers(20, 90), threads=st.integers(1, 3))
 @example(texts=["\n\n", "1\t2\ta"], block_bytes=20, threads=2)
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_neither_the_size_of_blocks_nor_threads_nor_gzip_change_the_samples(directory, texts, block_bytes, threads):
     sources = written(directory, *texts)
     whole = read(sources, threads=1)
