@@ -9,10 +9,10 @@ import time
 
 import numpy as np
 
-from bagpipe.data.calibration import expected_rows, expected_shared, expected_top_share
 from bagpipe.data.generator import Generated, best_auc, generated
 from bagpipe.data.presets import Preset, find_preset
 from benchmarks import Benchmark, Results
+from benchmarks.calibration import expected_rows, expected_shared, expected_top_share
 
 PRESET = "criteo-kaggle-like"
 BATCH_SIZE = 16_384

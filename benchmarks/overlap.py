@@ -37,11 +37,11 @@ from bagpipe.store.remote import RemoteStore
 from bagpipe.types import Batch, Table
 from bagpipe.wire.frames import Frame
 from bagpipe.wire.keys import VARIABLE, Security, find_keys, new_keys
-from bagpipe.wire.simulated import SimulatedChannel, SimulatedNetwork
 from bagpipe.wire.sockets import SocketNetwork
 from benchmarks import Benchmark, Results
 from benchmarks.children import child, end_with_parent, heard, say, tell
 from benchmarks.namespaces import SERVERS, TRAINER, NamespaceError, Namespaces, counted_bytes, joined_namespaces
+from benchmarks.simulated import SimulatedChannel, SimulatedNetwork
 from benchmarks.train import CACHE_SHARE, Ours, Size, Work
 from benchmarks.turns import Contestant, Link, take_turns
 

@@ -11,7 +11,7 @@ from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.shard import Recording
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 from harness.remote_world import RUN, Rows
 
 WIDTHS = {"ad": 3, "user": 2}

@@ -11,7 +11,7 @@ from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.limits import ServerLimits
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 
 RUN = bytes(16)
 FAST = Patience(retry_s=0.5, deadline_s=20.0, trainers_s=3.0)

@@ -15,7 +15,7 @@ from bagpipe.errors import DeadlineError, PipelineError
 from bagpipe.failpoints import Faults, Killed, acting_as
 from bagpipe.oracle.outbox import DESCRIPTION, Outbox
 from bagpipe.trainer.stages import Wait
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 from harness.explorer import Together, _Loop
 
 

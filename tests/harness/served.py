@@ -18,7 +18,7 @@ from bagpipe.trainer.stages import Threads
 from bagpipe.trainer.sync import Groups
 from bagpipe.training import train_remote
 from bagpipe.wire.in_order import Patience
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 
 RUN = bytes(range(16))
 HASTY = Patience(retry_s=0.05, deadline_s=30.0)

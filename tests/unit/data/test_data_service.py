@@ -11,7 +11,7 @@ from bagpipe.types import Batch
 from bagpipe.wire.frames import encode
 from bagpipe.wire.messages import AskStats, Failed, Message
 from bagpipe.wire.plan_messages import GetBatch, GotBatch
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 from harness.served import RUN
 
 DATA = generated("tiny", 700)

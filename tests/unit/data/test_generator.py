@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bagpipe.data import PRESETS, Preset, best_auc, find_preset, generated
-from bagpipe.data.calibration import expected_rows, expected_shared, expected_top_share
 from bagpipe.errors import ConfigError
+from benchmarks.calibration import expected_rows, expected_shared, expected_top_share
 
 BATCH = 4096
 

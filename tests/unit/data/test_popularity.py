@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from bagpipe.data.calibration import expected_rows, expected_shared, expected_top_share
 from bagpipe.data.popularity import PowerLaw, TopShare, sampler
 from bagpipe.data.presets import PRESETS, find_preset
 from bagpipe.errors import ConfigError
+from benchmarks.calibration import expected_rows, expected_shared, expected_top_share
 
 BATCH = 16_384
 

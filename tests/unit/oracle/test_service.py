@@ -29,8 +29,8 @@ from bagpipe.wire.frames import encode
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.messages import AskStats, Failed, Message
 from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, NotYet, Planned, PlansDescribed
-from bagpipe.wire.simulated import SimulatedNetwork
 from bagpipe.wire.sockets import SocketNetwork
+from benchmarks.simulated import SimulatedNetwork
 from harness.served import FAULTS, LONG, RUN, Served, make_job, quiet
 
 

@@ -22,7 +22,7 @@ from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
 from bagpipe.store.remote import RemoteStore
 from bagpipe.store.views import shared_views
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 from definitions.shards import define_servers
 from harness.examples import examples
 

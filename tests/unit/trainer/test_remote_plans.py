@@ -20,7 +20,7 @@ from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.types import Table
 from bagpipe.wire.messages import AskStats, Message
 from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, Planned
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 from harness.served import FAULTS, HASTY, RUN, Served, make_job
 from harness.world import TABLES, assert_identical, dense_sgd, initial, make_batches, make_model, train_reference
 from harness.world import train_accelerated as train_here

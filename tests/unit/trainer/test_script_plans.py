@@ -29,7 +29,7 @@ from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DescribePlans, GetBatch, NextPlan, PlannedPart
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 
 RUN = bytes(range(16))
 TABLE = Table("user", 50, ("user",))

@@ -10,7 +10,7 @@ from bagpipe.errors import DeadlineError, PipelineError, ShardError, WireError
 from bagpipe.wire.in_order import InOrder, Patience, named_error
 from bagpipe.wire.messages import Failed, Message, Synced, Written
 from bagpipe.wire.plan_messages import GetBatch, NotYet
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 
 RUN = bytes(range(16))
 

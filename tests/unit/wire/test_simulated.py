@@ -10,7 +10,7 @@ import pytest
 
 from bagpipe.errors import ConfigError, WireError
 from bagpipe.wire.messages import Sync, Synced, Write
-from bagpipe.wire.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedNetwork
 from harness.wire import a_read, answer, ask, doubling, get, values
 
 

@@ -15,8 +15,8 @@ from bagpipe.wire.keys import new_keys
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import AskStats, Failed, Message, Rows, Sync, Synced, Write
-from bagpipe.wire.simulated import SimulatedNetwork
 from bagpipe.wire.sockets import SocketNetwork
+from benchmarks.simulated import SimulatedNetwork
 from harness.wire import (
     RUN,
     SHORT,
