@@ -5,6 +5,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2
 T      ?=
+# Pure parts and contracts: at most 90 CPU seconds in all, once kernels are compiled.
+U      := tests/unit
+FAST   := $(U)/kernels $(U)/policies/test_policies.py $(U)/policies/test_scan.py $(U)/policies/test_popularity.py \
+	$(addprefix $(U)/oracle/test_,assign.py lookahead.py oracle_kernels.py partition.py slots_and_window.py) \
+	$(addprefix $(U)/store/test_,contract.py local.py memory.py rowfile.py) $(U)/trainer/test_stages.py \
+	$(addprefix $(U)/test_,cache.py config.py docs.py initial.py layers.py layout.py metrics.py net.py optim.py \
+	pooling.py reference.py schedules.py split.py types.py)
 
 .PHONY: help install train test fast net golden check format house bench chaos clean
 .DEFAULT_GOAL := help
@@ -50,7 +57,8 @@ bench: install  ## all benchmarks, with FBGEMM's kernels to compare with
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[bench]'
 	$(BIN)/bagpipe bench all
 
-chaos: install  ## the long tests: many seeds, many kills, millions of lines
+chaos: install  ## the long tests: many seeds, many kills, millions of lines; ten times the examples of exactness
+	HYPOTHESIS_PROFILE=chaos $(PYTEST) -m 'hypothesis and not long' --timeout=1800 tests/exact tests/property
 	HYPOTHESIS_PROFILE=chaos $(BIN)/python -m pytest -m long
 
 clean:  ## remove the environment and caches
