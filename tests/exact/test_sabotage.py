@@ -1,8 +1,8 @@
 """Each way to break exactness is put in at a seam, in plans, store or group, and is noticed: the other tests can fail.
 
-"checker": the run-time checker names a row, and without it the bits would differ. "rule": it does, though the bits would
-be the same. "error": a typed error. "bits": only the comparison with the reference shows it. Without a defect nothing is
-noticed.
+"checker": the run-time checker names a row, and without it the bits would differ. "rule": it does, though the bits
+would be the same. "error": a typed error. "bits": only the comparison with the reference shows it. Without a defect
+nothing is noticed.
 """
 
 from __future__ import annotations
@@ -126,6 +126,9 @@ def test_a_store_that_loses_what_nobody_reads_again_is_noticed_at_the_end(store)
         ("delayed_vectors_are_not_sent", "partitioned", "checker"),
         ("one_owner_leaves_out_updates", "owned", "checker"),
         ("one_owner_leaves_out_updates", "partitioned", "checker"),
+        *(("rows_are_updated_twice", design, "checker") for design in DESIGNS),
+        ("one_copy_is_not_updated", "replicated", "error"),
+        ("one_copy_is_not_updated", "lrpp", "error"),
         *(("a_row_is_written_by_nobody", design, "checker") for design in DESIGNS),
         ("a_row_is_written_by_two", "replicated", "rule"),
         ("a_row_is_written_by_two", "lrpp", "checker"),
@@ -147,7 +150,7 @@ def test_a_store_of_several_trainers_with_a_defect_is_noticed(store, design):
 CHANGES = (sabotage.drops, sabotage.doubles, sabotage.swaps, sabotage.delivers_old)
 
 
-@pytest.mark.parametrize("change", (*CHANGES, sabotage.does_not_wait), ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [*CHANGES, sabotage.does_not_wait], ids=lambda change: change.__name__)
 @pytest.mark.parametrize(
     ("about", "design", "by"),
     [
@@ -174,3 +177,19 @@ def test_a_bit_that_changes_on_the_way_is_noticed():
         ("gradients of iteration", "partitioned", "bits"),
     ):
         assert_noticed(together, sabotage.changes_a_bit(about), by, design=design)
+
+
+class Planned(Exception):
+    """What an exchange fails with."""
+
+
+@pytest.mark.parametrize("about", ["gradients of iteration 3", "delayed gradients of iteration 3", "dense gradients"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_an_error_of_one_trainer_ends_all_and_is_raised_with_its_cause(about, design):
+    error = Planned("bits have rotted")
+    with pytest.raises(Exception, match="bits have rotted") as caught:
+        together(sabotage.fails(about, error), 0, design=design)
+    causes = [caught.value]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    assert error in causes

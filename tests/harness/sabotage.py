@@ -119,14 +119,6 @@ def victims_do_not_wait(_, plan):
 
 
 @each_plan
-def vectors_do_not_wait(_, plan):
-    """Wait 2, left out for vectors that come from other trainers."""
-    sync = plan.sync
-    parts = {name: replace(getattr(sync, name), slot_after=-1) for name in ("fetched", "values", "later_values")}
-    return replace(plan, sync=replace(sync, **parts))
-
-
-@each_plan
 def fetched_rows_are_mixed_up(_, plan):
     """Rows of one table take each other's slots."""
     return _of_fetch(plan, slots=_reversed_in_first_table(plan.fetch))
@@ -203,6 +195,23 @@ def one_owner_leaves_out_updates(rank, plan):
         return plan
     gradients, later = without(sync.gradients), without(sync.later_gradients)
     return replace(plan, sync=replace(sync, gradients=gradients, later_gradients=later))
+
+
+@each_plan
+def rows_are_updated_twice(_, plan):
+    """The gradients of an iteration are added up and applied again beside the next one."""
+    return replace(plan, sync=replace(plan.sync, later_gradients=plan.sync.gradients)) if plan.iteration == 3 else plan
+
+
+@each_plan
+def one_copy_is_not_updated(rank, plan):
+    """One of all the trainers that have copies of rows leaves them as they are."""
+    if rank != 2:
+        return plan
+    gradients = plan.sync.gradients
+    own = _no_entries(gradients.own)
+    gradients = replace(gradients, shared=_emptied(gradients.shared), own=own, own_at=gradients.own_at[:0])
+    return replace(plan, sync=replace(plan.sync, gradients=gradients))
 
 
 def _rows_leave_an_iteration_early(_, items):
@@ -526,6 +535,17 @@ def changes_a_bit(about, rank=1):
     def change(group, receive):
         if group.rank == rank and len(receive[0]):
             receive[0].numpy()[:1].view(np.uint32)[:] ^= 1
+
+    return change
+
+
+def fails(about, error, rank=1):
+    """An exchange ends with an error at one trainer."""
+
+    @received(about)
+    def change(group, receive):
+        if group.rank == rank:
+            raise error
 
     return change
 
