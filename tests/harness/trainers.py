@@ -25,6 +25,7 @@ from bagpipe.store.views import shared_views
 from bagpipe.together import Trainers
 from bagpipe.trainer.batches import Batches, attach
 from harness.explorer import Seeded, Together
+from harness.sabotage import NOTHING
 from harness.world import OPTIMIZERS, TABLES, dense_sgd, initial
 
 DESIGNS = ("owned", "partitioned", "replicated", "lrpp")
@@ -143,7 +144,10 @@ def plain_loop(one: One):
 class Several:
     """Trainers that were made and have not run yet."""
 
-    def __init__(self, world: World, together=None, *, loader=None, store=None, accumulate=1, kept=None, **settings):
+    def __init__(
+        self, world: World, together=None, *, loader=None, store=None, accumulate=1, kept=None, sabotage=NOTHING,
+        **settings,
+    ):  # fmt: skip
         """`together` None: plain threads; `kept` has what `keep_world` takes."""
         sync = {key: settings.pop(key) for key in ("design", "delayed", "deterministic", "moving") if key in settings}
         settings = {"cache": 300, "check": True} | settings
@@ -156,7 +160,7 @@ class Several:
         deadline_s = 20.0 if together is None else 0.0
 
         def open_stores(layouts, notify):
-            self.store = self.store or MemoryStore(layouts)
+            self.store = self.store or (sabotage.store or MemoryStore)(layouts)
             if self.kept is not None:
                 self.store = with_marks(self.store)
                 self.kept.load(self.store)
@@ -169,10 +173,11 @@ class Several:
 
         self.kept = None if kept is None else keep_world(self.made[0], world.trainers, accumulate, **kept)
 
-        self.trainers = Trainers(
-            config, [made[:3] for made in self.made], world.batches if loader is None else loader, open_stores,
-            accumulate=accumulate, drivers=drivers, run=None if together is None else together.run, keeping=keeping,
-        )  # fmt: skip
+        with sabotage.between_the_parts():
+            self.trainers = Trainers(
+                config, [made[:3] for made in self.made], world.batches if loader is None else loader, open_stores,
+                accumulate=accumulate, drivers=drivers, run=None if together is None else together.run, keeping=keeping,
+            )  # fmt: skip
         for batches, (_, _, layouts, rows) in zip(self.trainers.batches, self.made, strict=True):
             if rows is not layouts[0].optimizer:
                 attach(rows, batches)
@@ -226,13 +231,14 @@ def run(world, seed=0, eagerness=2.0, last=(), loop=plain_loop, before=None, **s
     return Several(world, Together(seed, eagerness, frozenset(last), 60.0), **settings).run(loop, before)
 
 
-def run_alone(world, driver=None, loop=plain_loop, **options) -> Found:
+def run_alone(world, driver=None, loop=plain_loop, sabotage=NOTHING, **options) -> Found:
     """The same with one trainer, on its own."""
     model, _, _, rows = world.make()
-    options = {"cache": 300, "check": True} | options
-    batches = accelerate(
-        model, world.batches, rows, tables=world.tables, initial=initial, driver=driver or Seeded(0), **options
-    )
+    options = {"cache": 300, "check": True, "store": sabotage.store or "memory"} | options
+    with sabotage.between_the_parts():
+        batches = accelerate(
+            model, world.batches, rows, tables=world.tables, initial=initial, driver=driver or Seeded(0), **options
+        )
     one = One(0, batches, model, world.dense(list(model.parameters())), rows, [])
     with batches, closing(batches.store):
         result = loop(one)

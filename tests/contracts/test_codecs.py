@@ -1,0 +1,331 @@
+"""What every codec of the wire promises: a record comes back equal, and damaged bytes are a WireError or a record (I8).
+
+Damage: each byte of short messages and a sample of long ones is flipped in three ways, cut off, or more is added. What
+is then read must be a record of the kind that says the same when it is packed again. Memory stays bounded: no damage
+makes room for more than a small multiple of what came.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tracemalloc
+from dataclasses import fields, is_dataclass
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bagpipe.cache import group_by_width
+from bagpipe.data.batch_wire import pack_batch, unpack_batch
+from bagpipe.data.samples import Column, Samples
+from bagpipe.data.samples_wire import pack_samples
+from bagpipe.data.tree_wire import pack_trees, types_in, unpack_trees
+from bagpipe.errors import WireError
+from bagpipe.oracle.assign import Assigner
+from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.partition import DESIGNS, Partition
+from bagpipe.oracle.plan_shape import PlanShape
+from bagpipe.oracle.plan_wire import pack_plan, unpack_plan
+from bagpipe.trainer.divided import Divided
+from bagpipe.types import Batch, Ids
+from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.wire.frames import decode, encode
+from bagpipe.wire.messages import Body, Message
+from bagpipe.wire.plan_messages import DividedBy, GotBatch, Planned
+from harness.world import TABLES, make_batches
+
+RUN = bytes(range(16))
+RECORDS = get_args(Body)
+WIDTHS = (3, 5, 3)
+FEATURES = [name for table in TABLES for name in table.features]
+DAMAGES_MAX = 600
+MEMORY_MAX = 8 << 20
+
+
+def flat(part):
+    """All that a value holds, in a form that compares bit for bit."""
+    if isinstance(part, torch.Tensor):
+        return str(part.dtype), tuple(part.shape), part.contiguous().numpy().tobytes()
+    if isinstance(part, np.ndarray | np.generic):
+        return part.dtype.str, part.shape, part.tobytes()
+    if isinstance(part, Ids):
+        return [flat(each) for each in (part.values, part.offsets, part.weights)]
+    if is_dataclass(part):
+        return [flat(getattr(part, field.name)) for field in fields(part)]
+    if isinstance(part, dict):
+        return [(key, flat(value)) for key, value in part.items()]
+    if isinstance(part, float):
+        return np.float64(part).tobytes()
+    return [flat(each) for each in part] if isinstance(part, tuple | list) else part
+
+
+def damaged(frames, seed=0):
+    """The frames with one of them flipped somewhere, cut or extended."""
+    for number, frame in enumerate(frames):
+        whole = bytes(frame)
+        places = range(len(whole))
+        if len(whole) > DAMAGES_MAX // 5:
+            places = sorted(random.Random(seed).sample(places, DAMAGES_MAX // 5))
+        for place in places:
+            for bits in (0x01, 0x80, 0xFF):
+                changed = bytearray(whole)
+                changed[place] ^= bits
+                yield [*frames[:number], bytes(changed), *frames[number + 1 :]]
+            yield [*frames[:number], whole[:place], *frames[number + 1 :]]
+        for more in (b"\0", b"\0" * 8, b"\xff" * 4):
+            yield [*frames[:number], whole + more, *frames[number + 1 :]]
+
+
+def assert_survives(frames, read, pack):
+    """Whatever damage: a WireError, or something that is packed to bytes which are read as the same."""
+    tracemalloc.start()
+    try:
+        for each in damaged(frames):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            try:
+                found = read(each)
+            except WireError:
+                found = None
+            assert tracemalloc.get_traced_memory()[1] - before < MEMORY_MAX
+            if found is not None:
+                assert flat(read(pack(found))) == flat(found)
+    finally:
+        tracemalloc.stop()
+
+
+# Records: every body that a message may have
+
+
+def strategy_of(kind):
+    """Values of an annotated type of a record, extreme ones among them; built from what msgspec knows of it."""
+    return _strategy(msgspec.inspect.type_info(kind))
+
+
+def _strategy(info):
+    types = msgspec.inspect
+    match info:
+        case types.IntType():
+            low = info.ge if info.ge is not None else -(2**63)
+            high = info.lt - 1 if info.lt is not None else info.le if info.le is not None else 2**63 - 1
+            return st.sampled_from([low, high]) | st.integers(low, high)
+        case types.FloatType():
+            return st.floats()
+        case types.BoolType():
+            return st.booleans()
+        case types.NoneType():
+            return st.none()
+        case types.StrType():
+            if info.pattern is not None:
+                return st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z")
+            characters = st.characters(exclude_categories=["Cs"])
+            return st.text(characters, min_size=info.min_length or 0, max_size=min(info.max_length or 30, 30))
+        case types.BytesType():
+            return st.binary(min_size=info.min_length or 0, max_size=min(info.max_length or 30, 30))
+        case types.LiteralType():
+            return st.sampled_from(list(info.values))
+        case types.ListType():
+            least = info.min_length or 0
+            most = min(info.max_length or least + 4, least + 4)
+            return st.lists(_strategy(info.item_type), min_size=least, max_size=most)
+        case types.UnionType():
+            return st.one_of([_strategy(each) for each in info.types])
+        case types.StructType():
+            return st.builds(info.cls, **{field.name: _strategy(field.type) for field in info.fields})
+    raise AssertionError(f"records have a {info}: give it values here")
+
+
+def framed(message):
+    return [bytes(frame) for frame in encode(message)]
+
+
+def messages(kind):
+    numbers = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+    return st.builds(
+        lambda generation, request, body, buffers: Message(RUN, generation, request, body, list(map(memoryview, buffers))),
+        *numbers, strategy_of(kind), st.lists(st.binary(max_size=20), max_size=3),
+    )  # fmt: skip
+
+
+def same_message(left, right):
+    return flat(left.body) == flat(right.body) and (left.run, left.generation, left.request) == (
+        right.run, right.generation, right.request,
+    ) and list(map(bytes, left.buffers)) == list(map(bytes, right.buffers))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_every_record_comes_back(kind):
+    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(messages(kind))
+    def comes_back(message):
+        assert same_message(decode(encode(message)), message)
+
+    comes_back()
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_every_damaged_record_is_refused_or_another_one(kind):
+    @settings(max_examples=1, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(messages(kind))
+    def survives(message):
+        for frames in damaged(framed(message)):
+            try:
+                found = decode(frames)
+            except WireError:
+                continue
+            assert same_message(decode(framed(found)), found)
+
+    survives()
+
+
+# Batches, samples, plans and trees: a record and buffers of numbers
+
+
+def sent(record, buffers):
+    return framed(Message(RUN, 0, 0, record, buffers))
+
+
+def odd_batch(size, seed=0):
+    """Ids of 32 and 64 bits, bags that are empty, weights, numbers that are none."""
+    drawn = np.random.default_rng(seed)
+    lengths = drawn.integers(0, 3, size)
+    starts = torch.from_numpy(np.cumsum(lengths) - lengths)
+    count = int(lengths.sum())
+    extreme = drawn.choice(np.array([-(2**63), -1, 0, 2**31, 2**63 - 1]), (size, 2))
+    dense = torch.from_numpy(drawn.standard_normal((size, 2)).astype(np.float32))
+    dense[:1] = torch.tensor([-0.0, float("nan")])
+    sparse = {
+        "narrow": Ids(torch.from_numpy(drawn.integers(-9, 9, (size, 1)))),
+        "wide": Ids(torch.from_numpy(extreme)),
+        "none": Ids(torch.empty((size, 0), dtype=torch.int64)),
+        "bags": Ids(torch.arange(count), starts, torch.from_numpy(drawn.random(count, np.float32))),
+    }
+    return Batch(dense, sparse, torch.from_numpy(drawn.random(size, np.float32)), number=seed)
+
+
+class BatchCodec:
+    """A batch with all its ids."""
+
+    values = [odd_batch(size, seed) for size, seed in ((0, 0), (1, 1), (5, 2**40))]
+
+    def pack(self, batch):
+        packing = Packing()
+        return sent(GotBatch(pack_batch(batch, packing)), packing.buffers())
+
+    def read(self, frames):
+        message = decode(frames)
+        if not isinstance(message.body, GotBatch):
+            raise WireError("another record")
+        unpacking = Unpacking("the batch", message.buffers)
+        batch = unpack_batch(message.body.head, unpacking)
+        unpacking.finish()
+        return batch
+
+
+def planned(trainers=1, design="owned", count=5, policy="lookahead", cache=90):
+    """The plans of an oracle, or one trainer's parts of them, with their batches; and what they fit."""
+    assigner = Assigner("contiguous", trainers)
+    source = Divided(make_batches(count, size=4), lambda batch: [(p, len(p)) for p in assigner(batch).parts(batch)])
+    source.tables = TABLES
+    ahead = {"trainers": trainers, "uses_ahead": 2} if trainers > 1 else {}
+    oracle = make_oracle(TABLES, WIDTHS, cache, source.first_ids(), lookahead=3, policy=policy, **ahead)
+    group, capacity = tuple(group_by_width(WIDTHS)[0]), tuple(oracle.capacity)
+    if trainers == 1:
+        pairs = [(plan, of_plan.batches) for plan, of_plan in source.planned(oracle)]
+        return pairs, PlanShape(TABLES, group, capacity)
+    costs = [0.2, 1.2, 0.2] if design == "owned" else []
+    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, move_costs=costs)
+    pairs = []
+    for division, parts in source.divided(oracle, partition):
+        samples = list(zip(*(part.samples for part in parts), strict=True))
+        pairs.append((division.part(1, *samples), parts[1].group.batches))
+    return pairs, PlanShape(TABLES, group, capacity, 1, "", DividedBy(trainers, "contiguous", design, True, True), 1)
+
+
+class PlanCodec:
+    """Plans with their batches, whole or one trainer's part."""
+
+    def __init__(self, trainers=1, design="owned", **options):
+        pairs, self.shape = planned(trainers, design, **options)
+        self.values = [pairs[0], pairs[3]]
+
+    def pack(self, value):
+        plan, batches = value
+        return sent(*pack_plan(plan, batches, FEATURES))
+
+    def read(self, frames):
+        message = decode(frames)
+        record = getattr(message.body, "plan", message.body)
+        if not isinstance(record, Planned):
+            raise WireError("another record")
+        return unpack_plan(message.body, message.buffers, self.shape, record.iteration)
+
+
+class TreeCodec:
+    """Batches of any shape."""
+
+    example = {
+        "ids": torch.arange(6).reshape(3, 2), "pair": (torch.arange(3), torch.tensor([0, 1])), "text": "ü",
+        "number": -(2**63), "float": float("inf"), "none": None, "bytes": b"\0\xff", "list": [True, [], {}],
+        "array": np.array([[1.5, -0.0]], np.float32), "scalar": np.int64(2**63 - 1), "times": np.array(["2020"], "M8[s]"),
+        "texts": np.array(["a", "bc"]), "half": torch.ones(2, dtype=torch.bfloat16).float(), "empty": torch.empty(0, 4),
+    }  # fmt: skip
+    values = [[], [{}], [example], [example, {"ids": torch.zeros(1, dtype=torch.int8)}]]
+
+    def pack(self, batches):
+        return [bytes(pack_trees(batches, (), types_in(self.example)))]
+
+    def read(self, frames):
+        return unpack_trees(memoryview(frames[0]), types_in(self.example))
+
+
+CODECS = {
+    "batch": BatchCodec,
+    "plan": PlanCodec,
+    "plan with victims": lambda: PlanCodec(policy="lru", cache=40),
+    **{f"part, {design}": lambda design=design: PlanCodec(3, design) for design in DESIGNS},
+    "tree": TreeCodec,
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_packed_comes_back_to_the_last_bit(name):
+    codec = CODECS[name]()
+    for value in codec.values:
+        found = codec.read(codec.pack(value))
+        if isinstance(codec, PlanCodec):  # ids are in the plan, and their places hold nothing
+            assert flat(found[0]) == flat(value[0])
+            assert len(found[1]) == len(value[1])
+            for mine, theirs in zip(value[1], found[1], strict=True):
+                assert flat([mine.dense, mine.labels]) == flat([theirs.dense, theirs.labels])
+        else:
+            assert flat(found) == flat(value)
+        assert codec.pack(found) == codec.pack(value)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_damage_is_a_typed_error_or_another_value_and_takes_no_memory(name):
+    codec = CODECS[name]()
+    assert_survives(codec.pack(codec.values[-1]), codec.read, codec.pack)
+
+
+@pytest.mark.parametrize(("start", "stop"), list(itertools.combinations_with_replacement((0, 1, 4), 2)))
+def test_samples_are_packed_as_their_batch_is(start, stop):
+    """A data processor packs without PyTorch, and the way back is the batch's."""
+    drawn = np.random.default_rng(0)
+    bags = np.array([0, 2, 2, 3, 7])
+    columns = {
+        "narrow": Column(drawn.integers(-9, 9, (4, 2))),
+        "wide": Column(np.array([[-(2**63)], [0], [2**31], [2**63 - 1]])),
+        "bags": Column(np.arange(7), bags, drawn.random(7, np.float32)),
+    }
+    samples = Samples(drawn.random((4, 3), np.float32), columns, drawn.random(4, np.float32))
+    packed, expected = Packing(), Packing()
+    head = pack_samples(samples.part(start, stop), 5, packed)
+    assert head == pack_batch(samples.batch(start, stop, 5), expected)
+    assert list(map(bytes, packed.buffers())) == list(map(bytes, expected.buffers()))
