@@ -9,7 +9,8 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-BASE = ("batch_size=101", "model.dim=4", "threads=1")
+BASE = ("batch_size=101", "model.dim=4", "threads=1", "cache=8MB")
+"""A small cache: runs follow each other in one process, which keeps the memory that they free."""
 MODELS = ("dlrm", "wide_deep", "deep_cross", "deepfm")
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw")
 POLICIES = (
