@@ -12,7 +12,6 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from bagpipe.wire.simulated import SimulatedNetwork
 
 from bagpipe.data.tree_wire import types_in
 from bagpipe.errors import DataError
@@ -25,6 +24,7 @@ from bagpipe.trainer.divided import Divided, SharedPlans
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.source import LocalPlans, Source
+from benchmarks.simulated import SimulatedNetwork
 from harness.served import HASTY, RUN
 from harness.world import TABLES, make_batches
 
