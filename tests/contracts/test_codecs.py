@@ -1,8 +1,8 @@
 """What every codec of the wire promises: a record comes back equal, and damaged bytes are a WireError or a record (I8).
 
 Damage: each byte of every record, and a sample of those of plans and batches, is flipped or cut off, or more is added.
-What is then read must be a record of the kind that says the same when it is packed again. Memory stays bounded: no
-damage makes room for more than a small multiple of what came.
+What is then read must be a record of the kind that says the same when it is packed again. A sample is read under a look
+at memory (NumPy's and Python's; not torch's).
 """
 
 from __future__ import annotations
