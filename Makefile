@@ -7,9 +7,9 @@ PYTEST := $(BIN)/python -m pytest -n 2
 T      ?=
 # Pure parts and contracts: at most 90 CPU seconds in all, once kernels are compiled.
 U      := tests/unit
-FAST   := $(U)/kernels $(U)/policies/test_policies.py $(U)/policies/test_scan.py $(U)/policies/test_popularity.py \
+FAST   := $(U)/kernels $(U)/policies/test_policies.py $(U)/policies/test_popularity.py \
 	$(addprefix $(U)/oracle/test_,assign.py lookahead.py oracle_kernels.py partition.py slots_and_window.py) \
-	$(addprefix $(U)/store/test_,contract.py local.py memory.py rowfile.py) $(U)/trainer/test_stages.py \
+	$(addprefix $(U)/store/test_,contract.py local.py memory.py) $(U)/trainer/test_stages.py \
 	$(addprefix $(U)/test_,cache.py config.py docs.py initial.py layers.py layout.py metrics.py net.py optim.py \
 	pooling.py reference.py schedules.py split.py types.py)
 
