@@ -1,5 +1,8 @@
 """What holds for every test."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -22,6 +25,14 @@ def one_torch_thread():
 def small_program(monkeypatch):
     """Data is prepared as in a process of its own: what earlier tests left in this one's memory does not count."""
     monkeypatch.setattr("bagpipe.data.prepare.options.resident_bytes", lambda: 300_000_000)
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Where launches put files of their own, which must be gone in the end; its name is short, for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="bp-", dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        yield Path(path)
 
 
 def pytest_report_header():
