@@ -7,6 +7,7 @@ several trainers plans are divided among them; cutting out all their parts is ti
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,25 @@ MOVE_COST = 1 / 48
 """Of rows without optimizer state: with several trainers their owners change as often as can be."""
 TURN = 5
 """Iterations of a variant before it is the next one's turn."""
+
+
+def array_bytes(owner: object) -> int:
+    """The bytes of all arrays that a plan or an oracle holds."""
+    found: dict[int, np.ndarray[Any, Any]] = {}
+    seen: set[int] = set()
+    left = [owner]
+    while left:
+        one = left.pop()
+        if isinstance(one, np.ndarray):
+            while isinstance(one.base, np.ndarray):
+                one = one.base
+            found[id(one)] = one
+        elif id(one) not in seen and (
+            isinstance(one, dict | list | tuple) or type(one).__module__.startswith("bagpipe")
+        ):
+            seen.add(id(one))
+            left += gc.get_referents(one)
+    return sum(array.nbytes for array in found.values())
 
 
 @dataclass
@@ -86,7 +106,7 @@ class _Variant:
             plans = [division.plan for division in divisions]
         self.num_rows = sum(len(plan.rows) for plan in plans) // iterations
         self.num_fetched = sum(len(plan.fetch) for plan in plans) // iterations
-        self.plan_bytes = sum(plan.nbytes for plan in plans) // iterations
+        self.plan_bytes = sum(map(array_bytes, plans)) // iterations
 
     def result(self, base: _Variant) -> dict[str, Any]:
         """Median figures, and the time of a sample beside that of the base variant, turn by turn."""
@@ -104,7 +124,7 @@ class _Variant:
             "unique_rows": self.num_rows,
             "fetched_rows": self.num_fetched,
             "plan_bytes": self.plan_bytes,
-            "memory_bytes": self.oracle.stats().memory_bytes,
+            "memory_bytes": array_bytes(self.oracle),
         }
 
 

@@ -215,7 +215,7 @@ class TrainerRole:
             stack.callback(plans.close)
             sync = job.config.sync
             own = Groups(groups.critical, groups.delayed, groups.dense)
-            peers = Peers(own, sync.design, sync.delayed, sync.deterministic, sync.moving)
+            peers = Peers(own, sync.design, sync.delayed, sync.moving)
             self._system = TrainedSystem(job, plans, store, peers)
             stack.callback(self._system.close)
             self._opened = stack.pop_all()

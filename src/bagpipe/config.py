@@ -27,6 +27,8 @@ DEFAULT_PRESET = "criteo-kaggle-like"
 DEFAULT_SAMPLES = 400_000
 AWARE_TRAINERS_MAX = 64
 """A set of trainers is one 64-bit word there."""
+GONE = {"sync.deterministic": "gradients are always added in the order of trainers, leave it out"}
+"""Settings of earlier releases, and what to do instead."""
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -130,7 +132,7 @@ class WireConfig(Section):
 
 
 class SyncConfig(Section):
-    """How several trainers keep the rows that they share equal. No setting but `deterministic` changes the result."""
+    """How several trainers keep the rows that they share equal. No setting changes the result."""
 
     design: Literal["owned", "lrpp", "replicated", "partitioned"] = "owned"
     """Who updates a row: owned, one of the trainers that use it while it is in the cache; partitioned, a trainer given
@@ -141,9 +143,6 @@ class SyncConfig(Section):
     moving: bool = True
     """A row of design owned may change its owner while it is in the cache, and its optimizer state goes with it, where
     its next two uses save more than that sends; off: who owns it when it is fetched keeps it."""
-    deterministic: bool = True
-    """Gradients of trainers are added in the order of their ranks; off: in another order, so that bits differ from the
-    reference. That gains nothing yet: `bagpipe launch` refuses it, as its trainers always add in the order of ranks."""
 
 
 class CheckpointConfig(Section):
@@ -420,6 +419,8 @@ def _explain(detail: Any) -> str:
     path = _fields(detail["loc"])
     field = ".".join(path)
     if detail["type"] == "extra_forbidden":
+        if field in GONE:
+            return f"{field}: there is no such setting any more; {GONE[field]}"
         return f"{field}: there is no such setting; {_siblings(detail['loc'])}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     value = detail["input"]

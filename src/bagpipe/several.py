@@ -81,7 +81,7 @@ def share_batches(
         told = [json.loads(text) for text in tell_all(groups.critical, driver, json.dumps(said), "what is trained")]
         check_same([each["wanted"] for each in told])
         _check_points([each["point"] for each in told])
-        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.deterministic, config.sync.moving)
+        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.moving)
         plans: PlanSource
         if served is not None:
             plans, capacity = served, served.capacity

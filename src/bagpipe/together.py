@@ -91,7 +91,7 @@ class Trainers:
                 model, own, row_layouts[0].optimizer, row_layouts, plans.of(rank),
                 RowCache(widths, oracle.capacity, torch.device("cpu")), stores[rank], self._drivers[rank],
                 depth=DEPTH, threads=torch.get_num_threads(), check=config.check,
-                peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.deterministic, sync.moving, ledger),
+                peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.moving, ledger),
                 keeping=keeping(stores[rank], rank),
             )
             for rank, (model, own, row_layouts) in enumerate(made)

@@ -263,7 +263,7 @@ def train_remote(
     """
     config = job.config
     sync = config.sync
-    peers = None if groups is None else Peers(groups, sync.design, sync.delayed, sync.deterministic, sync.moving)
+    peers = None if groups is None else Peers(groups, sync.design, sync.delayed, sync.moving)
     rank = 0 if peers is None else peers.rank
     with closing(plans), closing(store):
         made = job.model()

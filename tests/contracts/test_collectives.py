@@ -134,18 +134,6 @@ def test_sums_in_rank_order_have_the_bits_that_numpy_defines(opened, length, tot
         assert on_all(groups, add) == [expected.tobytes()] * SIZE
 
 
-def test_an_all_reduce_is_the_same_sum_on_all(opened):
-    def reduce(group):
-        buffer = torch.tensor([1.0, 2.0 * group.rank, 0.1 * (group.rank + 1)])
-        group.all_reduce(buffer, "three numbers").wait()
-        return buffer.tolist()
-
-    with opened(PATIENT_S) as groups:
-        found = on_all(groups, reduce)
-    assert found == [found[0]] * SIZE
-    assert found[0] == pytest.approx([3.0, 6.0, 0.6])
-
-
 @pytest.mark.parametrize(
     "send",
     [

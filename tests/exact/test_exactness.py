@@ -12,7 +12,7 @@ from bagpipe.state import of_reference, of_store
 from harness import seams
 from harness.events import OTHERS, evaluated, expected_of, saved
 from harness.examples import examples
-from harness.explorer import Seeded, any_stage
+from harness.explorer import any_stage, explorer
 from harness.world import (
     OPTIMIZERS,
     TABLES,
@@ -100,7 +100,7 @@ def test_every_pair_of_settings_is_bit_identical(model, optimizer, lookahead, ca
     depth=st.integers(1, 5),
 )
 def test_every_schedule_is_bit_identical(seed, eagerness, last, lookahead, policy, cache, depth):
-    driver = Seeded(seed, eagerness, frozenset(last))
+    driver = explorer(seed, eagerness, last)
     lookahead = 1 if policy == "nocache" else lookahead
     found, _ = train_accelerated(
         BATCHES,
@@ -166,7 +166,7 @@ def test_what_happens_between_iterations_changes_no_bit(events, ends, seed, eage
         return
     reference = make_reference(BATCHES, OPTIMIZERS["adam"](), "wide_deep")
     expected_then = expected_of(reference, BATCHES, events)
-    drivers = [Seeded(seed + number, eagerness) for number in range(len(parts))]
+    drivers = [explorer(seed + number, eagerness) for number in range(len(parts))]
     found, seen = train_with_events(parts, events, OPTIMIZERS["adam"](), drivers, policy=policy, cache=cache)
     assert_identical(of_reference(reference), found)
     assert seen == expected_then, "what is seen in mid-training is what the reference says"

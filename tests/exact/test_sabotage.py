@@ -13,7 +13,7 @@ import pytest
 
 from bagpipe.errors import BagpipeError, ConsistencyError
 from harness import sabotage
-from harness.explorer import Seeded
+from harness.explorer import explorer
 from harness.sabotage import NOTHING, Sabotage
 from harness.trainers import DESIGNS, World, run, run_alone
 from harness.world import make_batches
@@ -35,7 +35,7 @@ def expected(trainers):
 def alone(defect, seed, **settings):
     """One trainer, every second time with write-backs that are as late as can be."""
     late = frozenset({"write-back"} if seed % 2 else ())
-    return run_alone(ALONE, Seeded(seed, last=late), sabotage=defect, **settings)
+    return run_alone(ALONE, explorer(seed, last=late), sabotage=defect, **settings)
 
 
 def together(defect, seed, **settings):

@@ -274,9 +274,6 @@ class _Mortal:
     def exchange(self, *arguments):
         return self._heard(lambda: self._group.exchange(*arguments))
 
-    def all_reduce(self, *arguments):
-        return self._heard(lambda: self._group.all_reduce(*arguments))
-
     def abort(self, reason):
         if self._life.alive and not self._life.cut_off:
             self._group.abort(reason)

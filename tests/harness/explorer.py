@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
@@ -332,6 +332,15 @@ class Seeded:
         return True
 
 
+def explorer(
+    seed: int, eagerness: float = 2.0, last: Collection[Any] = (), *, together: bool = False, **more: Any
+) -> Any:
+    """What runs loops and stages in an order drawn from a seed: the driver of one loop, or that of several together."""
+    if together:
+        return Together(seed, eagerness, frozenset(last), **more)
+    return Seeded(seed, eagerness, frozenset(last), **more)
+
+
 @functools.cache
 def stage_names(trainers: int = 1) -> tuple[str, ...]:
     """The names of all stages that such a training has, found by training a little."""
@@ -342,7 +351,7 @@ def stage_names(trainers: int = 1) -> tuple[str, ...]:
     if trainers > 1:
         steps = {name for _, name in run(world).steps}
     else:
-        driver = Seeded(0)
+        driver = explorer(0)
         run_alone(world, driver)
         steps = set(driver.steps)
     return tuple(sorted(steps - {LOOP}))

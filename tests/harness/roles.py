@@ -16,7 +16,7 @@ from bagpipe.failpoints import Faults, Killed, acting_as
 from bagpipe.oracle.outbox import DESCRIPTION, Outbox
 from bagpipe.trainer.stages import Wait
 from benchmarks.simulated import SimulatedNetwork
-from harness.explorer import Together, _Loop
+from harness.explorer import _Loop, explorer
 
 
 @dataclass(eq=False)
@@ -239,7 +239,7 @@ class Attempt:
     """
 
     def __init__(self, seed, grace=20, eagerness=2.0, when_idle=lambda: False):
-        self.together = Together(seed, eagerness, deadline_s=60.0, when_idle=when_idle)
+        self.together = explorer(seed, eagerness, together=True, deadline_s=60.0, when_idle=when_idle)
         self.over = False
         self.lost = {}
         self.failed = {}

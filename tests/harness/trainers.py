@@ -24,7 +24,7 @@ from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
 from bagpipe.together import Trainers
 from bagpipe.trainer.batches import Batches, attach
-from harness.explorer import Seeded, Together
+from harness.explorer import explorer
 from harness.sabotage import NOTHING
 from harness.world import OPTIMIZERS, TABLES, dense_sgd, initial
 
@@ -149,7 +149,7 @@ class Several:
         **settings,
     ):  # fmt: skip
         """`together` None: plain threads; `kept` has what `keep_world` takes."""
-        sync = {key: settings.pop(key) for key in ("design", "delayed", "deterministic", "moving") if key in settings}
+        sync = {key: settings.pop(key) for key in ("design", "delayed", "moving") if key in settings}
         settings = {"cache": 300, "check": True} | settings
         config = Config(**settings, trainers=world.trainers, assign=world.assign, sync=sync)
         self.world, self.together = world, together
@@ -228,7 +228,7 @@ def keep_world(made, trainers, accumulate, directory, every=None, resume=None):
 
 def run(world, seed=0, eagerness=2.0, last=(), loop=plain_loop, before=None, **settings) -> Found:
     """A whole run under a seeded scheduler."""
-    return Several(world, Together(seed, eagerness, frozenset(last), 60.0), **settings).run(loop, before)
+    return Several(world, explorer(seed, eagerness, last, together=True, deadline_s=60.0), **settings).run(loop, before)
 
 
 def run_alone(world, driver=None, loop=plain_loop, sabotage=NOTHING, **options) -> Found:
@@ -237,7 +237,7 @@ def run_alone(world, driver=None, loop=plain_loop, sabotage=NOTHING, **options) 
     options = {"cache": 300, "check": True, "store": sabotage.store or "memory"} | options
     with sabotage.between_the_parts():
         batches = accelerate(
-            model, world.batches, rows, tables=world.tables, initial=initial, driver=driver or Seeded(0), **options
+            model, world.batches, rows, tables=world.tables, initial=initial, driver=driver or explorer(0), **options
         )
     one = One(0, batches, model, world.dense(list(model.parameters())), rows, [])
     with batches, closing(batches.store):

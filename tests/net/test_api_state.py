@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import bagpipe
 from bagpipe.errors import BatchError, ModelError, ValueRangeError
 from harness import sabotage, seams
-from harness.explorer import Seeded
+from harness.explorer import explorer
 from harness.plain import (
     assert_close,
     assert_same_bits,
@@ -125,7 +125,7 @@ def evaluate_now_and_then(seed):
     """Whether an evaluation under a random schedule ever sees something else than plain training."""
     net, plain, rows = make_net(), make_net(), bagpipe.optim.SGD(0.1)
     batches = make_batches(12, seed=seed % 5)
-    loop = bagpipe.accelerate(net, batches, rows, cache=30, policy="lru", driver=Seeded(seed, eagerness=0.5))
+    loop = bagpipe.accelerate(net, batches, rows, cache=30, policy="lru", driver=explorer(seed, eagerness=0.5))
     optimizer, dense = sgd(plain.parameters()), sgd(net.parameters())
     with loop:
         for number, (batch, given) in enumerate(zip(loop, batches, strict=True)):

@@ -15,7 +15,7 @@ import bagpipe
 from bagpipe import Table
 from bagpipe.errors import BatchError, PipelineError, ValueRangeError
 from harness import seams
-from harness.explorer import Seeded
+from harness.explorer import explorer
 from harness.plain import (
     assert_close,
     assert_same_bits,
@@ -128,7 +128,7 @@ def test_plans_are_trained_in_their_order_whatever_the_schedule():
     batches = [batch | {"number": torch.tensor([float(number)])} for number, batch in enumerate(make_batches(15))]
     for seed in range(10):
         loop = bagpipe.accelerate(
-            make_net(), batches, bagpipe.optim.SGD(0.1), cache=40, policy="lru", driver=Seeded(seed, 5.0)
+            make_net(), batches, bagpipe.optim.SGD(0.1), cache=40, policy="lru", driver=explorer(seed, 5.0)
         )
         with loop:
             assert [batch["number"].item() for batch in loop] == list(range(15))

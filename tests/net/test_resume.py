@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import bagpipe
 from bagpipe.data import Loader, generated
 from bagpipe.errors import BatchError, ConfigError, ModelError
-from harness.explorer import Seeded
+from harness.explorer import explorer
 from harness.plain import loss_of, make_batches, make_net, nothing_left, sgd  # noqa: F401
 from harness.resumed import BATCH, EPOCHS, SAMPLES, Session, assert_same_end
 
@@ -230,12 +230,12 @@ def test_time_in_which_training_waited_for_the_loader_is_counted(monkeypatch):
                 clock[0] += 1.0
                 yield batch
 
-    session = Session(Slow(), driver=Seeded(0, eagerness=0.0))
+    session = Session(Slow(), driver=explorer(0, eagerness=0.0))
     session.train()
     stats = session.loop.stats()
     assert stats["data_wait_seconds"] == stats["stall_seconds"] > 0
     session.end()
-    prepared = Session(STORED, driver=Seeded(0, eagerness=0.0))
+    prepared = Session(STORED, driver=explorer(0, eagerness=0.0))
     assert sum(1 for _ in islice(prepared.loop, 3)) == 3
     assert prepared.loop.stats()["data_wait_seconds"] == 0
     prepared.end()

@@ -25,13 +25,11 @@ def test_how_trainers_share_their_work_is_read_from_file_and_overrides(tmp_path)
     defaults = Config()
     assert (defaults.assign, defaults.sync.design) == ("contiguous", "owned")
     assert defaults.sync.delayed
-    assert defaults.sync.deterministic
     path = tmp_path / "run.toml"
     path.write_text('trainers = 8\nassign = "aware"\n[sync]\ndesign = "lrpp"\ndelayed = false\n')
-    config = load_config(path, ["assign=round_robin", "sync.deterministic=false"])
+    config = load_config(path, ["assign=round_robin"])
     assert (config.trainers, config.assign, config.sync.design) == (8, "round_robin", "lrpp")
     assert not config.sync.delayed
-    assert not config.sync.deterministic
 
 
 def test_the_configuration_that_the_quickstart_writes_out_is_the_default(tmp_path):
@@ -62,8 +60,8 @@ def test_the_configuration_that_the_quickstart_writes_out_is_the_default(tmp_pat
         ("trainers=0", ["trainers", "greater than or equal to 1", "0"]),
         ("sync.design=central", ["sync.design", "'owned', 'lrpp', 'replicated' or 'partitioned'", "'central'"]),
         ("sync.delayed=perhaps", ["sync.delayed", "perhaps"]),
-        ("sync.deterministic=2", ["sync.deterministic", "2"]),
-        ("sync.ordered=true", ["sync.ordered", "no such setting", "design, delayed, moving, deterministic"]),
+        ("sync.deterministic=false", ["sync.deterministic: there is no such setting any more", "leave it out"]),
+        ("sync.ordered=true", ["sync.ordered", "no such setting", "design, delayed, moving"]),
         ("sync=owned", ["sync: ", "'owned'"]),
         ("cache=nonsense", ["cache is 'nonsense'", "2GB"]),
         ("batch_size", ["a.b=c"]),

@@ -92,12 +92,6 @@ class Request:
                 )
         if config.trainers == 1:
             return
-        if not config.sync.deterministic:
-            raise ConfigError(
-                "sync.deterministic = false has no effect under bagpipe launch: trainers exchange over gloo, in sends "
-                "and receives that are added in the order of ranks, so there is no faster sum to allow. Leave it out; "
-                "it needs NCCL, which launch does not use yet"
-            )
         if config.check:
             raise ConfigError(
                 f"check = true can't follow the rows of {config.trainers} trainers in processes of their own: use "

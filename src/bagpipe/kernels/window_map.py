@@ -83,11 +83,6 @@ class WindowMap:
     def __len__(self) -> int:
         return len(self.words) - self._num_free
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use."""
-        return sum(a.nbytes for a in (self.words, self.places, self.keys, self._free, self._index))
-
     def reserve(self, num_ids: int, keep_read: int, keep_plan: int) -> None:
         """Make room for that many new ids, forgetting rows last read before keep_read and evicted before keep_plan."""
         if num_ids <= self._num_free:

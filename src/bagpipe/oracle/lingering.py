@@ -40,11 +40,6 @@ class Lingering:
         self._slots = [LingeringSlots(group.slots.capacity) for group in groups]
         self._needs = [Needs(group, tenants, window, parts, ahead) for group in groups]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use once every page is touched."""
-        return sum(slots.nbytes for slots in self._slots) + sum(needs.nbytes for needs in self._needs)
-
     def keep(self, room: Sequence[int], bounds: Int64s, stays: Stays) -> None:
         """Let the rows of a batch that would leave after it linger, in the groups that have room for all of them."""
         for group, num_rows in zip(self._groups, room, strict=True):
@@ -87,11 +82,6 @@ class Needs:
         self._marks: Int32s = np.zeros(group.slots.capacity, np.int32)
         """The last iteration whose batch, or one right behind it, was seen to need each slot's tenant."""
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use once every page is touched."""
-        return self._marks.nbytes
-
     def last(self, slots: Int32s) -> Int64s:
         """The iteration of the last batch read that needs each."""
         return self._tenants.last_reads(self._group.number, slots)
@@ -116,11 +106,6 @@ class LingeringSlots:
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in use once every page is touched."""
-        return self._uses.nbytes + self._lingers.nbytes
 
     def settle(self, slots: Int32s, lingering: Flags, iteration: int) -> None:
         """A batch has its rows in these slots: from now on those that are marked linger, and the others do not."""

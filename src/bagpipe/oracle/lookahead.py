@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -230,18 +229,6 @@ class Oracle:
         inverse = self._window.pop()
         return Plan(iteration, rows, inverse, fetch, evict, victims, lookahead, hits, sharing)
 
-    def stats(self) -> OracleStats:
-        """What the oracle holds right now."""
-        owners = [*{id(part.rows): part.rows for part in self._parts}.values(), self._window, self._scratch]
-        slots = [group.slots for group in self.groups]
-        lingering = [self._lingering] if self._lingering else []
-        return OracleStats(
-            window=len(self._window),
-            window_rows=self._window.num_rows,
-            resident_rows=tuple(own.num_resident for own in slots),
-            memory_bytes=sum(owner.nbytes for owner in (*owners, *slots, *lingering)) + self._tenants.codes.nbytes,
-        )
-
     def close(self) -> None:
         """Let the oracle's threads go."""
         self._workers.close()
@@ -362,19 +349,6 @@ class Oracle:
             here = slice(rows.bounds[t], rows.bounds[t + 1])
             ids.append(self._tenants.noted[t].ids(t, entries[here][rows.slots[here] <= 0].astype(np.int64)))
         return np.repeat(group.tables, [len(own) for own in ids]), np.concatenate(ids)
-
-
-@dataclass(frozen=True, slots=True)
-class OracleStats:
-    """What an oracle holds."""
-
-    window: int
-    """Batches read that have no plan yet."""
-    window_rows: int
-    """Their unique rows, counted once a batch."""
-    resident_rows: tuple[int, ...]
-    """Slots with a tenant, for each group."""
-    memory_bytes: int
 
 
 def mask_type(trainers: int) -> MaskType:

@@ -79,11 +79,6 @@ class Partition:
         self._no_vectors = no_vectors(trainers, len(tables))
         self._waiting: deque[Uses] = deque()
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use once every slot was."""
-        return self._state.nbytes
-
     def plans(self, plans: Iterable[tuple[Plan, Payload]]) -> Iterator[tuple[Division, Payload]]:
         """Each plan with what its trainers make of it, two plans behind."""
         payloads: deque[Payload] = deque()

@@ -7,7 +7,7 @@ must see are acknowledged. Who keeps these waits, in whatever order and on howev
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,10 +91,3 @@ class Plan:
     """Of a plan for several trainers that is not divided among them yet."""
     sync: Sync | None = None
     """Of one trainer's part of a plan."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the arrays."""
-        lists = (self.rows, self.fetch, self.evict, self.victims)
-        arrays = [getattr(part, field.name) for part in lists for field in fields(part)]
-        return sum(a.nbytes for a in (*arrays, *self.inverse) if isinstance(a, np.ndarray))

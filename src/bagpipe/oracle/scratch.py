@@ -26,11 +26,6 @@ class Scratch:
         self.previous: Int64s = np.empty(0, np.int64)
         self.gaps: Int64s = np.zeros((num_tables, window_max + 1), np.int64)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use."""
-        return self.entries.nbytes + self.previous.nbytes + self.gaps.nbytes + self.users.nbytes
-
     def fit(self, num_ids: int) -> None:
         """Make room for a batch of so many ids."""
         if num_ids > len(self.entries):

@@ -31,11 +31,6 @@ class Slots:
         """Slots that have a tenant."""
         return self.capacity - self.num_free
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use."""
-        return self._ring.nbytes + self._freed_by.nbytes
-
     def take(self, slots: Int32s, freed_by: Int32s) -> None:
         """Fill `slots` with the oldest free slots, and with the plan that freed each (-1: none, or as a victim)."""
         count = len(slots)
@@ -66,11 +61,6 @@ class AddressedSlots(Slots):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._taken: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in use."""
-        return super().nbytes + self._taken.nbytes
 
     def claim(self, slots: Int32s) -> Int32s:
         """Take these free slots; the plan that freed each (-1: none, or as a victim)."""

@@ -77,11 +77,6 @@ class DirectRows:
         """The ids of entries of a table, or of one table each."""
         return entries - self.bases[tables]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use once every page is touched."""
-        return self.words.nbytes + self.places.nbytes
-
 
 class MappedRows:
     """Words and places of one table, addressed through a map."""
@@ -114,11 +109,6 @@ class MappedRows:
     def ids(self, tables: int | Int64s, entries: Int64s) -> Int64s:  # noqa: ARG002 - the same call as for direct rows
         """The ids of entries."""
         return self.map.keys[entries]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in use."""
-        return self.map.nbytes
 
 
 Rows = DirectRows | MappedRows

@@ -19,11 +19,6 @@ class Uses:
         self._queue: Int32s = np.empty((2, 2 * capacity + 64), np.int32)
         self._begin = self._end = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use once every page is touched."""
-        return self.last.nbytes + self._queue.nbytes
-
     def push(self, slots: Int32s, iteration: int) -> None:
         """All of these slots are used now."""
         if self._end + len(slots) > self._queue.shape[1]:

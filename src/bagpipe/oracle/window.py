@@ -51,13 +51,6 @@ class Window:
         columns = np.arange(self.first, self.first + len(self)) & self.mask
         return int((self.begins[-1, columns] - self.begins[0, columns]).sum())
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use."""
-        inverses = sum(array.nbytes for inverse in self.inverses for array in inverse)
-        rings = (self.begins, self.entries, self.stays, self.users, self.previous, self.next, self.later)
-        return sum(ring.nbytes for ring in rings) + inverses
-
     def push(self, counts: Int64s, inverse: tuple[Int32s, ...]) -> None:
         """Enter a batch with that many unique rows of each table; they are to be written at its `begins`."""
         assert len(self) < self.length_max, f"the window is full with {len(self)} batches: emit a plan first"

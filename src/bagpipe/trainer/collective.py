@@ -43,12 +43,6 @@ class Collective(Protocol):
         they are. The own part is copied. `what` is the same text on all ranks.
         """
 
-    def all_reduce(self, buffer: Tensor, what: str) -> Pending:
-        """Replace the buffer by its sum over ranks, the same on all, in any order of addition.
-
-        Ranks wait for their all-reduces in the same order.
-        """
-
     def abort(self, reason: BaseException | str) -> None:
         """This rank can't go on: waits of all ranks, those of other threads of this one too, end with an error."""
 
@@ -145,21 +139,6 @@ class MemoryGroup:
                 self._check(message, peer, len(receive[peer]), what)
             for peer, message in enumerate(received):
                 receive[peer].copy_(message.values)
-
-        return _Arrival(self._hub, self, sequence, what, fill)
-
-    def all_reduce(self, buffer: Tensor, what: str) -> Pending:
-        """As the protocol; from the last rank to the first, so that nobody comes to rely on rank order."""
-        check_exchange(self, [buffer] * self.size, [buffer] * self.size, what)
-        sequence = self._post([Message(what, buffer.clone())] * self.size, what)
-        buffer.fill_(torch.nan)
-
-        def fill(received: Sequence[Message]) -> None:
-            for peer, message in enumerate(received):
-                self._check(message, peer, len(buffer), what)
-            buffer.copy_(received[-1].values)
-            for message in reversed(received[:-1]):
-                buffer.add_(message.values)
 
         return _Arrival(self._hub, self, sequence, what, fill)
 

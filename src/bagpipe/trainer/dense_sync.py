@@ -42,10 +42,9 @@ class DenseSync:
         group: Collective,
         driver: Driver,
         *,
-        deterministic: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._group, self._driver, self._deterministic = group, driver, deterministic
+        self._group, self._driver = group, driver
         named = {id(parameter): (name, parameter) for name, parameter in parameters}  # a shared one counts once
         self._named = list(named.values())
         self._batch = _MicroBatch(0.0, 0.0, True)
@@ -203,20 +202,14 @@ class DenseSync:
             if self._closing:
                 return
             what = f"dense gradients of pass {self._passes}, part {number + 1} of {len(self._buckets)},"
-            if self._deterministic:
-                halves.append(sum_in_rank_order(self._group, bucket.buffer, what, total))
-                if number:
-                    yield from _second_half(halves[number - 1], pending, what)
-            else:
-                pending.append(self._group.all_reduce(bucket.buffer, what))
+            halves.append(sum_in_rank_order(self._group, bucket.buffer, what, total))
+            if number:
+                yield from _second_half(halves[number - 1], pending, what)
         if halves:
             yield from _second_half(halves[-1], pending, what)
         for each in pending:
             yield Wait("the dense gradients of other trainers", each.ready)
             each.wait()
-        if not self._deterministic:
-            for bucket in self._buckets:
-                bucket.buffer.div_(total)
 
     def _may_exchange(self, number: int) -> bool:
         return self._launched > number or self._closing

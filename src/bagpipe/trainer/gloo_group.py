@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
-from bagpipe.trainer.collective import Pending, RankOrderSum, check_exchange, sum_in_rank_order
+from bagpipe.trainer.collective import Pending, check_exchange
 from bagpipe.trainer.meeting import Meeting, c10d, describe, sentence
 
 _NOTES_KEPT = 64
@@ -60,10 +60,6 @@ class GlooGroup:
         notes: list[Any] = []
         self._notes.append(notes)
         return _Exchange(self, send, receive, what, self._sequence, notes)
-
-    def all_reduce(self, buffer: Tensor, what: str) -> Pending:
-        """As the protocol; it is a sum in rank order."""
-        return _Reduction(sum_in_rank_order(self, buffer, what))
 
     def close(self) -> None:
         """As the protocol."""
@@ -241,21 +237,6 @@ class _Exchange:
 
     def _note_tag(self, kind: int) -> int:
         return (2 * self._sequence + kind) & _TAG_MAX
-
-
-class _Reduction:
-    """An all-reduce: its second half is sent when it is waited for."""
-
-    def __init__(self, half: RankOrderSum) -> None:
-        self._half: RankOrderSum | None = half
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        if self._half is not None:
-            self._half.add().wait()
-            self._half = None
 
 
 def _remaining(until: float) -> timedelta:

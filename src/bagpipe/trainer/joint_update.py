@@ -132,7 +132,7 @@ class JointUpdate(OwnUpdate):
             cache.share(peers.rank, peers.trainers)
         self.sync = RowSync(peers, layouts, cache, driver, pipeline.updated, lambda: points.copied_out, checker)
         pipeline.add_stage("sync", self.sync.stage())
-        self._dense = DenseSync(model.named_parameters(), peers.groups.dense, driver, deterministic=peers.deterministic)
+        self._dense = DenseSync(model.named_parameters(), peers.groups.dense, driver)
         self._agreed = self._given_up = False
         self._left = -1
 

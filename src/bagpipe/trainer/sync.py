@@ -74,7 +74,6 @@ class Peers:
     groups: Groups
     design: Design = "owned"
     delayed: bool = True
-    deterministic: bool = True
     moving: bool = True
     ledger: Ledger | None = None
     """What the checkers of trainers in one process share; None: rows are not checked."""
@@ -282,17 +281,12 @@ class RowSync:
             received = list(room)
         own = self._packing.sums(phase.rows, phase.add, received, total)
         shared = own[:0] if packed.shared is None else packed.shared
-        if packed.shared is not None and self._peers.deterministic:
+        if packed.shared is not None:
             half = sum_in_rank_order(group, shared, what, float(total))
             yield Wait(what, half.ready)
             pending = half.add()
             yield Wait(what, pending.ready)
             pending.wait()
-        elif packed.shared is not None:
-            pending = group.all_reduce(shared, what)
-            yield Wait(what, pending.ready)
-            pending.wait()
-            self._packing.divided(shared, total)
         return [Sum(phase.rows, own, False), Sum(phase.shared, shared, True)]
 
     def _send(self, group: Collective, values: Values, what: str) -> Stage:
