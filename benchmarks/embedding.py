@@ -29,7 +29,7 @@ from bagpipe.data.generator import Generated
 from bagpipe.data.presets import find_preset
 from bagpipe.initial import Uniform
 from bagpipe.optim import SGD, Adagrad, RowOptimizer
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.tables import OracleTable
 from benchmarks import Benchmark, Results
 from benchmarks.idle import wait_until_idle

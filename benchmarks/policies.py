@@ -29,7 +29,7 @@ from bagpipe.data import Generated, find_preset
 from bagpipe.data.popularity import PowerLaw, TopShare
 from bagpipe.data.presets import Preset
 from bagpipe.errors import CapacityError
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.lookahead import AUTO_MAX

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES, PolicyOptions

@@ -80,7 +80,7 @@ def _numba() -> Check:
 def _kernel_cache() -> Check:
     """Numba keeps them in NUMBA_CACHE_DIR, beside the package or in the user's cache, where it can write."""
     from bagpipe.kernels import kept_in
-    from bagpipe.kernels.plan import find_uniques
+    from bagpipe.kernels.oracle import find_uniques
 
     place = kept_in(find_uniques)
     if place:

@@ -1,7 +1,7 @@
 """What a lookahead costs, from the ids alone: one pass over the data answers for every lookahead at once.
 
 A row that was last used g batches ago is in the cache exactly if g is less than the lookahead, so how many rows have
-which gap decides fetches and cache size: no rows are moved, no plans made. The figures are those of `oracle.lookahead`
+which gap decides fetches and cache size: no rows are moved, no plans made. The figures are those of the oracle
 with slots to spare, its growing window included. Memory is bounded by the longest lookahead (I5).
 """
 
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from bagpipe.data import Dataset
 from bagpipe.errors import ConfigError, DataError
-from bagpipe.kernels.plan import KEEP, count_gaps, find_uniques
-from bagpipe.oracle.batch import CheckedIds, check_ids
-from bagpipe.oracle.parts import make_parts
-from bagpipe.oracle.tables import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MappedRows, OracleTable, Rows
+from bagpipe.kernels.oracle import KEEP
+from bagpipe.oracle.reader import Reader
+from bagpipe.oracle.shard import make_shards
+from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.lookahead import RAMP
 from bagpipe.types import Batch
 
@@ -102,59 +102,21 @@ def replay(
             raise ConfigError(f"lookahead is {lookahead}: give numbers from 1 to {KEEP - 1}")
     if not lookaheads:
         raise ConfigError("there is no lookahead to replay: give at least one")
-    past = _Past(tables, max(1, ahead, lookaheads[-1] - 1))
+    reach = max(1, ahead, lookaheads[-1] - 1)
+    reader = Reader(tables, make_shards(tables, reach, None), reach, threads=1)
     tallies = [_Tally(lookahead, len(tables), ahead) for lookahead in lookaheads]
+    iteration = 0
     for ids in batches:
-        counts, gaps = past.read(ids)
+        window = min(iteration, reach)
+        batch = reader.read(ids, iteration, window, keep=0, keep_plan=0)
         for tally in tallies:
-            tally.add(counts, gaps)
-    if not past.iteration:
+            tally.add(batch.counts, batch.gaps[:, : window + 1])
+        for shard in reader.shards:
+            shard.entered(iteration)
+        iteration += 1
+    if not iteration:
         raise DataError("there is no batch to replay: the data is empty")
     return [tally.forecast([table.name for table in tables]) for tally in tallies]
-
-
-class _Past:
-    """When each row was last used, as far back as the longest window."""
-
-    def __init__(self, tables: Sequence[OracleTable], reach: int) -> None:
-        self.iteration = 0
-        self._tables, self._reach = tuple(tables), reach
-        parts = make_parts(tables, 1, ROWS_DIRECT_MAX, BYTES_DIRECT_MAX)
-        self._noted: dict[int, Rows] = {int(t): part.rows for part in parts for t in part.tables}
-        self._all = np.arange(len(tables))
-        self._gaps = np.zeros((len(tables), reach + 1), np.int64)
-
-    def read(self, ids: Ids) -> tuple[Int64s, Int64s]:
-        """Unique rows of each table, and how many of those of table t were last used g batches ago: gaps[t, g].
-
-        gaps[t, 0] counts nothing of use. Valid until the next call.
-        """
-        batch = check_ids(self._tables, ids, self.iteration)
-        entries, inverse = np.empty((2, batch.num_ids), np.int32)
-        previous = np.empty(batch.num_ids, np.int64)
-        counts = np.zeros(len(self._tables), np.int64)
-        feature = 0
-        for t, table in enumerate(self._tables):
-            noted = self._ready(t, batch)
-            for _ in table.features:
-                found = noted.entries(batch.features[feature])
-                counts[t] = find_uniques(
-                    found, noted.bases[t], noted.words, self.iteration, entries, previous, batch.starts[t], counts[t],
-                    inverse, batch.positions[feature],
-                )  # fmt: skip
-                feature += 1
-        window = min(self.iteration, self._reach)
-        count_gaps(self._all, batch.starts, counts, previous, self.iteration, window, self._gaps)
-        self.iteration += 1
-        return counts, self._gaps[:, : window + 1]
-
-    def _ready(self, table: int, batch: CheckedIds) -> Rows:
-        noted = self._noted[table]
-        if isinstance(noted, MappedRows):
-            oldest = max(0, self.iteration - self._reach)
-            num_ids = int(batch.starts[table + 1] - batch.starts[table])
-            noted.map.reserve(num_ids, keep_read=oldest, keep_plan=0)
-        return noted
 
 
 class _Tally:

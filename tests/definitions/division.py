@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from bagpipe.oracle.batch import CutIds
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.row_list import RowList
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from bagpipe.kernels.oracle import HALF
 from bagpipe.kernels.partition import (
     FETCHED,
     LATER,
@@ -20,7 +21,6 @@ from bagpipe.kernels.partition import (
     Ranks,
     _places,
 )
-from bagpipe.kernels.plan import HALF
 
 
 def define_follow(

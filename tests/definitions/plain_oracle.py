@@ -1,6 +1,6 @@
 """The oracle once more, with dictionaries and lists: slow, short, and meant to be obviously right.
 
-It emits the same plans as `oracle.lookahead` and is compared with it plan by plan in the tests; nothing else uses it.
+It emits the same plans as `Oracle` and is compared with it plan by plan in the tests; nothing else uses it.
 It knows the policies that the paper and the baselines have. Of others what `belady`, `frequency` and `lfu` choose has
 short twins in tests/unit/policies; `scratchpipe`, `windowed` and `static` are tested by examples and what they promise.
 """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from definitions.plan_execution import ADVERSARIES, Execution, any_order, listed

@@ -4,91 +4,71 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.kernels.plan import HALF, LOWER
-from bagpipe.kernels.sharing import Int32s, Int64s, Masks, Ranks, Stays
+from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, NextUses, Rings, Rows, RowState
+from bagpipe.kernels.sharing import Int32s, Int64s, Masks, Ranks, UserRings
 
 
-def define_mark_users(
-    tables: Int64s,
-    features: Int64s,
-    starts: Int64s,
-    counts: Int64s,
-    positions: Int64s,
-    inverse: Int32s,
+def define_note_users(
+    rings: Rings,
+    users: UserRings,
+    batch: Batch,
+    previous: Int64s,
     cuts: Int64s,
     bits: Masks,
-    users: Masks,
-) -> None:
-    """Twin of `mark_users`."""
-    for t in tables:
-        users[starts[t] : starts[t] + counts[t]] = 0
-        for f in range(features[t], features[t + 1]):
-            for rank, bit in enumerate(bits):
-                mine = inverse[positions[f] :][cuts[f, rank] : cuts[f, rank + 1]]
-                users[starts[t] + np.unique(mine)] |= bit
-
-
-def define_keep_users(
-    tables: Int64s,
-    starts: Int64s,
-    counts: Int64s,
     iteration: int,
     first: int,
     ahead: int,
-    begins: Int64s,
-    users: Masks,
-    previous: Int64s,
-    window_users: Masks,
-    window_previous: Int64s,
-    window_next: Masks,
-    window_later: Masks,
 ) -> None:
-    """Twin of `keep_users`."""
+    """Twin of `note_users`."""
+    begins = rings.begins
     mask = begins.shape[1] - 1
-    for t in tables:
-        here = slice(starts[t], starts[t] + counts[t])
-        new = slice(begins[t, iteration & mask], begins[t, iteration & mask] + counts[t])
-        window_users[new], window_previous[new] = users[here], previous[here]
-        mine, words = users[here], previous[here]
-        for noted in (window_next, window_later)[:ahead]:
+    begin = begins[0, iteration & mask]
+    for k, t in enumerate(rings.tables):
+        new = slice(begins[k, iteration & mask], begins[k + 1, iteration & mask])
+        users.users[new] = 0
+        for f in range(batch.features[t], batch.features[t + 1]):
+            for rank, bit in enumerate(bits):
+                mine = batch.inverse[batch.positions[f] :][cuts[f, rank] : cuts[f, rank + 1]]
+                users.users[new.start + np.unique(mine)] |= bit
+        users.previous[new] = previous[new.start - begin : new.stop - begin]
+        mine, uses = users.users[new], users.previous[new]
+        for noted in (users.next, users.later)[:ahead]:
             noted[new] = 0
-            known = words >> HALF > first
-            mine, words = mine[known], words[known]
-            at = begins[t, ((words >> HALF) - 1) & mask] + (words & LOWER)
-            noted[at], words = mine, window_previous[at]
+            known = uses >> HALF > first
+            mine, uses = mine[known], uses[known]
+            at = begins[k, ((uses >> HALF) - 1) & mask] + (uses & LOWER)
+            noted[at], uses = mine, users.previous[at]
 
 
 def define_choose_owners(
-    tables: Int64s,
-    bounds: Int64s,
-    entries: Int32s,
-    places: Int32s,
+    state: RowState,
+    rings: Rings,
+    users: UserRings,
     iteration: int,
-    length: int,
-    words: Int64s,
-    begins: Int64s,
-    stays: Stays,
-    users: Masks,
-    previous: Int64s,
     trainers: int,
-    fetch_bounds: Int64s,
-    fetch_slots: Int32s,
+    rows: Rows,
+    next_use: NextUses,
+    absent: Int32s,
+    fetch: Rows,
     owners: Ranks,
 ) -> None:
     """Twin of `choose_owners`."""
+    begins = rings.begins
     mask = begins.shape[1] - 1
-    for t in tables:
-        missing = np.flatnonzero(places[bounds[t] : bounds[t + 1]] <= 0)
-        for place, row in enumerate(missing.tolist(), int(fetch_bounds[t])):
-            word, uses = int(words[entries[bounds[t] + row]]), []
-            while iteration + 1 < word >> HALF <= iteration + length:
-                at = begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)
-                uses.append(int(users[at]))
-                gap = (word >> HALF) - (int(previous[at]) >> HALF)
-                word = int(previous[at])
-                if stays[begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)] != gap:
+    for k, t in enumerate(rings.tables):
+        first = begins[k, iteration & mask] - rows.bounds[t]
+        for place in range(fetch.bounds[t], fetch.bounds[t + 1]):
+            row = absent[rows.bounds[t] + place - fetch.bounds[t]]
+            uses: list[int] = []
+            use = int(state.last_use[rings.rows[first + row]])
+            while use >> HALF > iteration + 1 and next_use[row] not in (0, KEEP):
+                at = begins[k, ((use >> HALF) - 1) & mask] + (use & LOWER)
+                uses.append(int(users.users[at]))
+                gap = (use >> HALF) - (int(users.previous[at]) >> HALF)
+                use = int(users.previous[at])
+                if rings.next_use[begins[k, ((use >> HALF) - 1) & mask] + (use & LOWER)] != gap:
                     uses = []
-            uses += [*uses, int(users[begins[t, iteration & mask] + row])]
+            uses += [*uses, int(users.users[first + row])]
             tally = np.array([sum(mine >> rank & 1 for mine in uses) for rank in range(trainers)])
             equals = np.flatnonzero(tally == tally.max())
-            owners[place] = equals[fetch_slots[place] % len(equals)]
+            owners[place] = equals[fetch.slots[place] % len(equals)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.kernels.plan import HALF
-from bagpipe.kernels.victims import HELD, Flags, Int32s, Int64s, Stays
+from bagpipe.kernels.oracle import HALF, Rings, RowState
+from bagpipe.kernels.victims import HELD, Flags, Int32s, Int64s
 
 
 def define_lowest(keys: Int64s, count: int, slots: Int32s) -> int:
@@ -17,44 +17,38 @@ def define_lowest(keys: Int64s, count: int, slots: Int32s) -> int:
 
 
 def define_note_next_uses(
-    tables: Int64s,
-    starts: Int64s,
-    counts: Int64s,
-    entries: Int32s,
+    state: RowState,
+    rings: Rings,
     previous: Int64s,
-    places: Int32s,
     iteration: int,
     planned: int,
-    begins: Int64s,
+    slot_begins: Int64s,
     next_uses: Int32s,
 ) -> None:
     """Twin of `note_next_uses`."""
-    for t in tables:
-        here = slice(starts[t], starts[t] + counts[t])
-        there = places[entries[here][previous[here] >> HALF <= planned]]
-        next_uses[begins[t] + there[there > 0] - 1] = iteration
+    begins = rings.begins[:, iteration & (rings.begins.shape[1] - 1)]
+    for k, t in enumerate(rings.tables):
+        rows, uses = rings.rows[begins[k] : begins[k + 1]], previous[begins[k] - begins[0] :]
+        there = state.location[rows[uses[: len(rows)] >> HALF <= planned]]
+        next_uses[slot_begins[t] + there[there > 0] - 1] = iteration
 
 
-def define_count_absent(
-    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, _stays: Stays, places: Int32s
-) -> int:
+def define_count_absent(state: RowState, rings: Rings, members: Int64s, first: int, last: int) -> int:
     """Twin of `count_absent`."""
     rows: set[int] = set()
     for iteration in range(first, last + 1):
-        column = iteration & (begins.shape[1] - 1)
-        for t in tables:
-            own = entries[begins[t, column] : begins[t + 1, column]]
-            rows.update(own[places[own] <= 0].tolist())
+        column = iteration & (rings.begins.shape[1] - 1)
+        for k in members:
+            own = rings.rows[rings.begins[k, column] : rings.begins[k + 1, column]]
+            rows.update(own[state.location[own] <= 0].tolist())
     return len(rows)
 
 
-def define_mark_needed(
-    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s
-) -> None:
+def define_mark_needed(state: RowState, rings: Rings, members: Int64s, first: int, last: int, marks: Int32s) -> None:
     """Twin of `mark_needed`."""
-    for column in np.arange(first, last + 1) & (begins.shape[1] - 1):
-        for t in tables:
-            found = places[entries[begins[t, column] : begins[t + 1, column]]]
+    for column in np.arange(first, last + 1) & (rings.begins.shape[1] - 1):
+        for k in members:
+            found = state.location[rings.rows[rings.begins[k, column] : rings.begins[k + 1, column]]]
             marks[found[found > 0] - 1] = first
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.kernels.plan import HALF
+from bagpipe.kernels.oracle import HALF
 from bagpipe.kernels.window_map import Int32s, Int64s, WindowMap
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from bagpipe.data import generated
 from bagpipe.errors import ConfigError, DataError, ValueRangeError
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.tables import OracleTable
-from bagpipe.replay import AHEAD, _Past, advised, forecast, replay, saving
+from bagpipe.replay import AHEAD, advised, forecast, replay, saving
 
 TABLES = [OracleTable("user", 60), OracleTable("ad", 30, ("shown", "clicked")), OracleTable("word")]
 LOOKAHEADS = (1, 2, 3, 5, 8, 20, 60)
@@ -121,13 +121,6 @@ def test_all_batches_are_counted_and_reported():
     (each,) = forecast(generated("tiny", 1000), 300, (2,), report=seen.append)
     assert seen == [1, 2, 3, 4]
     assert each.unique_rows > 0
-
-
-def test_memory_follows_the_window_not_the_data():
-    past = _Past([OracleTable("word")], reach=2)
-    for number in range(500):
-        past.read([np.arange(1000) + 1000 * number])
-    assert len(past._noted[0].words) <= 16_384
 
 
 @pytest.mark.parametrize("lookaheads", [(), (0,), (1, 65_535)])

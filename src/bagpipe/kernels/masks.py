@@ -30,3 +30,17 @@ def lowest(_typing: Any, _mask: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.uint64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator, unused-ignore]
+def int64_at(_typing: Any, _address: Any, _number: Any) -> Any:
+    """The 64-bit number that stands so many behind an address in memory; inside kernels only.
+
+    Arrays of a batch come in any number, and a tuple of them would be compiled anew for each.
+    """
+
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load(builder.gep(pointer, [arguments[1]]))
+
+    return types.int64(types.uint64, types.int64), emit

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
 from bagpipe.kernels.masks import index, lowest
-from bagpipe.kernels.plan import HALF
+from bagpipe.kernels.oracle import HALF
 from bagpipe.kernels.prefetch import FAR, prefetch
 from bagpipe.kernels.sharing import one_of
 

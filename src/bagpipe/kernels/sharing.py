@@ -7,14 +7,14 @@ before that one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
 from bagpipe.kernels.masks import index, lowest
-from bagpipe.kernels.plan import HALF, KEEP, LOWER
+from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, NextUses, Rings, Rows, RowState
 from bagpipe.kernels.prefetch import FAR, prefetch
 
 Int32s = NDArray[np.int32]
@@ -22,82 +22,72 @@ Int64s = NDArray[np.int64]
 Masks = NDArray[Any]
 """Unsigned, one bit a trainer."""
 Ranks = NDArray[np.int8]
-Stays = NDArray[np.uint16]
 _ONE = np.uint64(1)
 
 
+class UserRings(NamedTuple):
+    """Beside the rows in `Rings`, where there are several trainers."""
+
+    users: Masks
+    """The trainers that use each row."""
+    previous: Int64s
+    """The last use of each row before this one."""
+    next: Masks
+    later: Masks
+    """The trainers that use each row at its next use, and at the one after that; none: the window does not tell."""
+
+
 @kernel
-def mark_users(
-    tables: Int64s,
-    features: Int64s,
-    starts: Int64s,
-    counts: Int64s,
-    positions: Int64s,
-    inverse: Int32s,
+def note_users(
+    rings: Rings,
+    users: UserRings,
+    batch: Batch,
+    previous: Int64s,
     cuts: Int64s,
     bits: Masks,
-    users: Masks,
-) -> None:
-    """The trainers whose ids name each row. About 0.5 ns an id.
-
-    Table t has features[t] to features[t + 1], and its rows from starts[t] on. The ids of feature f begin at
-    positions[f], and there those of trainer r are cuts[f, r] to cuts[f, r + 1].
-    """
-    for t in tables:
-        own = users[starts[t] : starts[t] + counts[t]]
-        own[:] = 0
-        for f in range(features[t], features[t + 1]):
-            for rank in range(bits.shape[0]):
-                bit = bits[rank]
-                mine = inverse[positions[f] + cuts[f, rank] : positions[f] + cuts[f, rank + 1]]
-                for i in range(mine.shape[0]):
-                    own[index(mine[i])] |= bit
-
-
-@kernel
-def keep_users(
-    tables: Int64s,
-    starts: Int64s,
-    counts: Int64s,
     iteration: int,
     first: int,
     ahead: int,
-    begins: Int64s,
-    users: Masks,
-    previous: Int64s,
-    window_users: Masks,
-    window_previous: Int64s,
-    window_next: Masks,
-    window_later: Masks,
 ) -> None:
-    """Move the users of a batch's rows, and their words before it, into the window, which begins with batch `first`.
+    """The trainers whose ids name each row of the batch just read. About 0.5 ns an id, and 8 ns a row for each `ahead`.
 
-    At the last use of each row there they are noted as the users of the next one, and at that before as those after it,
-    as far as so many uses `ahead` are asked for (0 to 2). About 8 ns a row for each.
+    The ids of trainer r are cuts[f, r] to cuts[f, r + 1] of feature f. At the last use of each row in the window, which
+    begins with batch `first`, they are noted as the users of the next one, and at that before as those after it, as far
+    as so many uses `ahead` are asked for (0 to 2).
     """
+    begins = rings.begins
     mask = begins.shape[1] - 1
-    for t in tables:
-        begin, start, count = begins[t, iteration & mask], starts[t], counts[t]
-        window_users[begin : begin + count] = users[start : start + count]
-        window_previous[begin : begin + count] = previous[start : start + count]
+    start = begins[0, iteration & mask]
+    for k in range(rings.tables.shape[0]):
+        t = rings.tables[k]
+        begin, end = begins[k, iteration & mask], begins[k + 1, iteration & mask]
+        own = users.users[begin:end]
+        own[:] = 0
+        for f in range(batch.features[t], batch.features[t + 1]):
+            for rank in range(bits.shape[0]):
+                bit = bits[rank]
+                mine = batch.inverse[batch.positions[f] + cuts[f, rank] : batch.positions[f] + cuts[f, rank + 1]]
+                for i in range(mine.shape[0]):
+                    own[index(mine[i])] |= bit
+        users.previous[begin:end] = previous[begin - start : end - start]
         if ahead > 0:
-            window_next[begin : begin + count] = 0
+            users.next[begin:end] = 0
         if ahead > 1:
-            window_later[begin : begin + count] = 0
-        for i in range(count if ahead > 0 else 0):
-            far = previous[index(min(start + i + FAR, start + count - 1))]
-            place = begins[t, ((far >> HALF) - 1) & mask] + (far & LOWER)
-            prefetch(window_next, place)
+            users.later[begin:end] = 0
+        for at in range(begin, end if ahead > 0 else begin):
+            far = users.previous[index(min(at + FAR, end - 1))]
+            place = begins[k, ((far >> HALF) - 1) & mask] + (far & LOWER)
+            prefetch(users.next, place)
             if ahead > 1:
-                prefetch(window_previous, place)
-            mine, word = users[index(start + i)], previous[index(start + i)]
-            if word >> HALF > first:
-                at = index(begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER))
-                window_next[at] = mine
+                prefetch(users.previous, place)
+            mine_now, use = users.users[index(at)], users.previous[index(at)]
+            if use >> HALF > first:
+                last = index(begins[k, ((use >> HALF) - 1) & mask] + (use & LOWER))
+                users.next[last] = mine_now
                 if ahead > 1:
-                    word = window_previous[at]
-                    if word >> HALF > first:
-                        window_later[index(begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER))] = mine
+                    use = users.previous[last]
+                    if use >> HALF > first:
+                        users.later[index(begins[k, ((use >> HALF) - 1) & mask] + (use & LOWER))] = mine_now
 
 
 def find_before(previous: Int64s, iteration: int) -> Int32s:
@@ -120,70 +110,59 @@ def one_of(users: Any, number: int) -> int:
 
 @kernel
 def choose_owners(
-    tables: Int64s,
-    bounds: Int64s,
-    entries: Int32s,
-    places: Int32s,
+    state: RowState,
+    rings: Rings,
+    users: UserRings,
     iteration: int,
-    length: int,
-    words: Int64s,
-    begins: Int64s,
-    stays: Stays,
-    users: Masks,
-    previous: Int64s,
     trainers: int,
-    fetch_bounds: Int64s,
-    fetch_slots: Int32s,
+    rows: Rows,
+    next_use: NextUses,
+    absent: Int32s,
+    fetch: Rows,
     owners: Ranks,
 ) -> None:
     """For each row of the oldest batch that is not in the cache, the trainer that uses it most while it will be.
 
     The first use counts half: whoever owns the row, its users read it from the store then and send a gradient only,
     where at a later use they are sent a vector too. Among equals the row's slot decides, which spreads them evenly.
-    A row's word leads to its last use in the window of that many batches, and from there `previous` to the one before.
+    A row's last use leads to its latest in the window, and from there `previous` to the one before.
     """
+    begins = rings.begins
     mask = begins.shape[1] - 1
-    most_absent = 0
-    for t in tables:
-        most_absent = max(most_absent, fetch_bounds[t + 1] - fetch_bounds[t])
-    missing, again = np.empty((2, most_absent + 1), np.int32)
     tally = np.zeros(trainers, np.int32)
-    for t in tables:
-        first, start, fetched = begins[t, iteration & mask], bounds[t], fetch_bounds[t]
-        absent = used_again = 0
-        for i in range(bounds[t + 1] - start):
-            missing[index(absent)] = i
-            absent += places[index(start + i)] <= 0
-        for k in range(absent):
-            i = missing[k]
-            if stays[first + i] == 0 or stays[first + i] == KEEP:
-                owners[fetched + k] = one_of(users[first + i], fetch_slots[fetched + k])
+    for k in range(rings.tables.shape[0]):
+        t = rings.tables[k]
+        first, fetched, start = begins[k, iteration & mask], fetch.bounds[t], rows.bounds[t]
+        count = fetch.bounds[t + 1] - fetched
+        again = np.empty(count, np.int32)
+        used_again = 0
+        for n in range(count):
+            at, stays = first + absent[start + n] - start, next_use[absent[start + n]]
+            if stays == 0 or stays == KEEP:
+                owners[fetched + n] = one_of(users.users[at], fetch.slots[fetched + n])
             else:
-                again[used_again] = k
+                again[used_again] = n
                 used_again += 1
-                prefetch(words, entries[start + i])
-        for k in again[:used_again]:
-            word = words[entries[start + missing[k]]]
-            if word >> HALF <= iteration + length:
-                last = begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)
-                prefetch(users, last)
-                prefetch(previous, last)
-        for k in again[:used_again]:
-            i = missing[k]
+                prefetch(state.last_use, rings.rows[at])
+        for n in again[:used_again]:
+            use = state.last_use[rings.rows[first + absent[start + n] - start]]
+            last = begins[k, ((use >> HALF) - 1) & mask] + (use & LOWER)
+            prefetch(users.users, last)
+            prefetch(users.previous, last)
+        for n in again[:used_again]:
+            here = first + absent[start + n] - start
             tally[:] = 0
-            word = words[entries[start + i]]
-            if word >> HALF > iteration + length:  # by a batch that was given up: what follows is not known
-                word = ((iteration + 1) << HALF) | i
-            while word >> HALF > iteration + 1:
-                at = begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)
-                left = np.uint64(users[at])
+            use = state.last_use[rings.rows[here]]
+            while use >> HALF > iteration + 1:
+                at = begins[k, ((use >> HALF) - 1) & mask] + (use & LOWER)
+                left = np.uint64(users.users[at])
                 while left:
                     tally[lowest(left)] += 2
                     left &= left - _ONE
-                word, gap = previous[at], (word >> HALF) - (previous[at] >> HALF)
-                if stays[begins[t, ((word >> HALF) - 1) & mask] + (word & LOWER)] != gap:
+                use, gap = users.previous[at], (use >> HALF) - (users.previous[at] >> HALF)
+                if rings.next_use[begins[k, ((use >> HALF) - 1) & mask] + (use & LOWER)] != gap:
                     tally[:] = 0  # it leaves in between
-            left = np.uint64(users[first + i])
+            left = np.uint64(users.users[here])
             while left:
                 tally[lowest(left)] += 1
                 left &= left - _ONE
@@ -191,4 +170,4 @@ def choose_owners(
             for rank in range(trainers):
                 if tally[rank] == most:
                     equals |= _ONE << np.uint64(rank)
-            owners[fetched + k] = one_of(equals, fetch_slots[fetched + k])
+            owners[fetched + n] = one_of(equals, fetch.slots[fetched + n])

@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.plan import HALF
+from bagpipe.kernels.oracle import HALF, Rings, RowState
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
-Stays = NDArray[np.uint16]
 Flags = NDArray[np.bool_]
 
 HELD = 2**62
@@ -59,59 +58,55 @@ def hold(last: Int32s, next_uses: Int32s, used_since: int, needed_until: int, at
 
 @kernel
 def note_next_uses(
-    tables: Int64s,
-    starts: Int64s,
-    counts: Int64s,
-    entries: Int32s,
+    state: RowState,
+    rings: Rings,
     previous: Int64s,
-    places: Int32s,
     iteration: int,
     planned: int,
-    begins: Int64s,
+    slot_begins: Int64s,
     next_uses: Int32s,
 ) -> None:
     """A batch was read: tell the slots of its rows that are in the cache, if no batch without a plan uses them before.
 
     Such batches begin with iteration `planned`; a row's use in one of them knows its next use itself.
     """
-    for t in tables:
-        for i in range(starts[t], starts[t] + counts[t]):
-            if previous[i] >> HALF <= planned:
-                place = places[entries[i]]
+    column = iteration & (rings.begins.shape[1] - 1)
+    start = rings.begins[0, column]
+    for k in range(rings.tables.shape[0]):
+        begin = slot_begins[rings.tables[k]]
+        for at in range(rings.begins[k, column], rings.begins[k + 1, column]):
+            if previous[at - start] >> HALF <= planned:
+                place = state.location[rings.rows[at]]
                 if place > 0:
-                    next_uses[begins[t] + place - 1] = iteration
+                    next_uses[begin + place - 1] = iteration
 
 
 @kernel
-def count_absent(
-    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, stays: Stays, places: Int32s
-) -> int:
-    """Rows of the window's batches `first` to `last` that are not in the cache, each once.
+def count_absent(state: RowState, rings: Rings, members: Int64s, first: int, last: int) -> int:
+    """Rows of the window's batches `first` to `last` that are not in the cache, each once; of a shard's tables k.
 
-    `stays` tells each use in how many iterations the next is, so only the last use in these batches counts.
+    Each use knows in how many iterations the next is, so only the last use in these batches counts.
     """
-    mask = begins.shape[1] - 1
+    mask = rings.begins.shape[1] - 1
     absent = 0
     for iteration in range(first, last + 1):
         column = iteration & mask
-        for t in tables:
-            for i in range(begins[t, column], begins[t + 1, column]):
-                if iteration + stays[i] > last and places[entries[i]] <= 0:
+        for k in members:
+            for at in range(rings.begins[k, column], rings.begins[k + 1, column]):
+                if iteration + rings.next_use[at] > last and state.location[rings.rows[at]] <= 0:
                     absent += 1
     return absent
 
 
 @kernel
-def mark_needed(
-    tables: Int64s, begins: Int64s, first: int, last: int, entries: Int32s, places: Int32s, marks: Int32s
-) -> None:
+def mark_needed(state: RowState, rings: Rings, members: Int64s, first: int, last: int, marks: Int32s) -> None:
     """Mark the slots of rows of the window's batches `first` to `last` with `first`. The tables share slots."""
-    mask = begins.shape[1] - 1
+    mask = rings.begins.shape[1] - 1
     for iteration in range(first, last + 1):
         column = iteration & mask
-        for t in tables:
-            for i in range(begins[t, column], begins[t + 1, column]):
-                place = places[entries[i]]
+        for k in members:
+            for at in range(rings.begins[k, column], rings.begins[k + 1, column]):
+                place = state.location[rings.rows[at]]
                 if place > 0:
                     marks[place - 1] = first
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from bagpipe.cache import divide, group_by_width
 from bagpipe.config import Share, Size
 from bagpipe.embedding import check_range
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.base import Lookahead
 from bagpipe.policy_options import DEFAULTS, PolicyOptions

@@ -15,14 +15,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.kernels.plan import KEEP
+from bagpipe.kernels.oracle import KEEP
 from bagpipe.kernels.victims import NEVER, lowest, mark_needed
-from bagpipe.oracle.parts import Part
 from bagpipe.oracle.row_list import RowList
+from bagpipe.oracle.shard import Shard
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.oracle.uses import Uses
-from bagpipe.oracle.window import Window
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -33,29 +32,37 @@ Flags = NDArray[np.bool_]
 class Lingering:
     """The lingering rows of all groups."""
 
-    def __init__(
-        self, groups: Sequence[Group], tenants: Tenants, window: Window, parts: Sequence[Part], ahead: int
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], tenants: Tenants, shards: Sequence[Shard], ahead: int) -> None:
         self._groups, self._tenants = groups, tenants
         self._slots = [LingeringSlots(group.slots.capacity) for group in groups]
-        self._needs = [Needs(group, tenants, window, parts, ahead) for group in groups]
+        self._needs = [Needs(group, tenants, shards, ahead) for group in groups]
 
-    def keep(self, room: Sequence[int], bounds: Int64s, stays: Stays) -> None:
-        """Let the rows of a batch that would leave after it linger, in the groups that have room for all of them."""
+    def keep(self, room: Sequence[int], bounds: Int64s, stays: Stays) -> bool:
+        """Let the rows of a batch that would leave after it linger, in the groups that have room for all of them.
+
+        Whether there were any.
+        """
+        kept = False
         for group, num_rows in zip(self._groups, room, strict=True):
             own = group.collect(stays, bounds)
             leaving = own == 0
             if np.count_nonzero(leaving) <= num_rows:
                 own[leaving] = KEEP
                 group.spread(own, stays, bounds)
+                kept = True
+        return kept
 
-    def leave(self, iteration: int, room: Sequence[int], rows: RowList, stays: Stays, left: int | None) -> RowList:
+    def leave(
+        self, iteration: int, window: int, room: Sequence[int], rows: RowList, stays: Stays, left: int | None
+    ) -> RowList:
         """The lingering rows that this plan evicts, so many that no more stay than there is room for.
 
-        `left`: so many plans follow before the data ends; rows that none of them needs leave evenly until then.
+        The window has so many batches, that of this plan included. `left`: so many plans follow before the data ends;
+        rows that none of them needs leave evenly until then.
         """
         leaving = []
         for group, slots, needs, num_rows in zip(self._groups, self._slots, self._needs, room, strict=True):
+            needs.end = iteration + window - 1
             of_batch = group.collect(rows.slots, rows.bounds)
             slots.settle(of_batch, group.collect(stays, rows.bounds) == KEEP, iteration)
             look = 0 if left is None else -(-len(slots) // (left + 1))
@@ -76,9 +83,11 @@ class Needed(Protocol):
 class Needs:
     """The same of a group, from what the oracle remembers."""
 
-    def __init__(self, group: Group, tenants: Tenants, window: Window, parts: Sequence[Part], ahead: int) -> None:
-        self._group, self._tenants, self._window, self._ahead = group, tenants, window, ahead
-        self._parts = [(part.rows, np.intersect1d(part.tables, group.tables)) for part in parts]
+    def __init__(self, group: Group, tenants: Tenants, shards: Sequence[Shard], ahead: int) -> None:
+        self._group, self._tenants, self._ahead = group, tenants, ahead
+        self._shards = [(shard, shard.members(group.tables)) for shard in shards]
+        self.end = -1
+        """The iteration of the last batch read."""
         self._marks: Int32s = np.zeros(group.slots.capacity, np.int32)
         """The last iteration whose batch, or one right behind it, was seen to need each slot's tenant."""
 
@@ -88,10 +97,9 @@ class Needs:
 
     def soon(self, slots: Int32s, iteration: int) -> Flags:
         """Whether the next batch needs each, or one whose rows may be on their way while that trains."""
-        window, first = self._window, iteration + 1
-        last = min(first + self._ahead, window.first + len(window) - 1)
-        for rows, tables in self._parts:
-            mark_needed(tables, window.begins, first, last, window.entries, rows.places, self._marks)
+        first, last = iteration + 1, min(iteration + 1 + self._ahead, self.end)
+        for shard, members in self._shards:
+            mark_needed(shard.state, shard.rings, members, first, last, self._marks)
         needed: Flags = self._marks[slots] == first
         return needed
 

@@ -25,7 +25,7 @@ from bagpipe.errors import ConfigError
 from bagpipe.kernels import partition as kernels
 from bagpipe.kernels.partition import AFTERWARDS, FETCHED, LATER, NEXT, NOW, SHARED
 from bagpipe.oracle.division import Division, Uses, no_vectors
-from bagpipe.oracle.lookahead import mask_type
+from bagpipe.oracle.oracle import mask_type
 from bagpipe.oracle.plan import Fetch, Plan, Sharing
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.tables import OracleTable

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.oracle.tables import Rows
-from bagpipe.oracle.window import Window
+from bagpipe.oracle.shard import Shard
 
+Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
@@ -25,18 +25,20 @@ class TableSample:
     """Which batch it is, from 0."""
 
 
-def take_sample(window: Window, noted: Mapping[int, Rows], features: Sequence[Sequence[int]]) -> list[TableSample]:
-    """The rows of each table in all batches of the window; table t has these features."""
-    samples = []
-    columns = [(window.first + number) & window.mask for number in range(len(window))]
-    for t, own in enumerate(features):
-        entries, counts = [], []
-        for column, inverse in zip(columns, window.inverses, strict=True):
-            here = window.entries[window.begins[t, column] : window.begins[t + 1, column]]
-            occurrences = np.concatenate([inverse[feature] for feature in own])
-            entries.append(here.astype(np.int64))
-            counts.append(np.bincount(occurrences, minlength=len(here)))
-        numbers = np.repeat(np.arange(len(entries)), [len(each) for each in entries])
-        ids = noted[t].ids(t, np.concatenate(entries))
-        samples.append(TableSample(ids, np.concatenate(counts), numbers))
-    return samples
+def take_sample(
+    shards: Sequence[Shard], inverses: Sequence[Sequence[Int32s]], first: int, features: Int64s
+) -> list[TableSample]:
+    """The rows of each table in all batches of the window, which begins with `first`; features[t] is the first of t."""
+    samples: dict[int, TableSample] = {}
+    for shard in shards:
+        begins, rows = shard.rings.begins, shard.rings.rows
+        for k, t in enumerate(shard.tables.tolist()):
+            here, counts = [], []
+            for iteration, inverse in enumerate(inverses, first):
+                column = iteration & (begins.shape[1] - 1)
+                here.append(rows[begins[k, column] : begins[k + 1, column]].astype(np.int64))
+                occurrences = np.concatenate(inverse[features[t] : features[t + 1]])
+                counts.append(np.bincount(occurrences, minlength=len(here[-1])))
+            numbers = np.repeat(np.arange(len(here)), [len(each) for each in here])
+            samples[t] = TableSample(shard.ids_of(t, np.concatenate(here)), np.concatenate(counts), numbers)
+    return [samples[t] for t in sorted(samples)]

@@ -23,7 +23,7 @@ from bagpipe.errors import BagpipeError, BatchError, ConfigError, DeadlineError,
 from bagpipe.failpoints import reach
 from bagpipe.oracle.assign import ASSIGNERS, Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.lookahead import Oracle, mask_type
+from bagpipe.oracle.oracle import Oracle, mask_type
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.partition import DESIGNS, Design, Partition, uses_ahead
 from bagpipe.oracle.plan import Plan

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.kernels.plan import HALF, LOWER
-from bagpipe.oracle.parts import Part
+from bagpipe.kernels.oracle import HALF, LOWER
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.tables import OracleTable, Rows
+from bagpipe.oracle.shard import Shard
+from bagpipe.oracle.tables import OracleTable
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -18,19 +18,24 @@ Flags = NDArray[np.bool_]
 
 
 class Tenants:
-    """The last tenant of each slot, as table and entry; it lives there still if its place says so."""
+    """The last tenant of each slot, as table and row; it lives there still if its location says so."""
 
-    def __init__(self, tables: Sequence[OracleTable], capacity: Sequence[int], parts: Sequence[Part]) -> None:
+    def __init__(self, tables: Sequence[OracleTable], capacity: Sequence[int], shards: Sequence[Shard]) -> None:
         begins = np.cumsum([0, *capacity])
         self._group_begins: Int64s = begins.astype(np.int64)
         self.begins: Int64s = np.array([begins[table.group] for table in tables], np.int64)
         """Where the slots of table t begin in `codes`."""
         self.codes: Int64s = np.full(begins[-1], -1, np.int64)
-        """Table in the upper half, entry in the lower; -1: never had a tenant."""
-        self.noted: dict[int, Rows] = {int(t): part.rows for part in parts for t in part.tables}
-        self._notes = list({id(noted): noted for noted in self.noted.values()}.values())
-        numbers = {id(noted): number for number, noted in enumerate(self._notes)}
-        self._noted_at: Int64s = np.array([numbers[id(self.noted[t])] for t in range(len(tables))], np.int64)
+        """Table in the upper half, row of its shard in the lower; -1: never had a tenant."""
+        self.shards = shards
+        self.of_table: Int64s = np.zeros(len(tables), np.int64)
+        """The number of each table's shard."""
+        for number, shard in enumerate(shards):
+            self.of_table[shard.tables] = number
+
+    def shard_of(self, table: int) -> Shard:
+        """Where a table's rows are known."""
+        return self.shards[self.of_table[table]]
 
     def residents(self) -> RowList:
         """All rows in the cache, by table and slot."""
@@ -49,15 +54,15 @@ class Tenants:
         """Note that this plan evicts these rows."""
         tables = np.repeat(np.arange(len(self.begins)), np.diff(rows.bounds))
         entries = self.codes[self.begins[tables] + rows.slots] & LOWER
-        for noted, own in self._by_notes(tables):
-            noted.places[entries[own]] = -(plan + 1)
+        for shard, own in self._by_shard(tables):
+            shard.state.location[entries[own]] = -(plan + 1)
 
     def last_reads(self, group: int, slots: Int32s) -> Int64s:
         """The iteration of the last batch read that has the tenant of each of these slots."""
         codes = self.codes[self._group_begins[group] + slots]
         found = np.empty(len(slots), np.int64)
-        for noted, own in self._by_notes(codes >> HALF):
-            found[own] = (noted.words[codes[own] & LOWER] >> HALF) - 1
+        for shard, own in self._by_shard(codes >> HALF):
+            found[own] = (shard.state.last_use[codes[own] & LOWER] >> HALF) - 1
         return found
 
     def _list(self, codes: Int64s, slots: Int32s) -> RowList:
@@ -65,13 +70,13 @@ class Tenants:
         order = np.argsort(codes >> HALF, kind="stable")
         tables, entries, slots = codes[order] >> HALF, codes[order] & LOWER, slots[order]
         ids, live = np.empty(len(order), np.int64), np.empty(len(order), np.bool_)
-        for noted, own in self._by_notes(tables):
-            ids[own] = noted.ids(tables[own], entries[own])
-            live[own] = noted.places[entries[own]] == slots[own] + 1
+        for shard, own in self._by_shard(tables):
+            ids[own] = shard.ids_of(tables[own], entries[own])
+            live[own] = shard.state.location[entries[own]] == slots[own] + 1
         bounds = np.searchsorted(tables[live], np.arange(len(self.begins) + 1))
         return RowList(ids[live], slots[live], bounds.astype(np.int64))
 
-    def _by_notes(self, tables: Int64s) -> Iterator[tuple[Rows, Flags]]:
-        """Where rows of these tables are noted, and which of them each place notes."""
-        at = self._noted_at[tables]
-        return ((noted, at == number) for number, noted in enumerate(self._notes))
+    def _by_shard(self, tables: Int64s) -> Iterator[tuple[Shard, Flags]]:
+        """Every shard, and which of these tables are its own."""
+        at = self.of_table[tables]
+        return ((shard, at == number) for number, shard in enumerate(self.shards))

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.kernels.plan import HALF
+from bagpipe.kernels.oracle import HALF
 from bagpipe.oracle.plan import Fetch
 from bagpipe.oracle.slots import Group
-from bagpipe.oracle.tables import DirectRows, MappedRows
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.policies.base import Policy
 
@@ -35,7 +34,7 @@ def warm_up(policy: Policy, groups: Sequence[Group], tenants: Tenants, iteration
         assert (freed_by < 0).all(), "slots were freed before the first plan"
         for t in np.unique(tables[absent]).tolist():
             own = tables[absent] == t
-            tenants.noted[t].places[entries[absent][own]] = slots[own] + 1
+            tenants.shard_of(t).state.location[entries[absent][own]] = slots[own] + 1
             tenants.codes[tenants.begins[t] + slots[own]] = (t << HALF) | entries[absent][own]
         policy.warmed(iteration, group, chosen[absent], slots)
         found.append((tables[absent], ids[absent], slots))
@@ -56,9 +55,9 @@ def _can_be_noted(tenants: Tenants, tables: Int64s, ids: Int64s) -> NDArray[np.b
     """Rows of tables with arrays, and of others those of the window: their maps have room for no more."""
     can: NDArray[np.bool_] = np.ones(len(ids), np.bool_)
     for t in np.unique(tables).tolist():
-        noted, own = tenants.noted[t], tables == t
-        if isinstance(noted, MappedRows):
-            can[own] = np.isin(ids[own], noted.keys[np.flatnonzero(noted.words)])
+        shard, own = tenants.shard_of(t), tables == t
+        if shard.mapped:
+            can[own] = np.isin(ids[own], shard.state.keys[np.flatnonzero(shard.state.last_use)])
     return can
 
 
@@ -66,8 +65,8 @@ def _entries(tenants: Tenants, tables: Int64s, ids: Int64s) -> Int64s:
     """Where these rows are noted."""
     entries = np.empty(len(ids), np.int64)
     for t in np.unique(tables).tolist():
-        noted, own = tenants.noted[t], tables == t
-        entries[own] = noted.entries(ids[own]) + (noted.bases[t] if isinstance(noted, DirectRows) else 0)
+        own = tables == t
+        entries[own] = tenants.shard_of(t).rows_of(t, ids[own])
     return entries
 
 
@@ -75,5 +74,5 @@ def _places(tenants: Tenants, tables: Int64s, entries: Int64s) -> Int32s:
     places = np.empty(len(entries), np.int32)
     for t in np.unique(tables).tolist():
         own = tables == t
-        places[own] = tenants.noted[t].places[entries[own]]
+        places[own] = tenants.shard_of(t).state.location[entries[own]]
     return places

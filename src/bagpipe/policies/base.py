@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.kernels.plan import KEEP
+from bagpipe.kernels.oracle import KEEP
 from bagpipe.kernels.victims import HELD, NEVER, lowest, rank
 from bagpipe.oracle.sample import TableSample
 from bagpipe.oracle.slots import Group

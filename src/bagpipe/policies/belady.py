@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bagpipe.errors import ConfigError
-from bagpipe.kernels.plan import KEEP
+from bagpipe.kernels.oracle import KEEP
 from bagpipe.kernels.victims import HELD, NEVER, hold, lowest
 from bagpipe.oracle.slots import Group
 from bagpipe.policies.base import NONE, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts

@@ -13,7 +13,7 @@ import numpy as np
 
 from bagpipe.errors import ConfigError
 from bagpipe.kernels.admit import admit
-from bagpipe.kernels.plan import KEEP
+from bagpipe.kernels.oracle import KEEP
 from bagpipe.oracle.slots import Group
 from bagpipe.policies.base import Int64s, Lookahead, Policy
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bagpipe.errors import ConfigError
-from bagpipe.kernels.plan import KEEP
+from bagpipe.kernels.oracle import KEEP
 from bagpipe.kernels.victims import HELD, choose_ways
 from bagpipe.oracle.slots import AddressedSlots, Group
 from bagpipe.policies.base import Demand, Flags, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts

@@ -13,7 +13,7 @@ from bagpipe.adapt import Adapter
 from bagpipe.data.tree_wire import Types, pack_trees, types_in, unpack_trees
 from bagpipe.errors import BagpipeError, BatchError, PipelineError, WireError
 from bagpipe.oracle.assign import Assigner
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan import Plan

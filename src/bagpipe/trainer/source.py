@@ -20,7 +20,7 @@ from bagpipe.data.loader import Loader
 from bagpipe.embedding import check_range
 from bagpipe.errors import ConfigError, ValueRangeError
 from bagpipe.handles import Handles, training_base
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.policies.scan import RowScan
 from bagpipe.trainer.read_ahead import Held, ReadAhead

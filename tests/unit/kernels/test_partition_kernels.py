@@ -10,7 +10,7 @@ import pytest
 
 from bagpipe.kernels import partition, shares
 from bagpipe.kernels.partition import HALF, LEAVES, OWNER, SHARED
-from bagpipe.oracle.lookahead import mask_type
+from bagpipe.oracle.oracle import mask_type
 from definitions.partition import define_follow
 from definitions.shares import (
     define_count_shares,

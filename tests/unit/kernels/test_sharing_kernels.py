@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from bagpipe.kernels import sharing
-from bagpipe.kernels.plan import HALF, KEEP
-from bagpipe.oracle.lookahead import mask_type
-from definitions.sharing import define_choose_owners, define_keep_users, define_mark_users
+from bagpipe.kernels.oracle import HALF, KEEP, Batch, Rings, Rows, RowState
+from bagpipe.kernels.sharing import UserRings
+from bagpipe.oracle.oracle import mask_type
+from definitions.sharing import define_choose_owners, define_note_users
 
 SEEDS = range(25)
 TRAINERS = [2, 8, 9, 33, 64]
@@ -23,7 +25,8 @@ def assert_twins(kernel, twin, *arguments):
     kernel(*arguments)
     twin(*others)
     for ours, theirs in zip(arguments, others, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        for own, their in zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]:
+            np.testing.assert_array_equal(own, their)
 
 
 def random_users(random, trainers, count):
@@ -35,48 +38,29 @@ def random_users(random, trainers, count):
 
 
 @pytest.mark.parametrize("trainers", TRAINERS)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_trainer_marks_the_rows_of_its_ids(seed, trainers):
+def test_the_trainers_of_its_ids_are_the_users_of_a_row(seed, ahead, trainers):
     random = np.random.default_rng(seed)
+    tables = np.array([0, 1, 2] if seed else [0, 2])
+    begins = np.add.outer(np.arange(len(tables) + 1) * 10, np.arange(8) * 40)
+    counts = random.integers(1, 9, 3)
+    begins[:, 21 % 8] = 200 + np.concatenate([[0], np.cumsum(counts[tables])])
     lengths = random.integers(0, 3, (4, trainers)) * (random.random((4, 1)) < 0.8)
     cuts = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(lengths, axis=1)], axis=1)
     positions, features = np.concatenate([[0], np.cumsum(cuts[:, -1])]), np.array([0, 1, 3, 4])
-    starts, counts = np.array([0, 10, 30]), np.array([7, 12, 3])
     ids = [random.integers(0, counts[t], cuts[f, -1]) for t in range(3) for f in range(features[t], features[t + 1])]
-    bits = mask_type(trainers)(1) << np.arange(trainers, dtype=mask_type(trainers))
-    assert_twins(
-        sharing.mark_users, define_mark_users, np.array([0, 1, 2] if seed else [2, 0]), features, starts,
-        counts, positions, np.concatenate(ids).astype(np.int32), cuts, bits, np.full(40, bits[-1]),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("trainers", TRAINERS)
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(5))
-def test_users_move_into_the_window(seed, ahead, trainers):
-    random = np.random.default_rng(seed)
-    counts, starts, tables = random.integers(0, 9, 3), np.array([0, 10, 20]), np.array([0, 2])
-    begins = np.add.outer(np.arange(4) * 10, np.arange(8) * 40)
-    users, before = random_users(random, trainers, 30), random.integers(0, 22, 320) << HALF
+    nothing = np.empty(0, np.int64)
+    batch = Batch(nothing, positions, features, nothing, np.concatenate(ids).astype(np.int32), counts, nothing)
+    before = random.integers(0, 22, 320) << HALF
     previous = np.concatenate([(random.integers(14, 22, 10) << HALF) | random.permutation(10) for _ in range(3)])
-    for column in range(8):  # a row's word leads to a use before, of which it has one a batch
-        for t in range(3):
-            before[begins[t, column] : begins[t, column] + 10] |= random.permutation(10)
-    rings = random_users(random, trainers, 320), before, *random_users(random, trainers, 640).reshape(2, 320)
-    assert_twins(
-        sharing.keep_users,
-        define_keep_users,
-        tables,
-        starts,
-        counts,
-        21,
-        16,
-        ahead,
-        begins,
-        users,
-        previous,
-        *rings,
-    )
+    for column in range(8):  # a row's last use leads to one before, of which it has one a batch
+        for k in range(len(tables)):
+            before[begins[k, column] : begins[k, column] + 10] |= random.permutation(10)
+    users = UserRings(random_users(random, trainers, 320), before, *random_users(random, trainers, 640).reshape(2, 320))
+    bits = mask_type(trainers)(1) << np.arange(trainers, dtype=mask_type(trainers))
+    rings = Rings(tables, begins, np.empty(0, np.int32), np.empty(0, np.uint16))
+    assert_twins(sharing.note_users, define_note_users, rings, users, batch, previous, cuts, bits, 21, 16, ahead)
 
 
 @pytest.mark.parametrize("count", [0, 1, 50])
@@ -87,45 +71,48 @@ def test_rows_of_the_batch_before_are_known_by_their_index(count):
     assert sharing.find_before(previous, 7).tolist() == expected
 
 
-def random_window(random, length, given_up):
-    """Batches of some rows of each table: words, begins, stays and previous words; where the first batch stands.
+def random_window(random, length):
+    """Batches of some rows of each table: what is known of rows, rings, and each row's use before.
 
-    Some rows do not stay until their next use, and some were read by a batch that was given up.
+    Some rows do not stay until their next use.
     """
-    words, begins = np.zeros(NUM_TABLES * NUM_IDS, np.int64), np.zeros((NUM_TABLES + 1, COLUMNS), np.int64)
-    stays, previous, entries, position = np.zeros(600, np.uint16), np.zeros(600, np.int64), [], {}
-    end = 7
+    last_use, begins = np.zeros(NUM_TABLES * NUM_IDS, np.int64), np.zeros((NUM_TABLES + 1, COLUMNS), np.int64)
+    rows, next_use, previous = np.zeros(600, np.int32), np.zeros(600, np.uint16), np.zeros(600, np.int64)
+    end, position = 7, {}
     for number in range(FIRST, FIRST + length):
         for t in range(NUM_TABLES):
             begins[t, number % COLUMNS] = end
-            for index, row in enumerate(random.permutation(NUM_IDS)[: random.integers(0, NUM_IDS)].tolist()):
-                entry = t * NUM_IDS + row
-                if entry in position and random.random() < 0.8:
-                    stays[position[entry]] = number + 1 - (words[entry] >> HALF)
-                previous[end], stays[end] = words[entry], random.choice([0, KEEP])
-                words[entry], position[entry] = (number + 1) << HALF | index, end
-                entries += [entry] if number == FIRST else []
+            for index, own in enumerate(random.permutation(NUM_IDS)[: random.integers(0, NUM_IDS)].tolist()):
+                row = t * NUM_IDS + own
+                if row in position and random.random() < 0.8:
+                    next_use[position[row]] = number + 1 - (last_use[row] >> HALF)
+                rows[end], previous[end], next_use[end] = row, last_use[row], random.choice([0, KEEP])
+                last_use[row], position[row] = (number + 1) << HALF | index, end
                 end += 1
         begins[NUM_TABLES, number % COLUMNS] = end
-    if given_up:
-        words[random.random(len(words)) < 0.3] = (FIRST + length + 1) << HALF | 5
-    return words, begins, stays, previous, np.array(entries, np.int32)
+    state = RowState(last_use, np.zeros(0, np.int32), np.arange(NUM_TABLES) * NUM_IDS, np.zeros(0, np.int64))
+    return state, Rings(np.arange(NUM_TABLES), begins, rows, next_use), previous
 
 
 @pytest.mark.parametrize("trainers", TRAINERS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_trainer_that_uses_a_row_most_becomes_its_owner(seed, trainers):
     random = np.random.default_rng(seed)
-    length = int(random.choice([1, 2, COLUMNS - 1]))
-    words, begins, stays, previous, entries = random_window(random, length, given_up=seed % 5 == 0)
-    bounds = begins[:, FIRST % COLUMNS] - begins[0, FIRST % COLUMNS]
-    places = random.integers(-2, 2, len(entries)).astype(np.int32)
-    before = np.concatenate([[0], np.cumsum(places <= 0)])
-    fetch_slots = random.integers(0, 1000, before[-1]).astype(np.int32)
-    users, owners = random_users(random, trainers, 600), np.full(before[-1], -5, np.int8)
+    state, rings, previous = random_window(random, int(random.choice([1, 2, COLUMNS - 1])))
+    first, *_, last = begins = rings.begins[:, FIRST % COLUMNS]
+    bounds, next_use = begins - first, rings.next_use[first:last].copy()
+    next_use[random.random(len(next_use)) < 0.1] = 0
+    missing = random.random(len(next_use)) < 0.5
+    absent, before = np.zeros(len(next_use), np.int32), np.concatenate([[0], np.cumsum(missing)])
+    for start, stop in pairwise(bounds.tolist()):
+        own = start + np.flatnonzero(missing[start:stop])
+        absent[start : start + len(own)] = own
+    slots, nothing = random.integers(0, 1000, before[-1]).astype(np.int32), np.empty(0, np.int64)
+    users = UserRings(random_users(random, trainers, 600), previous, *random_users(random, trainers, 2).reshape(2, 1))
+    owners = np.full(before[-1], -5, np.int8)
     assert_twins(
-        sharing.choose_owners, define_choose_owners, np.array([0, 2] if seed % 2 else [0, 1, 2]), bounds,
-        entries, places, FIRST, length, words, begins, stays, users, previous, trainers, before[bounds], fetch_slots,
-        owners,
+        sharing.choose_owners, define_choose_owners, state, rings, users, FIRST, trainers,
+        Rows(nothing, slots[:0], bounds), next_use, absent, Rows(nothing, slots, before[bounds]), owners,
     )  # fmt: skip
-    assert owners.max(initial=-5) < trainers
+    assert owners.max(initial=0) < trainers
+    assert owners.min(initial=0) >= 0

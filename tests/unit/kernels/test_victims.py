@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bagpipe.kernels.plan import HALF, KEEP
+from bagpipe.kernels.oracle import HALF, KEEP, Rings, RowState
 from bagpipe.kernels.victims import (
     HELD,
     NEVER,
@@ -24,6 +24,12 @@ from definitions.victims import (
     define_mark_needed,
     define_note_next_uses,
 )
+
+
+def known(location: np.ndarray) -> RowState:
+    """Rows of which nothing is known but where they are."""
+    nothing = np.empty(0, np.int64)
+    return RowState(nothing, location, nothing, nothing)
 
 
 def both_lowest(keys: list[int] | np.ndarray, count: int) -> list[int]:
@@ -107,9 +113,12 @@ def test_next_uses_are_noted_for_rows_that_are_cached_and_planned() -> None:
         places = np.zeros(40, np.int32)
         places[entries] = np.where(random.random(total) < 0.6, 1 + np.arange(total), -random.integers(0, 9, total))
         found = []
+        begins = np.zeros((4, 8), np.int64)
+        begins[:, 0] = np.append(starts, total)
+        rings = Rings(np.arange(3), begins, entries, np.zeros(total, np.uint16))
         for function in (note_next_uses, define_note_next_uses):
             next_uses = np.full(60, NEVER, np.int32)
-            function(np.arange(3), starts, counts, entries, previous, places, 8, 5, np.array([0, 0, 20]), next_uses)
+            function(known(places), rings, previous, 8, 5, np.array([0, 0, 20]), next_uses)
             found.append(next_uses.tolist())
         assert found[0] == found[1]
         planned = (previous >> HALF <= 5) & (places[entries] > 0)
@@ -131,7 +140,8 @@ def test_absent_rows_of_several_batches_are_counted_once() -> None:
         ]
         places = random.integers(-3, 4, 12).astype(np.int32)
         entries = np.concatenate(batches).astype(np.int32)
-        args = np.array([0]), begins, 3, int(random.integers(3, 7)), entries, np.array(stays, np.uint16), places
+        rings = Rings(np.array([4]), begins, entries, np.array(stays, np.uint16))
+        args = known(places), rings, np.array([0]), 3, int(random.integers(3, 7))
         assert count_absent(*args) == define_count_absent(*args)
 
 
@@ -149,7 +159,8 @@ def test_slots_of_rows_that_several_batches_need_are_marked() -> None:
         found = []
         for function in (mark_needed, define_mark_needed):
             marks = np.zeros(8, np.int32)
-            function(np.array([1]), begins, first, last, np.concatenate(flat).astype(np.int32), places, marks)
+            rings = Rings(np.array([4, 7]), begins, np.concatenate(flat).astype(np.int32), np.empty(0, np.uint16))
+            function(known(places), rings, np.array([1]), first, last, marks)
             found.append(marks.tolist())
         rows = {row for batch in batches[first - 3 : last - 2] for row in batch[1].tolist()}
         assert found[0] == found[1] == [first * any(places[row] == slot + 1 for row in rows) for slot in range(8)]

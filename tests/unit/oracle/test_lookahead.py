@@ -11,10 +11,11 @@ import pytest
 
 import bagpipe
 from bagpipe.errors import BatchError, CapacityError, ConfigError, ValueRangeError
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.tables import OracleTable, is_direct
+from bagpipe.oracle.shard import is_direct
+from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.lookahead import AUTO_MAX, RAMP
 from benchmarks.oracle import array_bytes
 
@@ -182,14 +183,19 @@ def test_a_bad_batch_leaves_no_trace() -> None:
     assert ids(second.fetch) == [2]
 
 
-def test_after_a_batch_that_does_not_fit_only_plans_can_follow() -> None:
-    oracle = Oracle([OracleTable("only", 9)], [2], lookahead=4)
-    oracle.read([np.array([1])])
-    with pytest.raises(CapacityError):
-        oracle.read([np.array([1, 2, 3])])
-    with pytest.raises(AssertionError, match="only plans of the batches before it"):
-        oracle.read([np.array([1])])
-    assert ids(oracle.emit(last=True).evict) == [1]
+@pytest.mark.parametrize("rows", [9, None])
+def test_a_batch_that_does_not_fit_changes_nothing(rows: int | None) -> None:
+    tables = [OracleTable("only", rows)]
+    oracle, spared = Oracle(tables, [2], lookahead=5), Oracle(tables, [2], lookahead=5)
+    for ids in ([1], [1, 2], [2], [1]):
+        for each in (oracle, spared):
+            each.read([np.array(ids)])
+        with pytest.raises(CapacityError):
+            oracle.read([np.array([1, 2, 3])])
+    for _ in range(4):
+        ours, theirs = oracle.emit(), spared.emit()
+        assert ours.evict.ids.tolist() == theirs.evict.ids.tolist()
+        assert ours.fetch.ids.tolist() == theirs.fetch.ids.tolist()
 
 
 def test_an_error_of_the_source_comes_after_all_plans_before_it() -> None:

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import pytest
 
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.partition import DESIGNS, Partition
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES

@@ -1,4 +1,4 @@
-"""Rings: free slots of a group, and the arrays of the window."""
+"""Rings: free slots of a group, and the batches of a shard."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections import deque
 import numpy as np
 import pytest
 
+from bagpipe.kernels.oracle import Batch, read, unread
+from bagpipe.oracle.oracle import mask_type
+from bagpipe.oracle.shard import Shard, address_of
 from bagpipe.oracle.slots import AddressedSlots, Group, Slots
-from bagpipe.oracle.window import Window
+from bagpipe.oracle.tables import OracleTable
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 7])
@@ -60,32 +63,69 @@ def test_a_group_collects_and_spreads_the_parts_of_its_tables() -> None:
         assert copied.sum() == own.sum()
 
 
-def test_a_window_keeps_its_batches_through_wraps_and_growth() -> None:
+@pytest.mark.parametrize("trainers", [1, 3])
+def test_a_shard_keeps_its_batches_through_wraps_and_growth(trainers: int) -> None:
     random = np.random.default_rng(5)
-    window, twin, value = Window(2, 6, first=3), deque[tuple[list[int], list[int]]](), 0
+    tables = [OracleTable("a", 50), OracleTable("b", 50), OracleTable("c", 50)]
+    shard = Shard(tables, [0, 2], 6, mask_type(trainers) if trainers > 1 else None)
+    features, sizes, gaps = np.arange(4), np.full(3, 50), np.zeros((3, 7), np.int64)
+    twin, first = deque[tuple[list[int], list[int]]](), 3
     for _ in range(3000):
         if len(twin) == 6 or (twin and random.random() < 0.5):
-            bounds, entries, stays = window.oldest()
             counts, content = twin.popleft()
-            assert np.diff(bounds).tolist() == counts
-            assert entries.tolist() == stays.tolist() == content
-            window.pop()
+            begins = shard.rings.begins[:, first % 8]
+            assert np.diff(begins).tolist() == counts
+            here = slice(begins[0], begins[-1])
+            assert shard.rings.rows[here].tolist() == content
+            if trainers > 1:
+                assert shard.users.later[here].tolist() == [row % 8 for row in content]
+            first += 1
         else:
-            counts = (random.integers(0, 40, 2) * (random.random(2) < 0.8)).tolist()
-            window.push(np.array(counts), ())
-            column = (window.first + len(window) - 1) & window.mask
-            here = slice(window.begins[0, column], window.begins[-1, column])
-            content = [(value + i) % 50_000 for i in range(sum(counts))]
-            value += sum(counts)
-            window.entries[here] = window.stays[here] = content
-            twin.append((counts, content))
-        assert window.num_rows == sum(sum(counts) for counts, _ in twin)
-    assert len(window.entries) < 2 * 6 * 80
-    assert window.nbytes > 0
+            ids = [random.integers(0, 50, random.integers(0, 40)) * (random.random() < 0.8) for _ in range(3)]
+            positions = np.cumsum([0, *map(len, ids)])
+            addresses = np.array([address_of(own) for own in ids], np.uint64)
+            inverse, counts = np.empty(positions[-1], np.int32), np.zeros(3, np.int64)
+            batch = Batch(addresses, positions, features, sizes, inverse, counts, gaps)
+            iteration = first + len(twin)
+            shard.enter(batch, ids, iteration, len(twin), 0)
+            assert read(shard.state, shard.rings, batch, shard.previous, iteration, len(twin), 0) == -1
+            unique = [list(dict.fromkeys(own.tolist())) for own in (ids[0], ids[2])]
+            content = [*unique[0], *(row + 50 for row in unique[1])]
+            for t, own in zip((0, 2), unique, strict=True):
+                np.testing.assert_array_equal(np.array(own)[inverse[positions[t] : positions[t + 1]]], ids[t])
+            if trainers > 1:
+                begin = shard.rings.begins[0, iteration % 8]
+                shard.users.later[begin : begin + len(content)] = np.array(content) % 8
+            shard.entered(iteration)
+            twin.append(([len(own) for own in unique], content))
+    assert len(shard.rings.rows) < 4 * 6 * 80
 
 
-def test_a_full_window_takes_no_more() -> None:
-    window = Window(1, 1, first=0)
-    window.push(np.array([1]), ())
-    with pytest.raises(AssertionError, match="emit a plan first"):
-        window.push(np.array([1]), ())
+def test_a_batch_that_was_read_can_be_taken_back() -> None:
+    tables = [OracleTable("a", 9)]
+    shard = Shard(tables, [0], 4)
+
+    def state() -> list[list[int]]:
+        begins = shard.rings.begins
+        used = slice(begins[0, 0], begins[1, 0])
+        return [shard.state.last_use.tolist(), shard.rings.next_use[used].tolist(), shard.state.location.tolist()]
+
+    def enter(iteration: int, ids: list[int]) -> int:
+        own = np.array(ids)
+        gaps, counts = np.zeros((1, 5), np.int64), np.zeros(1, np.int64)
+        positions, inverse = np.array([0, len(own)]), np.empty(len(own), np.int32)
+        addresses = np.array([address_of(own)], np.uint64)
+        batch = Batch(addresses, positions, np.array([0, 1]), np.array([9]), inverse, counts, gaps)
+        shard.enter(batch, [own], iteration, iteration, 0)
+        return read(shard.state, shard.rings, batch, shard.previous, iteration, iteration, 0)
+
+    assert enter(0, [3, 4, 3, 5]) == -1
+    shard.entered(0)
+    before = state()
+    for bad in (9, -1, 2**63 - 1, -(2**63)):
+        assert enter(1, [5, 8, 3, bad, 2]) == 0
+        assert state() == before
+    assert enter(1, [5, 8]) == -1
+    assert state() != before
+    unread(shard.state, shard.rings, shard.previous, 1, 1, 0)
+    assert state() == before

@@ -12,7 +12,7 @@ import torch
 from bagpipe.cache import ALIGNMENT, RowCache
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.oracle.lingering import LingeringSlots
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.oracle.uses import Uses

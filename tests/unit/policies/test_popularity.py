@@ -9,9 +9,9 @@ import pytest
 
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
-from bagpipe.oracle.batch import CutIds
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.sample import TableSample
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tables import OracleTable

@@ -12,7 +12,7 @@ from bagpipe.config import Config, Share, cache_size, parse_config
 from bagpipe.data import Generated, Loader, find_preset, write
 from bagpipe.errors import ConfigError
 from bagpipe.job import Job, prepare
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions
 from bagpipe.policies.scan import RowScan

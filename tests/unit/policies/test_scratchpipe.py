@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bagpipe.kernels.victims import HELD
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions, scratchpipe

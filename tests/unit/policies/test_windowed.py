@@ -15,7 +15,7 @@ from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
 from bagpipe.initial import Constant
 from bagpipe.layout import RowLayout
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tables import OracleTable

@@ -14,7 +14,7 @@ from bagpipe.cache import VACANT, RowCache
 from bagpipe.checker import Checker
 from bagpipe.initial import Constant
 from bagpipe.layout import RowLayout
-from bagpipe.oracle.lookahead import Oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.fetching import READERS, Fetching

@@ -1,0 +1,189 @@
+"""What the oracle remembers of some tables: two numbers a row, and the batches that were read and have no plan yet.
+
+A shard shares nothing with others, so that each pass of the oracle runs over all of them on several threads at once;
+whatever depends on several tables is decided between passes, and no plan depends on how tables are divided.
+
+Tables of known, moderate size use arrays addressed by id. The others are mapped, each in a shard of its own: memory
+follows the rows that are in the cache, in the window, or were written back lately (I5). Plans are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bagpipe.kernels.oracle import Batch, Rings, RowState
+from bagpipe.kernels.sharing import UserRings
+from bagpipe.kernels.window_map import WindowMap
+from bagpipe.oracle.tables import OracleTable
+
+Int64s = NDArray[np.int64]
+Masks = NDArray[Any]
+MaskType = type[np.unsignedinteger[Any]]
+
+ROWS_DIRECT_MAX = 64_000_000
+"""Tables with more rows are mapped."""
+BYTES_DIRECT_MAX = 4_000_000_000
+"""So are the largest ones when the arrays of all would take more."""
+_BYTES_A_ROW = 12
+
+
+class Shard:
+    """Some tables: their rows, and their part of the window, in rings that grow to the largest window met (I5)."""
+
+    def __init__(
+        self,
+        all_tables: Sequence[OracleTable],
+        members: Sequence[int],
+        window_max: int,
+        masks: MaskType | None = None,
+        *,
+        mapped: bool = False,
+    ) -> None:
+        self.tables: Int64s = np.array(members, np.int64)
+        self._map = WindowMap() if mapped else None
+        bases = np.zeros(len(all_tables), np.int64)
+        sizes = [0 if mapped else all_tables[t].rows or 0 for t in members]
+        bases[self.tables] = np.cumsum([0, *sizes])[:-1]
+        last_use, location = np.zeros(sum(sizes), np.int64), np.zeros(sum(sizes), np.int32)
+        self._direct = RowState(last_use, location, bases, np.empty(0, np.int64))
+        columns = 1 << int(window_max + 1).bit_length()
+        begins = np.zeros((len(members) + 1, columns), np.int64)
+        self.rings = Rings(self.tables, begins, np.empty(0, np.int32), np.empty(0, np.uint16))
+        self._masks = masks
+        self.users = UserRings(*(np.empty(0, kind) for kind in (masks, np.int64, masks, masks)))
+        self.previous: Int64s = np.empty(0, np.int64)
+        """The last use of each row of the batch read last, before it."""
+        self._end = 0
+
+    @property
+    def state(self) -> RowState:
+        """What is known of the rows, until the next batch is read."""
+        if self._map is None:
+            return self._direct
+        return RowState(self._map.words, self._map.places, self._direct.bases, self._map.keys)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether rows are numbered as they come."""
+        return self._map is not None
+
+    def members(self, tables: Int64s) -> Int64s:
+        """Which of the shard's tables are among these, by their numbers in it."""
+        return np.flatnonzero(np.isin(self.tables, tables))
+
+    def rows_of(self, table: int, ids: Int64s) -> Int64s:
+        """The rows with these ids."""
+        if self._map is None:
+            return ids + self._direct.bases[table]
+        rows = np.empty(len(ids), np.int64)
+        self._map.find_or_take(ids, rows)
+        return rows
+
+    def ids_of(self, tables: int | Int64s, rows: Int64s) -> Int64s:
+        """The ids of these rows of a table, or of one table each."""
+        ids: Int64s = rows - self._direct.bases[tables] if self._map is None else self._map.keys[rows]
+        return ids
+
+    def enter(self, batch: Batch, ids: Sequence[Int64s], iteration: int, window: int, keep_plan: int) -> list[Int64s]:
+        """Make room for a batch behind `window` others; what its addresses point to, to be held while it is read.
+
+        Rows of a mapped table are forgotten that were last read before the window and evicted before plan `keep_plan`.
+        """
+        first, stop = batch.features[self.tables], batch.features[self.tables + 1]
+        num_ids = int((batch.positions[stop] - batch.positions[first]).sum())
+        if num_ids > len(self.previous):
+            self.previous = np.empty(num_ids, np.int64)
+        held = []
+        for f in range(first[0], stop[-1]) if self._map is not None else ():
+            if not held:
+                self._map.reserve(num_ids, iteration - window, keep_plan)
+            held.append(self.rows_of(0, ids[f]))
+            batch.addresses[f] = address_of(held[-1])
+        column = iteration & (self.rings.begins.shape[1] - 1)
+        self.rings.begins[0, column] = self._allocate(num_ids, iteration - window, window)
+        return held
+
+    def entered(self, iteration: int) -> None:
+        """The batch stays in the window."""
+        self._end = int(self.rings.begins[-1, iteration & (self.rings.begins.shape[1] - 1)])
+
+    def _allocate(self, count: int, first: int, window: int) -> int:
+        """A free stretch of the rings, right behind the newest batch or at the beginning."""
+        begins, size = self.rings.begins, len(self.rings.rows)
+        if not window:
+            self._end = 0
+        oldest = int(begins[0, first & (begins.shape[1] - 1)]) if window else size
+        wrapped = window > 0 and self._end <= oldest
+        if self._end + count <= (oldest if wrapped else size):
+            return self._end
+        if window and not wrapped and count <= oldest:
+            return 0
+        return self._grow(count, first, window)
+
+    def _grow(self, count: int, first: int, window: int) -> int:
+        """Move all batches to the beginning of larger rings; the end of them."""
+        begins = self.rings.begins
+        columns = np.arange(first, first + window) & (begins.shape[1] - 1)
+        used = int((begins[-1, columns] - begins[0, columns]).sum())
+        size = 64 + count + used * 3 // 2
+        olds = [self.rings.rows, self.rings.next_use, *(self.users if self._masks is not None else ())]
+        news: list[Any] = [np.empty(size, old.dtype) for old in olds]
+        end = 0
+        for column in columns.tolist():
+            own = begins[:, column]
+            length = int(own[-1] - own[0])
+            for old, new in zip(olds, news, strict=True):
+                new[end : end + length] = old[own[0] : own[-1]]
+            own += end - own[0]
+            end += length
+        self.rings = Rings(self.tables, begins, *news[:2])
+        if self._masks is not None:
+            self.users = UserRings(*news[2:])
+        return end
+
+
+def make_shards(
+    tables: Sequence[OracleTable],
+    window_max: int,
+    masks: MaskType | None,
+    *,
+    threads: int = 1,
+    rows_direct_max: int = ROWS_DIRECT_MAX,
+    bytes_direct_max: int = BYTES_DIRECT_MAX,
+) -> list[Shard]:
+    """Each mapped table alone; the others spread evenly over two shards a thread, or one if there is one thread."""
+    direct = is_direct(tables, rows_direct_max, bytes_direct_max)
+    members: list[list[int]] = [[] for _ in range(1 if threads == 1 else 2 * threads)]
+    costs = [0.0] * len(members)
+    for t in sorted((t for t in range(len(tables)) if direct[t]), key=lambda t: -_cost(tables[t])):
+        lightest = costs.index(min(costs))
+        members[lightest].append(t)
+        costs[lightest] += _cost(tables[t])
+    mapped = [Shard(tables, [t], window_max, masks, mapped=True) for t in range(len(tables)) if not direct[t]]
+    return mapped + [Shard(tables, sorted(own), window_max, masks) for own in members if own]
+
+
+def is_direct(tables: Sequence[OracleTable], rows_max: int, bytes_max: int) -> list[bool]:
+    """Which tables get arrays: those of at most rows_max rows, smallest first, as long as bytes_max is kept."""
+    direct = [False] * len(tables)
+    left = min(bytes_max // _BYTES_A_ROW, 2**31 - 1)
+    for t in sorted(range(len(tables)), key=lambda t: tables[t].rows or 0):
+        rows = tables[t].rows
+        if rows is not None and rows <= min(rows_max, left):
+            direct[t] = True
+            left -= rows
+    return direct
+
+
+def address_of(ids: Int64s) -> int:
+    """Where a contiguous array is in memory."""
+    return int(ids.__array_interface__["data"][0])
+
+
+def _cost(table: OracleTable) -> float:
+    """Reading a feature costs more the less of its table fits the processor's caches."""
+    return len(table.features) * (1 + float(np.log2(table.rows or 1)) / 4)
