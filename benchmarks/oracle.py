@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from bagpipe.data.generator import generated
 from bagpipe.data.presets import find_preset
-from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.tables import OracleTable
 from benchmarks import Benchmark, Results
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from bagpipe.data.generator import generated
 from bagpipe.data.presets import find_preset
 from bagpipe.oracle.assign import ASSIGNERS, Assigner
-from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.division import Division
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.partition import DESIGNS, Design, Partition
+from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.sync_plan import Lists
 from bagpipe.oracle.tables import OracleTable
 from benchmarks import Benchmark, Results

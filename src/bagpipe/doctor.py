@@ -80,9 +80,9 @@ def _numba() -> Check:
 def _kernel_cache() -> Check:
     """Numba keeps them in NUMBA_CACHE_DIR, beside the package or in the user's cache, where it can write."""
     from bagpipe.kernels import kept_in
-    from bagpipe.kernels.oracle import find_uniques
+    from bagpipe.kernels.oracle import read
 
-    place = kept_in(find_uniques)
+    place = kept_in(read)
     if place:
         return Check("compiled kernels", True, f"kept in {place}")
     return Check(

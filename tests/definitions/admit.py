@@ -25,14 +25,15 @@ def define_admit(
     near = (iteration - np.arange(1, min(ahead, window) + 1)) & mask
     total[near] += need
     refused = 0
-    for gap in range(1, window + 1):
+    for gap in range(1, window + 2):
         crossed = (iteration - np.arange(1, gap)) & mask
         for t in tables:
             for row in range(gaps[t, gap]):
                 if (load[crossed] >= capacity).any() or (total[crossed[ahead:]] >= capacity).any():
-                    refused += int(gaps[t, gap]) - row
-                    first = shortest_refused[(iteration - gap) & mask]
-                    shortest_refused[(iteration - gap) & mask] = first or gap
+                    if gap <= window:  # else it is idle, and may stay by luck
+                        refused += int(gaps[t, gap]) - row
+                        first = shortest_refused[(iteration - gap) & mask]
+                        shortest_refused[(iteration - gap) & mask] = first or gap
                     gaps[t, gap] = row
                     break
                 load[crossed] += 1

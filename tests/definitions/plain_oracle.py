@@ -49,7 +49,10 @@ class SimpleOracle:
         self.tables, self.capacity, self.policy, self.ahead = tables, capacity, policy, ahead
         self.keeps = policy in ("lru", "ideal")
         self.auto = lookahead == "auto"
-        self.lingering: list[list[Row]] = [[] for _ in capacity]
+        self.idle: list[Row] = []
+        """Rows in the cache that are not granted a stay, those that were used longest ago first."""
+        self.granted: dict[Row, tuple[int, int]] = {}
+        """Rows that were idle, and stay: since which iteration, and until which."""
         self.target_max = {"lookahead": AUTO_MAX if self.auto else int(lookahead), "nocache": 1}.get(policy, 2)
         self.target = min(self.target_max, RAMP)
         self.step, self.patience = RAMP, 0
@@ -96,6 +99,8 @@ class SimpleOracle:
             uses = [p for p in range(self.num_emitted, b) if row in self.batches[p].rows]
             if uses:
                 previous_uses.append((b - uses[-1], row))
+            elif row in self.idle:
+                previous_uses.append((b - self.num_emitted + 1, row))
         for gap, row in sorted(previous_uses, key=lambda use: (use[0], use[1][0])):
             group, p = self.tables[row[0]].group, b - gap
             crossed = range(p + 1, b)
@@ -104,14 +109,19 @@ class SimpleOracle:
                 for y in crossed
                 if y < b - self.ahead
             ):
-                self.refused = True
-                self.batches[p].shortest_refused = self.batches[p].shortest_refused or gap
+                if row not in self.idle or p >= self.num_emitted:
+                    self.refused = True
+                    self.batches[p].shortest_refused = self.batches[p].shortest_refused or gap
+            elif p < self.num_emitted:
+                self.idle.remove(row)
+                self.granted[row] = p, b
             else:
                 self.batches[p].stays[row] = b
 
     def load(self, y: int, group: int) -> int:
         """Rows of iteration y, and those that stay across it."""
         across = [row for p in range(y) for row, b in self.batches[p].stays.items() if b > y]
+        across += [row for row, (p, b) in self.granted.items() if p < y < b]
         return sum(self.tables[t].group == group for t, _ in self.batches[y].rows + across)
 
     def on_their_way(self, y: int, group: int) -> int:
@@ -122,7 +132,8 @@ class SimpleOracle:
 
     def stays_until(self, row: Row, z: int) -> bool:
         """Whether some earlier use keeps the row until iteration z."""
-        return any(self.batches[p].stays.get(row) == z for p in range(z))
+        granted = row in self.granted and self.granted[row][1] == z
+        return granted or any(self.batches[p].stays.get(row) == z for p in range(z))
 
     def emit(self, ended: bool) -> Plan:
         """Fetch what is not there, let go what does not stay."""
@@ -143,7 +154,7 @@ class SimpleOracle:
         rows = [(t, value, self.slot_of[t, value]) for t, value in batch.rows]
         leaving = [row for row in batch.rows if not self.keeps and row not in batch.stays]
         if self.auto and self.policy == "lookahead":
-            leaving = self.let_linger(x, leaving, ended)
+            leaving = self.let_idle(x, leaving, ended)
         if self.keeps and last:
             leaving = sorted(self.slot_of, key=lambda row: (row[0], self.slot_of[row]))
         evict = self.evict(leaving, x, freed_by=x)
@@ -174,34 +185,18 @@ class SimpleOracle:
             victims += sorted(others, key=lambda row: self.last_use[row])[: max(0, lacking)]
         return sorted(self.evict(victims, x, freed_by=-1), key=lambda victim: victim[0])
 
-    def let_linger(self, x: int, leaving: list[Row], ended: bool) -> list[Row]:
-        """While there is room, rows stay that the window does not need; those that leave instead."""
-        gone: list[Row] = []
+    def let_idle(self, x: int, leaving: list[Row], ended: bool) -> list[Row]:
+        """Rows of batch x that were not granted a stay are idle; those that leave, as there is no room for so many."""
+        gone = leaving if ended else []
         left = len(self.batches) - 1 - x
-        needed = {row for batch in self.batches[x + 1 :] for row in batch.rows}
+        self.idle = [row for row in self.idle if row not in self.batches[x].rows] + (leaving if not ended else [])
         for group, capacity in enumerate(self.capacity):
-            own = [row for row in leaving if self.tables[row[0]].group == group]
+            own = [row for row in self.idle if self.tables[row[0]].group == group]
             room = max(0, capacity - self.load(x + 1, group) - self.on_their_way(x + 1, group)) if left else 0
-            lingering = [row for row in self.lingering[group] if row not in self.batches[x].rows]
-            if not ended and len(own) <= room:
-                lingering, own = lingering + own, []
-            least = len(lingering) - room
-            look = -(-len(lingering) // (left + 1)) if ended else 0
-            chosen: list[Row] = []
-            passed: list[Row] = []
-            while lingering and (len(chosen) < least or len(chosen) + len(passed) < look):
-                row = lingering.pop(0)
-                (passed if row in needed else chosen).append(row)
-            taken = self.needed_latest(x, passed)[: max(0, least - len(chosen))]
-            gone += own + chosen + [row for row in passed if row in taken]
-            self.lingering[group] = lingering + [row for row in passed if row not in taken]
+            evenly = -(-len(own) // (left + 1)) if ended else 0
+            gone = gone + own[: max(0, len(own) - room, evenly)]
+        self.idle = [row for row in self.idle if row not in gone]
         return sorted(gone, key=lambda row: row[0])
-
-    def needed_latest(self, x: int, rows: list[Row]) -> list[Row]:
-        """Those first whose last use in the window is latest, and those behind that the next batches need."""
-        soon = {row for batch in self.batches[x + 1 : x + 2 + self.ahead] for row in batch.rows}
-        last = {row: y for y, batch in enumerate(self.batches) for row in batch.rows}
-        return sorted(rows, key=lambda row: (row in soon, -last[row]))
 
     def evict(self, rows: list[Row], x: int, freed_by: int) -> list[tuple[int, int, int]]:
         """Give up the slots of these rows."""

@@ -44,14 +44,6 @@ def define_count_absent(state: RowState, rings: Rings, members: Int64s, first: i
     return len(rows)
 
 
-def define_mark_needed(state: RowState, rings: Rings, members: Int64s, first: int, last: int, marks: Int32s) -> None:
-    """Twin of `mark_needed`."""
-    for column in np.arange(first, last + 1) & (rings.begins.shape[1] - 1):
-        for k in members:
-            found = state.location[rings.rows[rings.begins[k, column] : rings.begins[k + 1, column]]]
-            marks[found[found > 0] - 1] = first
-
-
 def define_choose_ways(
     firsts: Int64s, ways: Int64s, draws: Int64s, pinned: Flags, claims: Int32s, winners: Int64s, chosen: Int32s
 ) -> None:

@@ -34,6 +34,7 @@ def admit(
     the iterations between; in the last `ahead` of them it would have had one anyway, for its prefetch. With `ahead` 0
     no choice of stays that fits is larger: batches come in order of b, and where another choice has a stay instead of
     one granted here, it ends no earlier and can be swapped for it. Returns the number of rows that may not stay.
+    Behind the window's gaps are rows that are idle in the cache: they would stay across all of it.
     """
     mask = load.shape[0] - 1
     load[iteration & mask] = need
@@ -41,17 +42,20 @@ def admit(
     room = need
     granted = 0
     refused = 0
-    for gap in range(1, window + 1):
+    for gap in range(1, window + 2):
         left = room
+        column = (iteration - gap) & mask
         for t in tables:
             allowed = min(gaps[t, gap], left)
-            refused += gaps[t, gap] - allowed
-            if allowed < gaps[t, gap] and shortest_refused[(iteration - gap) & mask] == 0:
-                shortest_refused[(iteration - gap) & mask] = gap
+            if gap <= window and allowed < gaps[t, gap]:
+                refused += gaps[t, gap] - allowed
+                if shortest_refused[column] == 0:
+                    shortest_refused[column] = gap
             gaps[t, gap] = allowed
             left -= allowed
         granted += room - left
-        column = (iteration - gap) & mask
+        if gap > window:
+            break
         room = min(left, capacity - load[column])
         if gap > ahead:
             room = max(0, min(room, capacity - total[column]))

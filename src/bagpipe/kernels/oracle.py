@@ -66,7 +66,8 @@ class Batch(NamedTuple):
     counts: Int64s
     """[t]: unique rows."""
     gaps: Int64s
-    """[t, g]: rows of table t whose previous use lies g batches back, within the window; [t, 0]: rows never seen."""
+    """[t, g]: rows of table t whose previous use lies g batches back, within the window; [t, 0]: rows never seen;
+    behind the last of the window rows that are idle in the cache, from `find_idle`."""
 
 
 class Rows(NamedTuple):
@@ -94,7 +95,7 @@ def read(state: RowState, rings: Rings, batch: Batch, previous: Int64s, iteratio
         t, base, first = tables[k], state.bases[tables[k]], at
         size = np.uint64(batch.sizes[t])
         begins[k, column] = first
-        gaps[t, : window + 1] = 0
+        gaps[t, : window + 2] = 0
         for f in range(batch.features[t], batch.features[t + 1]):
             ids, position = batch.addresses[f], batch.positions[f]
             count = batch.positions[f + 1] - position
@@ -165,6 +166,43 @@ def refuse(rings: Rings, previous: Int64s, iteration: int, window: int, keep: in
                     quotas[t, gap] -= 1
                 else:
                     rings.next_use[index(begins[k, (iteration - gap) & mask] + (use & LOWER))] = keep
+
+
+@kernel
+def find_idle(
+    state: RowState, rings: Rings, batch: Batch, previous: Int64s, iteration: int, window: int, slots: Int32s
+) -> None:
+    """List the slots of the rows of the batch just read that are in the cache though no batch of the window uses them.
+
+    Those of table k come from its first row's position in the batch on; their number is behind its other gaps.
+    """
+    begins = rings.begins
+    column = iteration & (begins.shape[1] - 1)
+    begin, first = begins[0, column], iteration - window
+    for k in range(rings.tables.shape[0]):
+        end, out = begins[k + 1, column], begins[k, column] - begin
+        for at in range(begins[k, column], end):
+            ahead = min(at + FAR, end - 1)
+            if previous[index(ahead - begin)] >> HALF <= first:
+                prefetch(state.location, rings.rows[index(ahead)])
+            if previous[index(at - begin)] >> HALF <= first:
+                slot = state.location[index(rings.rows[index(at)])] - 1
+                if slot >= 0:
+                    slots[index(out)] = slot
+                    out += 1
+        batch.gaps[rings.tables[k], window + 1] = out - (begins[k, column] - begin)
+
+
+@kernel
+def grant_idle(
+    rings: Rings, iteration: int, slots: Int32s, quotas: Int64s, slot_begins: Int64s, idle_since: Int32s
+) -> None:
+    """Rows that `find_idle` has listed are idle no more: the first quotas[t] of table t."""
+    begins = rings.begins[:, iteration & (rings.begins.shape[1] - 1)]
+    for k in range(rings.tables.shape[0]):
+        t, first = rings.tables[k], begins[k] - begins[0]
+        for n in range(first, first + quotas[t]):
+            idle_since[slot_begins[t] + slots[n]] = -1
 
 
 @kernel
@@ -255,3 +293,68 @@ def settle(
                     evict.slots[index(at)] = rows.slots[index(out)]
                     state.location[index(rings.rows[index(first + out)])] = -(iteration + 1)
                     at += 1
+
+
+@kernel
+def rest(
+    slots: Int32s, next_use: NextUses, iteration: int, idle_since: Int32s, queue: Int32s, end: int
+) -> tuple[int, int]:
+    """A batch has its rows in these slots: those of unknown next use are idle from now on, the others no more.
+
+    Idle ones go to the end of the queue (slots and iterations). Returns how many more are idle, and the end.
+    """
+    more, last = 0, slots.shape[0] - 1
+    for i in range(slots.shape[0]):
+        prefetch(idle_since, slots[index(min(i + FAR, last))])
+        slot = index(slots[index(i)])
+        more -= idle_since[slot] >= 0
+        if next_use[index(i)] == KEEP:
+            idle_since[slot] = iteration
+            queue[0, end] = slot
+            queue[1, end] = iteration
+            end += 1
+            more += 1
+        else:
+            idle_since[slot] = -1
+    return more, end
+
+
+@kernel
+def pop_idle(queue: Int32s, begin: int, end: int, idle_since: Int32s, slots: Int32s) -> int:
+    """Fill `slots` with those idle for longest, which are idle no more; where the queue begins now."""
+    count = 0
+    while count < slots.shape[0] and begin < end:
+        slot = queue[0, begin]
+        if idle_since[slot] == queue[1, begin]:  # else it was used since
+            slots[count] = slot
+            idle_since[slot] = -1
+            count += 1
+        begin += 1
+    assert count == slots.shape[0]
+    return begin
+
+
+@kernel
+def list_tenants(
+    state: RowState,
+    shard: int,
+    shard_of: Int64s,
+    slots: Int32s,
+    begin: int,
+    row_in_slot: Int64s,
+    plan: int,
+    at: Int64s,
+    rows: Rows,
+) -> None:
+    """Append the rows in these slots, which begin at `begin`, to the lists of their tables, and note that a plan evicts
+    them. Of tables of one shard; at[t] is the end of each list."""
+    mapped, last = state.keys.shape[0] > 0, slots.shape[0] - 1
+    for i in range(slots.shape[0]):
+        prefetch(row_in_slot, begin + slots[index(min(i + FAR, last))])
+        code = row_in_slot[index(begin + slots[index(i)])]
+        t, row = code >> HALF, code & LOWER
+        if shard_of[t] == shard:
+            rows.ids[index(at[t])] = state.keys[index(row)] if mapped else row - state.bases[t]
+            rows.slots[index(at[t])] = slots[index(i)]
+            at[t] += 1
+            state.location[index(row)] = -(plan + 1)

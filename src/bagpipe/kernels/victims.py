@@ -99,19 +99,6 @@ def count_absent(state: RowState, rings: Rings, members: Int64s, first: int, las
 
 
 @kernel
-def mark_needed(state: RowState, rings: Rings, members: Int64s, first: int, last: int, marks: Int32s) -> None:
-    """Mark the slots of rows of the window's batches `first` to `last` with `first`. The tables share slots."""
-    mask = rings.begins.shape[1] - 1
-    for iteration in range(first, last + 1):
-        column = iteration & mask
-        for k in members:
-            for at in range(rings.begins[k, column], rings.begins[k + 1, column]):
-                place = state.location[rings.rows[at]]
-                if place > 0:
-                    marks[place - 1] = first
-
-
-@kernel
 def choose_ways(
     firsts: Int64s, ways: Int64s, draws: Int64s, pinned: Flags, claims: Int32s, winners: Int64s, chosen: Int32s
 ) -> None:

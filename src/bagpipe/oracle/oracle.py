@@ -22,13 +22,12 @@ from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import KEEP, Rows
 from bagpipe.kernels.sharing import choose_owners, find_before, note_users
 from bagpipe.kernels.victims import count_absent, note_next_uses
-from bagpipe.oracle.lingering import Lingering
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds, Reader
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sample import take_sample
 from bagpipe.oracle.shard import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MaskType, Shard, make_shards
-from bagpipe.oracle.slots import Group
+from bagpipe.oracle.slots import Group, IdleQueue
 from bagpipe.oracle.tables import OracleTable, described
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.oracle.warm_up import warm_up
@@ -103,7 +102,10 @@ class Oracle:
         self._first = start
         """Iteration of the oldest batch in the window."""
         self._tenants = Tenants(tables, capacity, self._shards)
-        self._lingering = Lingering(self.groups, self._tenants, self._shards, ahead) if self.policy.lingers else None
+        self._idle_since: Int32s = np.full(sum(capacity) if self.policy.idles else 0, -1, np.int32)
+        """Of all slots, group by group, as `IdleQueue.since`."""
+        parts = np.split(self._idle_since, np.cumsum(capacity)[:-1])
+        self._idle = [IdleQueue(len(part), part) for part in parts] if self.policy.idles else []
         self._learns = self.policy.samples
         self._nothing = _room_for(np.zeros(len(tables), np.int64))
 
@@ -152,6 +154,10 @@ class Oracle:
         batch = self._reader.read(given, iteration, length, keep, first - policy.horizon)
         try:
             self._check_capacity(iteration, batch.counts)
+            if self._idle:
+                self._reader.on_all(lambda shard: kernels.find_idle(
+                    shard.state, shard.rings, batch, shard.previous, iteration, length, shard.idle_slots
+                ))  # fmt: skip
             all_stay = policy.admit(iteration, length, batch.counts, batch.gaps)
         except BaseException:
             self._reader.unread(iteration, length, keep)
@@ -160,7 +166,12 @@ class Oracle:
         def note(shard: Shard) -> None:
             if not all_stay:
                 kernels.refuse(shard.rings, shard.previous, iteration, length, keep, batch.gaps)
-            if cuts is not None:
+            if self._idle:
+                quotas = batch.gaps[:, length + 1]
+                kernels.grant_idle(
+                    shard.rings, iteration, shard.idle_slots, quotas, self._tenants.begins, self._idle_since
+                )
+            if cuts is not None and self._bits is not None:
                 assert np.array_equal(cuts[:, -1], np.diff(batch.positions)), "the cuts of a batch do not fit its ids"
                 note_users(
                     shard.rings, shard.users, batch, shard.previous, cuts, self._bits, iteration, first,
@@ -173,6 +184,8 @@ class Oracle:
             shard.entered(iteration)
 
         self._reader.on_all(note)
+        for group, idle in zip(self.groups, self._idle, strict=False):
+            idle.granted(int(batch.gaps[group.tables, length + 1].sum()))
         at = batch.positions.tolist()
         features = tuple([batch.inverse[a:b] for a, b in pairwise(at)])
         self._window.append(ReadBatch(_bounds(batch.counts), batch.inverse, features, cuts))
@@ -195,9 +208,9 @@ class Oracle:
         self._reader.on_all(lambda shard: kernels.look_up(
             shard.state, shard.rings, iteration, found, next_use, absent, num_absent, num_leaving
         ))  # fmt: skip
-        room = [policy.room(iteration, length, group) for group in self.groups if self._lingering]
-        if self._lingering and not ended and self._lingering.keep(room, bounds, next_use):
-            num_leaving = _count_leaving(next_use, bounds)
+        if self._idle and not ended:
+            next_use[next_use == 0] = KEEP
+            num_leaving[:] = 0
         fetch = _fetch_of(num_absent)
         victims, passing = self._assign_slots(iteration, rows, fetch, absent)
         if passing is not None:
@@ -215,9 +228,8 @@ class Oracle:
         hits = len(rows) - len(fetch)
         if learns and not last and self.trainers == 1:
             fetch = warm_up(policy, self.groups, self._tenants, iteration, fetch)
-        if self._lingering:
-            left = length - 1 if ended else None
-            evict = evict.joined(self._lingering.leave(iteration, length, room, rows, next_use, left))
+        if self._idle:
+            evict = evict.joined(self._let_idle(iteration, rows, next_use, length - 1, ended))
         if policy.keeps:
             for group in self.groups:
                 policy.planned(iteration, group, group.collect(rows.slots, bounds), group.collect(next_use, bounds))
@@ -269,6 +281,19 @@ class Oracle:
                     "the batch size"
                 )
 
+    def _let_idle(self, iteration: int, rows: RowList, next_use: NextUses, left: int, ended: bool) -> RowList:
+        """Rows without a stay are idle from now on; those that leave since the next plans need their slots.
+
+        At the end of the data, with `left` plans to follow, idle rows leave evenly.
+        """
+        leaving = []
+        for group, idle in zip(self.groups, self._idle, strict=True):
+            idle.settle(group.collect(rows.slots, rows.bounds), group.collect(next_use, rows.bounds), iteration)
+            excess = len(idle) - self.policy.room(iteration, left + 1, group)
+            evenly = -(-len(idle) // (left + 1)) if ended else 0
+            leaving.append(idle.pop(max(0, excess, evenly)))
+        return self._tenants.evict(leaving, iteration) if any(map(len, leaving)) else self._nothing
+
     def _leave(self, iteration: int) -> RowList:
         """The rows that the policy lets go with a plan, beside those of its batch."""
         end = self._first + len(self._window) - 1
@@ -313,8 +338,7 @@ class Oracle:
             leaving.append(victims)
             evict_after = max(evict_after, last_use)
         out = self._tenants.evict(leaving, iteration) if evict_after >= 0 else self._nothing
-        victims = Victims(out.ids, out.slots, out.bounds, evict_after)
-        return victims, missing[all_passing] if all_passing.any() else None
+        return Victims(out.ids, out.slots, out.bounds, evict_after), missing[all_passing] if all_passing.any() else None
 
     @staticmethod
     def _missing(group: Group, rows: RowList, fetch: Fetch, missing: Int32s) -> tuple[Int64s, Int64s]:

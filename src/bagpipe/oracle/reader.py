@@ -41,7 +41,7 @@ class Reader:
         self._mapped = [t for shard in shards if shard.mapped for t in shard.tables.tolist()]
         sizes = [table.rows if t not in self._mapped else None for t, table in enumerate(tables)]
         self._sizes: Int64s = np.array([2**63 - 1 if size is None else size for size in sizes], np.int64)
-        self._gaps: Int64s = np.zeros((len(tables), window_max + 1), np.int64)
+        self._gaps: Int64s = np.zeros((len(tables), window_max + 2), np.int64)
 
     def read(self, ids: Sequence[NDArray[np.integer]], iteration: int, window: int, keep: int, keep_plan: int) -> Batch:
         """Enter the batch of an iteration behind `window` others: as `kernels.read`. An error changes nothing.

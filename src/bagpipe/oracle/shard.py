@@ -20,6 +20,7 @@ from bagpipe.kernels.sharing import UserRings
 from bagpipe.kernels.window_map import WindowMap
 from bagpipe.oracle.tables import OracleTable
 
+Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Masks = NDArray[Any]
 MaskType = type[np.unsignedinteger[Any]]
@@ -57,6 +58,8 @@ class Shard:
         self.users = UserRings(*(np.empty(0, kind) for kind in (masks, np.int64, masks, masks)))
         self.previous: Int64s = np.empty(0, np.int64)
         """The last use of each row of the batch read last, before it."""
+        self.idle_slots: Int32s = np.empty(0, np.int32)
+        """Those of its rows that are in the cache, and that no batch before it needs, table by table."""
         self._end = 0
 
     @property
@@ -73,14 +76,14 @@ class Shard:
 
     def members(self, tables: Int64s) -> Int64s:
         """Which of the shard's tables are among these, by their numbers in it."""
-        return np.flatnonzero(np.isin(self.tables, tables))
+        members: Int64s = np.flatnonzero(np.isin(self.tables, tables))
+        return members
 
     def rows_of(self, table: int, ids: Int64s) -> Int64s:
         """The rows with these ids."""
-        if self._map is None:
-            return ids + self._direct.bases[table]
-        rows = np.empty(len(ids), np.int64)
-        self._map.find_or_take(ids, rows)
+        rows: Int64s = ids + self._direct.bases[table]
+        if self._map is not None:
+            self._map.find_or_take(ids, rows)
         return rows
 
     def ids_of(self, tables: int | Int64s, rows: Int64s) -> Int64s:
@@ -97,12 +100,13 @@ class Shard:
         num_ids = int((batch.positions[stop] - batch.positions[first]).sum())
         if num_ids > len(self.previous):
             self.previous = np.empty(num_ids, np.int64)
-        held = []
-        for f in range(first[0], stop[-1]) if self._map is not None else ():
-            if not held:
-                self._map.reserve(num_ids, iteration - window, keep_plan)
-            held.append(self.rows_of(0, ids[f]))
-            batch.addresses[f] = address_of(held[-1])
+            self.idle_slots = np.empty(num_ids, np.int32)
+        held: list[Int64s] = []
+        if self._map is not None:
+            self._map.reserve(num_ids, iteration - window, keep_plan)
+            for f in range(first[0], stop[0]):
+                held.append(self.rows_of(0, ids[f]))
+                batch.addresses[f] = address_of(held[-1])
         column = iteration & (self.rings.begins.shape[1] - 1)
         self.rings.begins[0, column] = self._allocate(num_ids, iteration - window, window)
         return held

@@ -11,8 +11,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.kernels.oracle import pop_idle, rest
+
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+NextUses = NDArray[np.uint16]
 Value = TypeVar("Value", bound=np.generic)
 
 
@@ -93,6 +96,56 @@ class AddressedSlots(Slots):
         self._taken[slots] = False
         self._freed_by[slots] = plan
         self.num_free += len(slots)
+
+
+class IdleQueue:
+    """Slots of one group whose rows are idle: in the cache, and no batch is known to need them. Those idle for longest
+    are taken first; of one iteration in the order given. Rows that were used since are skipped."""
+
+    def __init__(self, capacity: int, since: Int32s | None = None) -> None:
+        """`since` may be a part of a larger array; -1 all over."""
+        self.since: Int32s = np.full(capacity, -1, np.int32) if since is None else since
+        """The iteration that used each slot's row last, if it is idle; else -1."""
+        self._queue: Int32s = np.empty((2, 2 * capacity + 64), np.int32)
+        self._begin = self._end = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def settle(self, slots: Int32s, next_use: NextUses, iteration: int) -> None:
+        """An iteration used these rows: those whose next use is KEEP are idle from now on, and the others are not."""
+        if self._end + len(slots) > self._queue.shape[1]:
+            self._compact(len(slots))
+        more, self._end = rest(slots, next_use, iteration, self.since, self._queue, self._end)
+        self._count += more
+
+    def granted(self, count: int) -> None:
+        """So many were idle, and are no more."""
+        self._count -= count
+
+    def wake(self, slots: Int32s) -> None:
+        """These are not idle any more."""
+        self._count -= int(np.count_nonzero(self.since[slots] >= 0))
+        self.since[slots] = -1
+
+    def pop(self, count: int) -> Int32s:
+        """Take out so many of those idle for longest."""
+        slots = np.empty(count, np.int32)
+        self._begin = pop_idle(self._queue, self._begin, self._end, self.since, slots)
+        self._count -= count
+        return slots
+
+    def _compact(self, room: int) -> None:
+        """Drop what is skipped; at most one a slot remains, so it happens once per as many uses as there are slots."""
+        slots, iterations = self._queue[:, self._begin : self._end]
+        live = self.since[slots] == iterations
+        self._begin, self._end = 0, int(live.sum())
+        queue = self._queue
+        if self._end + room > queue.shape[1] // 2:
+            queue = np.empty((2, 2 * (self._end + room)), np.int32)
+        queue[:, : self._end] = slots[live], iterations[live]
+        self._queue = queue
 
 
 class Group:

@@ -1,4 +1,4 @@
-"""Who lives in which slot, for lists that do not follow a batch: victims, lingering rows, the last plan's."""
+"""Who lives in which slot, for lists that do not follow a batch: victims, idle rows, the last plan's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.kernels.oracle import HALF, LOWER
+from bagpipe.kernels.oracle import HALF, LOWER, Rows, list_tenants
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.shard import Shard
 from bagpipe.oracle.tables import OracleTable
@@ -35,7 +35,7 @@ class Tenants:
 
     def shard_of(self, table: int) -> Shard:
         """Where a table's rows are known."""
-        return self.shards[self.of_table[table]]
+        return self.shards[int(self.of_table[table])]
 
     def residents(self) -> RowList:
         """All rows in the cache, by table and slot."""
@@ -46,9 +46,15 @@ class Tenants:
     def evict(self, slots: Sequence[Int32s], plan: int) -> RowList:
         """Note that this plan evicts the tenants of these slots of each group; their rows, by table."""
         codes = [self.codes[begin + own] for begin, own in zip(self._group_begins, slots, strict=False)]
-        rows = self._list(np.concatenate(codes), np.concatenate(list(slots)))
-        self.evict_rows(rows, plan)
-        return rows
+        counts = np.bincount(np.concatenate(codes) >> HALF, minlength=len(self.begins))
+        bounds = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=bounds[1:])
+        rows = Rows(np.empty(bounds[-1], np.int64), np.empty(bounds[-1], np.int32), bounds)
+        at = bounds[:-1].copy()
+        for number, shard in enumerate(self.shards):
+            for begin, own in zip(self._group_begins, slots, strict=False):
+                list_tenants(shard.state, number, self.of_table, own, begin, self.codes, plan, at, rows)
+        return RowList(*rows)
 
     def evict_rows(self, rows: RowList, plan: int) -> None:
         """Note that this plan evicts these rows."""
@@ -56,14 +62,6 @@ class Tenants:
         entries = self.codes[self.begins[tables] + rows.slots] & LOWER
         for shard, own in self._by_shard(tables):
             shard.state.location[entries[own]] = -(plan + 1)
-
-    def last_reads(self, group: int, slots: Int32s) -> Int64s:
-        """The iteration of the last batch read that has the tenant of each of these slots."""
-        codes = self.codes[self._group_begins[group] + slots]
-        found = np.empty(len(slots), np.int64)
-        for shard, own in self._by_shard(codes >> HALF):
-            found[own] = (shard.state.last_use[codes[own] & LOWER] >> HALF) - 1
-        return found
 
     def _list(self, codes: Int64s, slots: Int32s) -> RowList:
         """The tenants that still live in their slots."""

@@ -62,8 +62,9 @@ class Policy:
     exact: bool = True
     """False: fetches do not wait for write-backs, so that rows can be stale."""
 
-    lingers: bool = False
-    """Whether rows that may not stay may linger, as long as there is `room` for them."""
+    idles: bool = False
+    """Whether rows that were not granted a stay are kept while there is `room` for them: idle rows, which leave oldest
+    first."""
 
     options: PolicyOptions = DEFAULTS
     groups: Sequence[Group]
@@ -99,11 +100,11 @@ class Policy:
     def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:  # noqa: ARG002
         """The batch of an iteration was read, behind `window` others without a plan; it has counts[t] rows of table t.
 
-        gaps[t, g] of them were last used g iterations earlier (gaps[t, 0]: were never seen). Lower it to the number
-        that may stay in the cache from that use to this: not more than there are slots for, as only a policy that
-        `keeps` has victims to offer. Returns whether all may stay.
+        gaps[t, g] of them were last used g iterations earlier (gaps[t, 0]: were never seen), and gaps[t, window + 1]
+        are idle in the cache. Lower it to the number that may stay in the cache from that use to this: not more than
+        there are slots for, as only a policy that `keeps` has victims to offer. Returns whether all may stay.
         """
-        gaps[:, : window + 1] = 0
+        gaps[:, : window + 2] = 0
         return False
 
     def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:

@@ -2,7 +2,8 @@
 
 When the stays that the window shows would not fit the cache, the longest are not granted, which shortens the lookahead
 for those iterations; a row that can't stay leaves right after its use, so no plan ever waits for victims. With "auto"
-the window grows until the cache is full, and where it is not, rows linger until their slots may be needed.
+the window grows until the cache is full, and where it is not, rows stay idle until their slots may be needed; those
+idle for longest leave first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class LookaheadPolicy(Policy):
         super().bind(groups, lookahead, ahead)
         if lookahead != "auto" and not 1 <= lookahead < KEEP:
             raise ConfigError(f'lookahead is {lookahead}: give a number from 1 to {KEEP - 1}, or "auto"')
-        self._auto = self.lingers = lookahead == "auto"
+        self._auto = self.idles = lookahead == "auto"
         self._ahead = ahead
         self.target_max = AUTO_MAX if lookahead == "auto" else lookahead
         self.target = min(RAMP, self.target_max)

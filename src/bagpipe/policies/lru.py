@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bagpipe.oracle.slots import Group
-from bagpipe.oracle.uses import Uses
+import numpy as np
+
+from bagpipe.kernels.oracle import KEEP
+from bagpipe.oracle.slots import Group, IdleQueue
 from bagpipe.policies.base import Demand, Int32s, KeepingPolicy, Lookahead, Stays
 
 
@@ -20,14 +22,17 @@ class LruPolicy(KeepingPolicy):
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
-        self._uses = {group.number: Uses(group.slots.capacity) for group in groups}
+        self._idle = {group.number: IdleQueue(group.slots.capacity) for group in groups}
+        self._last = {group.number: np.zeros(group.slots.capacity, np.int32) for group in groups}
 
     def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
         """The slots used longest ago."""
-        uses = self._uses[demand.group.number]
-        uses.last[demand.hits] = demand.iteration
-        return uses.pop_oldest(needed)
+        idle = self._idle[demand.group.number]
+        idle.wake(demand.hits)
+        victims = idle.pop(needed)
+        return victims, int(self._last[demand.group.number][victims].max(initial=-1))
 
-    def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:  # noqa: ARG002 - all stay
-        """Remember the order of use."""
-        self._uses[group.number].push(slots, iteration)
+    def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:
+        """All of them are idle until they are used again."""
+        self._idle[group.number].settle(slots, np.full_like(stays, KEEP), iteration)
+        self._last[group.number][slots] = iteration

@@ -13,7 +13,6 @@ from bagpipe.kernels.victims import (
     count_absent,
     hold,
     lowest,
-    mark_needed,
     note_next_uses,
     rank,
 )
@@ -21,7 +20,6 @@ from definitions.victims import (
     define_choose_ways,
     define_count_absent,
     define_lowest,
-    define_mark_needed,
     define_note_next_uses,
 )
 
@@ -143,27 +141,6 @@ def test_absent_rows_of_several_batches_are_counted_once() -> None:
         rings = Rings(np.array([4]), begins, entries, np.array(stays, np.uint16))
         args = known(places), rings, np.array([0]), 3, int(random.integers(3, 7))
         assert count_absent(*args) == define_count_absent(*args)
-
-
-def test_slots_of_rows_that_several_batches_need_are_marked() -> None:
-    random = np.random.default_rng(4)
-    for _ in range(100):
-        batches = [[random.permutation(12)[: random.integers(0, 8)] for _ in range(2)] for _ in range(4)]
-        flat = [table for batch in batches for table in batch]
-        ends = np.cumsum([len(table) for table in flat])
-        begins = np.zeros((3, 8), np.int64)
-        begins[1:, 3:7] = ends.reshape(4, 2).T
-        begins[0, 3:7] = [0, *ends[1:-1:2]]
-        places = random.permutation(np.arange(-5, 7)).astype(np.int32)
-        first, last = np.sort(random.integers(3, 7, 2)).tolist()
-        found = []
-        for function in (mark_needed, define_mark_needed):
-            marks = np.zeros(8, np.int32)
-            rings = Rings(np.array([4, 7]), begins, np.concatenate(flat).astype(np.int32), np.empty(0, np.uint16))
-            function(known(places), rings, np.array([1]), first, last, marks)
-            found.append(marks.tolist())
-        rows = {row for batch in batches[first - 3 : last - 2] for row in batch[1].tolist()}
-        assert found[0] == found[1] == [first * any(places[row] == slot + 1 for row in rows) for slot in range(8)]
 
 
 def test_ways_are_drawn_among_those_that_are_not_pinned() -> None:

@@ -137,7 +137,7 @@ def test_slots_are_free_early_enough_to_prefetch() -> None:
 def test_auto_grows_to_its_bound_where_everything_fits() -> None:
     plans = plans_of([[number % RAMP] for number in range(400)], lookahead="auto")
     assert max(plan.lookahead for plan in plans) == AUTO_MAX
-    assert sum(len(plan.fetch) for plan in plans) == RAMP, "a row that the first window does not show again lingers"
+    assert sum(len(plan.fetch) for plan in plans) == RAMP, "a row that the first window does not show again stays idle"
 
 
 def test_auto_settles_where_the_cache_is_full_and_follows_the_data() -> None:

@@ -35,7 +35,7 @@ def test_stays_are_admitted_like_one_row_at_a_time(ahead: int) -> None:
             window = min(iteration, int(random.integers(5, 8)))
             gaps = random.integers(0, 4, (3, 9))
             refused[iteration & 15] = 0
-            arguments = (tables, iteration, window, int(gaps[tables, 1 : window + 1].sum()) + 3, 40, ahead)
+            arguments = (tables, iteration, window, int(gaps[tables, 1 : window + 2].sum()) + 3, 40, ahead)
             assert_twins(admission.admit, define_admit, *arguments, load, total, gaps, refused)
             assert load.max() <= max(40, arguments[3])
 

@@ -11,11 +11,11 @@ import torch
 
 from bagpipe.cache import ALIGNMENT, RowCache
 from bagpipe.errors import CapacityError, ConfigError
-from bagpipe.oracle.lingering import LingeringSlots
+from bagpipe.kernels.oracle import KEEP
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.slots import IdleQueue
 from bagpipe.oracle.tables import OracleTable
-from bagpipe.oracle.uses import Uses
 from bagpipe.policies import POLICIES, PolicyOptions, make_policy
 from bagpipe.policies.base import Lookahead
 from bagpipe.policies.lookahead import AUTO_MAX, RAMP
@@ -81,22 +81,6 @@ def test_lru_never_picks_a_row_of_the_batch() -> None:
     assert [plan.victims.ids.tolist() for plan in plans] == [[], [2], [3]]
 
 
-def test_the_order_of_use_survives_compaction() -> None:
-    random = np.random.default_rng(0)
-    uses, last = Uses(10), {slot: (0, slot) for slot in range(10)}
-    uses.push(np.arange(10, dtype=np.int32), 0)
-    for iteration in range(1, 500):
-        hits = random.permutation(10)[: random.integers(0, 5)].astype(np.int32)
-        others = sorted(set(last) - set(hits.tolist()), key=lambda slot: last[slot])[: random.integers(0, 4)]
-        uses.last[hits] = iteration
-        victims, last_use = uses.pop_oldest(len(others))
-        assert victims.tolist() == others
-        assert last_use == max([last[slot][0] for slot in others], default=-1)
-        slots = np.concatenate([victims, hits])
-        uses.push(slots, iteration)
-        last |= {int(slot): (iteration, position) for position, slot in enumerate(slots)}
-
-
 @pytest.mark.parametrize("name", ["scratchpipe", "windowed"])
 def test_policies_that_draw_victims_draw_for_each_group_anew(name: str) -> None:
     random = np.random.default_rng(0)
@@ -140,7 +124,7 @@ def test_auto_fetches_each_row_once_where_all_of_them_fit() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_rows_that_linger_hold_up_no_prefetch(ahead: int) -> None:
+def test_idle_rows_hold_up_no_prefetch(ahead: int) -> None:
     random = np.random.default_rng(1)
     batches = [random.integers(0, 900, 6).tolist() for _ in range(400)]
     plans = plans_of("lookahead", batches, 60, "auto", ahead)
@@ -152,10 +136,10 @@ def test_rows_that_linger_hold_up_no_prefetch(ahead: int) -> None:
     for plan in plans[:-20]:
         used |= dict.fromkeys(plan.rows.ids.tolist(), plan.iteration)
         old += sum(used[row] < plan.iteration for row in plan.evict.ids.tolist())
-    assert old > 100, "rows were meant to linger, and to leave when their slots are needed"
+    assert old > 100, "rows were meant to stay idle, and to leave when their slots are needed"
 
 
-def test_lingering_rows_leave_evenly_once_the_end_of_the_data_is_in_sight() -> None:
+def test_idle_rows_leave_evenly_once_the_end_of_the_data_is_in_sight() -> None:
     batches = [[number] for number in range(80)]
     leaving = [len(plan.evict) for plan in plans_of("lookahead", batches, 200, "auto")]
     assert sum(leaving) == 80
@@ -163,32 +147,42 @@ def test_lingering_rows_leave_evenly_once_the_end_of_the_data_is_in_sight() -> N
     assert max(leaving) <= 3
 
 
-def test_a_lingering_row_that_is_needed_again_leaves_last() -> None:
-    slots = LingeringSlots(6)
-    everyone = np.arange(4, dtype=np.int32)
-    slots.settle(everyone, np.array([True, True, True, False]), 0)
-    assert len(slots) == 3
+def test_an_idle_row_that_a_batch_needs_again_stays_until_then() -> None:
+    """From the moment that the batch is read, although rows idle for less long leave meanwhile."""
+    batches = [[1], *([row] for row in range(100, 700)), [1]]
+    plans = plans_of("lookahead", batches, AUTO_MAX + 60, "auto")
+    assert [plan.iteration for plan in plans if 1 in plan.fetch.ids] == [0, 601]
+    batches = [[1], *([row] for row in range(100, 380)), [1]]
+    plans = plans_of("lookahead", batches, AUTO_MAX + 60, "auto")
+    assert [plan.iteration for plan in plans if 1 in plan.fetch.ids] == [0]
 
-    class Needs:
-        def last(self, some: np.ndarray) -> np.ndarray:
-            return np.array([99, 4, 50, 0, 99, 99], np.int64)[some]
 
-        def soon(self, some: np.ndarray, iteration: int) -> np.ndarray:
-            assert iteration == 6
-            return some == 0
-
-    needs = Needs()
-    assert slots.pop(2, 0, 5, needs).tolist() == [1]
-    assert slots.pop(1, 0, 6, needs).tolist() == [2], "0 is needed later than 2, but also soon"
-    assert slots.pop(1, 1, 7, needs).tolist() == []
-    slots.settle(np.array([0], np.int32), np.array([False]), 8)
-    assert len(slots) == 0
-    assert slots.pop(0, 0, 9, needs).tolist() == []
+def test_the_idle_queue_is_a_queue_of_last_uses() -> None:
+    random = np.random.default_rng(8)
+    queue, twin = IdleQueue(12), dict[int, int]()
+    for iteration in range(400):
+        slots = random.permutation(12)[: random.integers(0, 6)].astype(np.int32)
+        next_use = random.choice([3, KEEP], len(slots)).astype(np.uint16)
+        queue.settle(slots, next_use, iteration)
+        for slot, use in zip(slots.tolist(), next_use.tolist(), strict=True):
+            twin.pop(slot, None)
+            if use == KEEP:
+                twin[slot] = iteration
+        if random.random() < 0.3:
+            woken = random.permutation(12)[:2].astype(np.int32)
+            queue.wake(woken)
+            for slot in woken.tolist():
+                twin.pop(slot, None)
+        count = int(random.integers(0, len(twin) + 1))
+        assert queue.pop(count).tolist() == list(twin)[:count]
+        twin = dict(list(twin.items())[count:])
+        assert len(queue) == len(twin)
+        assert (queue.since >= 0).sum() == len(twin)
 
 
 @pytest.mark.parametrize("capacity", [200, 420])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_lingering_row_that_is_needed_soon_does_not_leave_while_there_are_others(capacity: int, threads: int) -> None:
+def test_an_idle_row_that_is_needed_soon_does_not_leave_while_there_are_others(capacity: int, threads: int) -> None:
     """It would have to be fetched at once, and wait for its write-back, which holds training up."""
     random = np.random.default_rng(0)
     batches = [np.unique(random.zipf(1.3, 60) % 800) for _ in range(300)]
@@ -204,8 +198,8 @@ def test_a_lingering_row_that_is_needed_soon_does_not_leave_while_there_are_othe
     assert near == 0
 
 
-def test_lingering_rows_leave_room_also_where_the_window_was_short_and_grows() -> None:
-    """Then more rows are seen to be on their way than there are slots, and what lingers must not take any of these."""
+def test_idle_rows_leave_room_also_where_the_window_was_short_and_grows() -> None:
+    """Then more rows are seen to be on their way than there are slots, and idle rows must not take any of these."""
     batches = [[0, 6, 4, 2], [5, 0, 2, 3, 4], [6], [0], [3], [4, 7, 0], [2], [1], [5, 3, 6, 0, 1], [7, 5]]
     assert len(plans_of("lookahead", batches, 5, "auto")) == 10
     random = np.random.default_rng(0)
