@@ -405,7 +405,10 @@ class Batches:
             self._joint.begin(self._plan)
             if self._checker is not None:
                 self._checker.training(self._plan)
-        _refuse_overwritten([self._micro[0].held])
+        held = self._micro[0].held
+        if held is not None:
+            held.compare()
+        _refuse_overwritten([held])
         return True
 
     def _wait(self) -> bool:
