@@ -332,6 +332,22 @@ def test_ids_may_be_filled_again_they_are_used_up_at_once(accumulate):
     assert_same_bits(*nets)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_trainers_of_a_launch_take_batches_as_they_come_from_a_generator(number):
+    def trained(make_loader):
+        trainers, nets = Trainers(number), [make_net() for _ in range(number)]
+
+        def script(rank):
+            rows = bagpipe.optim.SGD(0.1)
+            loop = bagpipe.accelerate(nets[rank], make_loader(), rows, cache=60, **trainers.options(rank))
+            train(nets[rank], rows, loop, sgd(nets[rank].parameters()))
+
+        trainers.run(script)
+        return nets[0].state_dict()
+
+    assert_same_bits(trained(make_batches), trained(lambda: (batch for batch in make_batches())))
+
+
 class Slices:
     """Slices of one tensor for each part, epoch after epoch, as fast loaders of tensors give them."""
 

@@ -75,6 +75,8 @@ class Part(NamedTuple):
     value: Any
     layout: Layout
     content: Any
+    share: int = 0
+    """Of which trainer's part of the batch; they have the same paths."""
 
     def has_changed(self, later: Part) -> bool:
         """Whether it holds something else now that `later` was read, which lies among it."""
@@ -99,9 +101,9 @@ class Held:
 
     def compare(self) -> None:
         """Note whether the batch, which is about to be given, is still what was read; the script may change it then."""
-        now = {part.path: part.content for part in self.walk()}
+        now = {(part.share, part.path): part.content for part in self.walk()}
         for part in self.parts:
-            if self.error is None and now.get(part.path, part.content) != part.content:
+            if self.error is None and now.get((part.share, part.path), part.content) != part.content:
                 self.error = self.overwritten(part, "since it was read")
 
     def overwritten(self, part: Part, when: str) -> BatchError:
@@ -174,7 +176,7 @@ def _overlaps(earlier: list[Held], new: Held) -> Iterator[tuple[Held, Part, Part
 
 def _all_parts(kept: Iterable[Any], ids: Collection[Path]) -> list[Part]:
     seen: set[int] = set()
-    return [part for each in kept for part in _parts(each, (), seen, ids)]
+    return [part._replace(share=share) for share, each in enumerate(kept) for part in _parts(each, (), seen, ids)]
 
 
 def _parts(value: Any, path: Path, seen: set[int], ids: Collection[Path], *, in_object: bool = False) -> Iterator[Part]:
