@@ -31,7 +31,7 @@ from bagpipe.checkpoint.tree import octets
 from bagpipe.data.loader import Loader
 from bagpipe.errors import BatchError
 
-BUFFERS = bytearray | memoryview | array.array
+BUFFERS = (bytearray, memoryview, array.array)
 PLAIN = {NoneType, bool, bytes, float, int, str}
 SUMMED_BYTES_MAX = 1 << 20
 """What is larger is laid out in blocks, whose parities, along and across, are summed: ten times as fast."""
