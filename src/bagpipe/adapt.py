@@ -176,8 +176,9 @@ def _check_offsets(name: str, leaf: Any, number: int) -> None:
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """What a container holds, by name; nothing if it is none."""
+    # In lists: what is read ahead is looked at by two threads, and a loader may still be adding to its own things.
     if isinstance(value, Mapping):
-        yield from ((str(key), part) for key, part in value.items())
+        yield from ((str(key), part) for key, part in list(value.items()))
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         yield from zip(value._fields, value, strict=True)
     elif isinstance(value, list | tuple):
@@ -185,7 +186,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((part.name, getattr(value, part.name)) for part in dataclasses.fields(value))
     elif hasattr(value, "__dict__") and not isinstance(value, Tensor | torch.nn.Module | type):
-        yield from vars(value).items()
+        yield from list(vars(value).items())
 
 
 def child_of(value: Any, name: str) -> Any:

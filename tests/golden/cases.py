@@ -62,17 +62,3 @@ WHOLE = [
     Case("launch", "launch", ("model.name=wide_deep", "trainers=2", "servers=2")),
 ]
 PART = [*TRAIN[::QUICK], Case("script", "script", ())]
-
-RENAMED: dict[str, str | None] = {}
-"""Settings that have another name since, or none any more (None): `key` or `key=value`, to what is given instead."""
-
-
-def renamed(settings: tuple[str, ...]) -> list[str]:
-    """The settings as they are called now."""
-    now = []
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        instead = RENAMED.get(setting, RENAMED.get(key, key))
-        if instead is not None:
-            now.append(instead if "=" in instead else f"{instead}={value}")
-    return now

@@ -97,7 +97,7 @@ def results_of_now(part: bool) -> dict[str, dict[str, object]]:
     found = cache() / f"now-{os.getpid()}.json"
     found.parent.mkdir(parents=True, exist_ok=True)
     try:
-        run(sys.executable, HERE / "side.py", found, *["--part"] * part, PYTHONPATH=str(ROOT / "src"))
+        run(sys.executable, HERE / "side.py", found, "--renamed", *["--part"] * part, PYTHONPATH=str(ROOT / "src"))
         return json.loads(found.read_text())
     finally:
         found.unlink(missing_ok=True)

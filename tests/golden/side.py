@@ -1,6 +1,7 @@
 """One side of the comparison: runs the entries with the release that this interpreter has, and writes what they gave.
 
-python side.py RESULTS.json [--part]. It works with the release at the start too, so it uses public names alone.
+python side.py RESULTS.json [--part] [--renamed]. It works with the release at the start too, so it uses public names
+alone; settings have the names of the start unless `--renamed` asks for those of today.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from cases import BASE, PART, WHOLE, Case, renamed  # noqa: E402
+from cases import BASE, PART, WHOLE, Case  # noqa: E402
+from renamed import renamed  # noqa: E402
 
 COMPARED = ("parameters_sha256", "fetched_rows", "written_rows", "hit_rate", "loss", "auc")
 KILL_AT = 17
@@ -72,9 +74,9 @@ def run_python(*words: object) -> tuple[int, str]:
     return ended.returncode, ended.stdout or ended.stderr
 
 
-def run(case: Case, directory: Path, data: Path) -> dict[str, Any]:
+def run(case: Case, directory: Path, data: Path, now: bool) -> dict[str, Any]:
     """What an entry gives; whatever goes wrong is in it."""
-    given = renamed((*BASE, *case.settings))
+    given = settings_of(case, now)
     settings = [word for setting in (f"data.path={data}", *given) for word in ("--set", setting)]
     if case.kind == "train":
         code, text = command("train", "--json", "--run-dir", directory / "run", *settings)
@@ -103,6 +105,12 @@ def run(case: Case, directory: Path, data: Path) -> dict[str, Any]:
     return {key: found[key] for key in COMPARED}
 
 
+def settings_of(case: Case, now: bool) -> list[str]:
+    """The settings of an entry, by the names of the start or by those of now."""
+    settings = [*BASE, *case.settings]
+    return renamed(settings) if now else settings
+
+
 def _count(setting: str) -> list[str]:
     """`launch` takes the numbers of trainers and servers as options."""
     key, _, value = setting.partition("=")
@@ -111,7 +119,7 @@ def _count(setting: str) -> list[str]:
 
 def main() -> None:
     """Run them all."""
-    results, cases = Path(sys.argv[1]), PART if "--part" in sys.argv else WHOLE
+    results, cases, now = Path(sys.argv[1]), PART if "--part" in sys.argv else WHOLE, "--renamed" in sys.argv
     found = {}
     with tempfile.TemporaryDirectory(prefix="bg-", dir="/tmp") as temporary:  # short: Ray's sockets are below it
         os.environ["TMPDIR"] = temporary
@@ -121,7 +129,7 @@ def main() -> None:
             directory = Path(temporary) / str(number)
             directory.mkdir()
             began = time.monotonic()
-            found[case.name] = run(case, directory, data)
+            found[case.name] = run(case, directory, data, now)
             print(f"{time.monotonic() - began:6.1f} s  {case.name}", file=sys.stderr, flush=True)
     partial = results.with_suffix(".partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")

@@ -79,8 +79,10 @@ try:
     with bagpipe.accelerate(model, batches, bagpipe.optim.SGD(0.1), cache=9) as loop:
         if when == "after":
             join()
-        for batch in loop:
-            print("a batch was given")
+        for number, batch in enumerate(loop):
+            print("batch", number, "was given")
+            if number == 1 and when == "amid":
+                join()
 except bagpipe.errors.ConfigError as error:
     print(error)
 print(type(model[0]).__name__)
@@ -89,15 +91,15 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_ranks_of_a_process_group_are_refused_and_told_of_launch(tmp_path, when):
+@pytest.mark.parametrize(("when", "given"), [("before", 0), ("after", 0), ("amid", 2)])
+def test_ranks_of_a_process_group_are_refused_and_told_of_launch(tmp_path, when, given):
     meeting = str(tmp_path / "meeting")
     processes = [run_script(tmp_path, RANKS, str(rank), meeting, when) for rank in range(2)]
     for rank, process in enumerate(processes):
         printed = output_of(process)
         assert f"rank {rank} of a torch.distributed group of 2" in printed
         assert "bagpipe launch --trainers 2 SCRIPT" in printed
-        assert "a batch was given" not in printed
+        assert printed.count("was given") == given
         if when == "before":
             assert printed.splitlines()[-1] == "EmbeddingBag"
 

@@ -6,7 +6,7 @@ Batches are read ahead, so what the loader writes into one that it has given wou
 from __future__ import annotations
 
 import threading
-from collections import namedtuple
+from collections import UserDict, deque, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -240,6 +240,82 @@ def test_trainers_of_a_launch_refuse_what_all_of_them_are_given_and_is_filled_ag
     assert all("'factor' of batch 0" in str(error) for error in errors)
 
 
+class Slotted:
+    __slots__ = ("label",)
+
+
+@dataclass
+class Factor:
+    factor: float = 0.0
+
+
+def reused(kind):
+    """Loaders that set something anew in an object which all batches share."""
+
+    def loader():
+        shared, factor, array = kind(), Factor(), np.empty(1, object)
+        for number, batch in enumerate(make_batches()):
+            factor.factor, array[0] = float(number), batch["label"]
+            if kind is deque:
+                shared.clear()
+                shared.append(batch["label"])
+            elif kind is UserDict:
+                shared["label"] = batch["label"]
+            elif kind not in (Factor, int):
+                shared.label = batch["label"]
+            yield batch | {"more": {Factor: factor, int: array}.get(kind, shared)}
+
+    return loader()
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, Slotted, UserDict, deque, Factor, int])
+def test_an_object_that_gets_other_values_is_refused(kind):
+    _, rows, trained = run(reused(kind), lookahead=5)
+    with pytest.raises(BatchError, match=r"'more.*' of batch 0.*objects"):
+        trained()
+    assert rows.updates == 0
+
+
+VIEWS = {
+    "bytes": lambda buffer: memoryview(buffer.numpy()).cast("B"),
+    "coordinates": lambda buffer: torch.sparse_coo_tensor(torch.arange(6)[None], buffer, (6,), check_invariants=False),
+    "compressed": lambda buffer: torch.sparse_csr_tensor(
+        torch.tensor([0, 6]), torch.arange(6), buffer, (1, 6), check_invariants=False
+    ),
+    "jagged": lambda buffer: torch.nested.nested_tensor_from_jagged(buffer, torch.tensor([0, 2, 6])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_lies_behind_sparse_and_other_views_is_watched_too(view):
+    buffer = torch.zeros(6)
+
+    def loader():
+        for number, batch in enumerate(make_batches()):
+            buffer.fill_(number)
+            yield batch | {"view": VIEWS[view](buffer)}
+
+    _, rows, trained = run(loader())
+    with pytest.raises(BatchError, match=r"'view.*' of batch 0"):
+        trained()
+    assert rows.updates == 0
+
+
+def test_a_batch_that_is_wiped_after_it_was_given_is_refused():
+    """No later batch lies in its memory, as with a pool of buffers that takes one back as soon as it is asked again."""
+
+    def loader():
+        for batch in make_batches():
+            yield batch
+            batch["label"].zero_()
+
+    _, rows, trained = run(loader(), lookahead=5)
+    with pytest.raises(BatchError, match="'label' of batch 0 since it was read"):
+        trained()
+    assert rows.updates == 0
+
+
 # Allowed
 
 
@@ -254,6 +330,22 @@ def test_ids_may_be_filled_again_they_are_used_up_at_once(accumulate):
         trained()
         nets.append(net.state_dict())
     assert_same_bits(*nets)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_trainers_of_a_launch_take_batches_as_they_come_from_a_generator(number):
+    def trained(make_loader):
+        trainers, nets = Trainers(number), [make_net() for _ in range(number)]
+
+        def script(rank):
+            rows = bagpipe.optim.SGD(0.1)
+            loop = bagpipe.accelerate(nets[rank], make_loader(), rows, cache=60, **trainers.options(rank))
+            train(nets[rank], rows, loop, sgd(nets[rank].parameters()))
+
+        trainers.run(script)
+        return nets[0].state_dict()
+
+    assert_same_bits(trained(make_batches), trained(lambda: (batch for batch in make_batches())))
 
 
 class Slices:
@@ -354,12 +446,27 @@ def test_unusual_parts_of_batches_pass_as_they_are():
     assert_same_bits(expected, train_fast(make_net(), loader(), adagrad()))
 
 
-def test_a_large_buffer_that_is_filled_again_is_refused():
+@pytest.mark.parametrize("places", [slice(None), slice(2000, 2001), slice(-1, None)])
+def test_a_large_buffer_that_is_filled_again_is_refused_wherever_it_changes(places):
+    buffer = np.zeros(600_001, np.float32)
+
+    def loader():
+        for number, batch in enumerate(make_batches()):
+            buffer[places] = number
+            yield batch | {"large": torch.from_numpy(buffer)}
+
+    _, _, trained = run(loader())
+    with pytest.raises(BatchError, match="'large' of batch 0"):
+        trained()
+
+
+def test_a_large_buffer_whose_numbers_change_places_is_refused():
     buffer = np.zeros(600_000, np.float32)
 
     def loader():
         for number, batch in enumerate(make_batches()):
-            buffer[:] = number
+            buffer[:] = 0
+            buffer[1024 * (1 + 3 * number)] = 1
             yield batch | {"large": torch.from_numpy(buffer)}
 
     _, _, trained = run(loader())

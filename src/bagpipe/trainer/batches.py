@@ -389,9 +389,9 @@ class Batches:
                 self._finish_iteration()
             if self._keeping is not None:
                 self._keeping.between(self)
+            if self.trainers == 1:
+                refuse_ranks()  # again: the script may have joined others since
             if self._lookups.workers is None:
-                if self.trainers == 1:
-                    refuse_ranks()  # again: the script may have joined others since
                 self._lookups.workers = Workers(self._threads)
                 self._helpers.append(self._lookups.workers)
             if not self._wait():
@@ -405,7 +405,10 @@ class Batches:
             self._joint.begin(self._plan)
             if self._checker is not None:
                 self._checker.training(self._plan)
-        _refuse_overwritten([self._micro[0].held])
+        held = self._micro[0].held
+        if held is not None:
+            held.compare()
+        _refuse_overwritten([held])
         return True
 
     def _wait(self) -> bool:
