@@ -63,6 +63,14 @@ def define_vote(starts: Int64s, places: Int32s, rows: Rows, weights: Int32s, sco
     starts[1:] = np.searchsorted(sample_of, np.arange(len(starts) - 1), side="right")
 
 
+def define_place(scores: Int32s, room: Int64s, part: Int64s) -> None:
+    """Twin of `place`."""
+    for i, of_sample in enumerate(scores):
+        order = np.lexsort((-room, -of_sample))
+        part[i] = order[room[order] > 0][0]
+        room[part[i]] -= 1
+
+
 def define_note_users(starts: Int64s, places: Int32s, homes: UInt8s, part: Int64s, users: UInt64s) -> None:
     """Twin of `note_users`."""
     at_home = np.arange(TRAINERS_MAX) == homes[:, None]

@@ -132,6 +132,22 @@ def vote(starts: Int64s, places: Int32s, rows: Rows, weights: Int32s, scores: In
         starts[i + 1] = num_kept
 
 
+@kernel
+def place(scores: Int32s, room: Int64s, part: Int64s) -> None:
+    """Each sample to the trainer with its best score that has room left; among equals to the one with the most.
+
+    To move samples on to the best placement of all saves next to nothing: the look at where others went does.
+    """
+    for i in range(part.shape[0]):
+        best = -1
+        for j in range(room.shape[0]):
+            gain = scores[i, j] - scores[i, best]
+            if room[j] > 0 and (best < 0 or gain > 0 or (gain == 0 and room[j] > room[best])):
+                best = j
+        part[i] = best
+        room[best] -= 1
+
+
 @inlined
 def _use(users: UInt64s, place: int, trainer: int) -> None:
     bit = _ONE << np.uint64(trainer)

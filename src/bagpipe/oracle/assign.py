@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from bagpipe.errors import BatchError, ConfigError
 from bagpipe.kernels import assign as kernels
 from bagpipe.kernels.assign import HOMELESS, TRAINERS_MAX, Rows
-from bagpipe.kernels.balance import LOSS_MAX, choose_best, rebalance
 
 if TYPE_CHECKING:
     from bagpipe.types import Batch
@@ -35,10 +34,8 @@ VOTE = 16
 """The weight of a row that occurs once in the batch."""
 OCCURRENCES_MAX = 4
 """A row that occurs more often than this a trainer, and more often than eight times this, does not vote."""
-LOOKS = 2
-"""How often each sample looks where its rows are now."""
 SLACK = 0.1
-"""By how much parts may be larger while samples look again; they are even in the end."""
+"""By how much parts may be larger while samples look where the others are; they are even in the end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,8 +117,8 @@ class Aware:
 
     A row's home is where most of its samples of a batch were placed; it moves when they are elsewhere again and again.
     It is forgotten when another row needs its entry in a memory of fixed size, and with all others at batches 0, 1,000,
-    2,000, ..., so that a run can be resumed anywhere. A batch is placed in two steps: in even parts with the most votes
-    of rows for their homes; then each sample may go where more of its rows are, now that all others are placed.
+    2,000, ..., so that a run can be resumed anywhere. A batch is placed in two steps, each time in even parts: by the
+    votes of rows for their homes; then by where more of a sample's rows are, now that all others are placed.
     """
 
     def __init__(self, trainers: int, seed: int, num_features: Sequence[int], entries: int = ENTRIES) -> None:
@@ -181,16 +178,13 @@ class Aware:
         samples = len(starts) - 1
         sizes = np.diff(contiguous(samples, self._trainers).bounds)
         scores = np.zeros((samples, self._trainers), np.int32)
-        part, loads = np.empty(samples, np.int64), np.zeros(self._trainers, np.int64)
+        part = np.empty(samples, np.int64)
         kernels.vote(starts, self._places, self._rows, self._weights, scores)
-        choose_best(scores, loads, part)
-        rebalance(scores, loads - sizes, part, -LOSS_MAX)
+        kernels.place(scores, sizes.copy(), part)
         kernels.note_users(starts, self._places, homes, part, self._users)
-        loads[:] = sizes
         load_max = int(sizes.max() * (1 + SLACK)) + 1
-        for _ in range(LOOKS):
-            kernels.look_again(starts, self._places, self._users, part, loads, load_max, scores)
-        rebalance(scores, loads - sizes, part, 0)
+        kernels.look_again(starts, self._places, self._users, part, sizes.copy(), load_max, scores)
+        kernels.place(scores, sizes.copy(), part)
         return part
 
     def _reserve(self, num_ids: int) -> None:

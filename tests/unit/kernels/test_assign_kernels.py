@@ -1,14 +1,10 @@
 """Kernels that place samples, against their twins; and even parts against the best ones there are."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 
-from bagpipe.kernels import assign, balance
-from bagpipe.kernels.balance import LOSS_MAX
+from bagpipe.kernels import assign
 from definitions import assign as definitions
-from definitions.balance import define_choose_best, define_rebalance
 
 SHAPES = [(1, 1), (1, 3), (5, 2), (9, 3), (12, 4), (40, 8), (64, 64)]
 
@@ -17,73 +13,16 @@ def even_sizes(samples, trainers):
     return np.diff(np.arange(trainers + 1) * samples // trainers)
 
 
-def best_total(scores, sizes):
-    """The highest total score of parts of these sizes: all fillings of all prefixes, by dynamic programming."""
-    best = {(0,) * len(sizes): 0}
-    for of_sample in scores.tolist():
-        longer = {}
-        for loads, total in best.items():
-            for trainer, score in enumerate(of_sample):
-                if loads[trainer] < sizes[trainer]:
-                    after = (*loads[:trainer], loads[trainer] + 1, *loads[trainer + 1 :])
-                    longer[after] = max(longer.get(after, -LOSS_MAX), total + score)
-        best = longer
-    return best[tuple(sizes.tolist())]
-
-
-def placed(scores, floor=-LOSS_MAX):
-    """Even parts by the kernels."""
-    part, loads = np.empty(len(scores), np.int64), np.zeros(scores.shape[1], np.int64)
-    balance.choose_best(scores, loads, part)
-    balance.rebalance(scores, loads - even_sizes(*scores.shape), part, floor)
-    return part
-
-
-@pytest.mark.parametrize(("samples", "trainers"), [(1, 3), (5, 2), (8, 3), (11, 3), (13, 4), (10, 5)])
-@pytest.mark.parametrize("kind", ["random", "alike", "drawn to one", "few values"])
-def test_even_parts_have_the_highest_total_score(samples, trainers, kind):
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        scores = random.integers(0, 2 if kind == "few values" else 30, (samples, trainers)).astype(np.int32)
-        if kind == "alike":
-            scores[:] = scores[0]
-        if kind == "drawn to one":
-            scores[:, 0] += 50
-        part = placed(scores)
-        sizes = even_sizes(samples, trainers)
-        assert np.array_equal(np.bincount(part, minlength=trainers), sizes)
-        assert scores[np.arange(samples), part].sum() == best_total(scores, sizes)
-
-
-def test_the_exact_solver_of_these_tests_agrees_with_trying_everything():
-    random = np.random.default_rng(1)
-    for _ in range(5):
-        scores, sizes = random.integers(0, 9, (6, 3)), even_sizes(6, 3)
-        parts = [p for p in product(range(3), repeat=6) if np.array_equal(np.bincount(p, minlength=3), sizes)]
-        assert best_total(scores, sizes) == max(scores[np.arange(6), p].sum() for p in parts)
-
-
 @pytest.mark.parametrize(("samples", "trainers"), SHAPES)
 @pytest.mark.parametrize("span", [1, 3, 100])
-@pytest.mark.parametrize("floor", [0, -LOSS_MAX])
-def test_placing_equals_its_twin(samples, trainers, span, floor):
-    random = np.random.default_rng(2)
-    scores = random.integers(0, span, (samples, trainers)).astype(np.int32)
-    found, expected = [], []
-    for results, choose, rebalance in (
-        (found, balance.choose_best, balance.rebalance),
-        (expected, define_choose_best, define_rebalance),
-    ):
-        part, loads = np.empty(samples, np.int64), np.zeros(trainers, np.int64)
-        choose(scores, loads, part)
-        results += [part.copy(), loads]
-        if floor == 0:  # from any placement, not only from the best one
-            part = np.random.default_rng(3).integers(0, trainers, samples)
-        excess = np.bincount(part, minlength=trainers) - even_sizes(samples, trainers)
-        results += [rebalance(scores, excess, part, floor), part, excess]
-    for here, there in zip(found, expected, strict=True):
-        assert np.array_equal(here, there)
-    assert not found[-1].any()
+def test_samples_are_placed_by_score_in_even_parts(samples, trainers, span):
+    scores = np.random.default_rng(2).integers(0, span, (samples, trainers)).astype(np.int32)
+    found, expected = np.empty((2, samples), np.int64)
+    for kernel, part in ((assign.place, found), (definitions.define_place, expected)):
+        room = even_sizes(samples, trainers)
+        kernel(scores, room, part)
+        assert not room.any()
+    assert np.array_equal(found, expected)
 
 
 def make_rows(num_ids):
