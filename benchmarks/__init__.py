@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bagpipe.errors import ConfigError
 
 Results = list[dict[str, Any]]
@@ -71,6 +69,8 @@ def load(name: str) -> Benchmark:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
+    import torch  # here, since processes of benchmarks load this package and not all of them need it
+
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": _processor(),

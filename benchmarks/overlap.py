@@ -14,7 +14,6 @@ import math
 import os
 import statistics
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from bagpipe.errors import PipelineError
 from bagpipe.layout import RowLayout
 from bagpipe.optim import SGD
 from bagpipe.server.core import EmbeddingServer
-from bagpipe.server.process import Ready, ServerOptions, serve, stopped_by_signals
+from bagpipe.server.process import Ready, ServerOptions
 from bagpipe.store import Store
 from bagpipe.store.remote import RemoteStore
 from bagpipe.types import Batch, Table
@@ -41,6 +40,7 @@ from bagpipe.wire.sockets import SocketNetwork
 from benchmarks import Benchmark, Results
 from benchmarks.children import child, end_with_parent, heard, say, tell
 from benchmarks.namespaces import SERVERS, TRAINER, NamespaceError, Namespaces, counted_bytes, joined_namespaces
+from benchmarks.overlap_server import ServerJob
 from benchmarks.simulated import SimulatedChannel, SimulatedNetwork
 from benchmarks.train import CACHE_SHARE, Ours, Size, Work
 from benchmarks.turns import Contestant, Link, take_turns
@@ -83,13 +83,6 @@ class Job(msgspec.Struct, frozen=True):
     """Of the servers of each system."""
 
 
-class ServerJob(msgspec.Struct, frozen=True):
-    """What a server's process is told."""
-
-    options: ServerOptions
-    security: str
-
-
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the process that trains says: a rate that the link should have from now on (0: none), or its results."""
 
@@ -112,7 +105,7 @@ def run(quick: bool) -> Results:
 def in_namespaces(namespaces: Namespaces, model: str, quick: bool) -> Results:
     """One model, servers and trainer in processes of their own, each on their side of the link."""
     server_keys, client_keys = new_keys()
-    this = [sys.executable, "-m", "benchmarks.overlap"]
+    server, trains = ([sys.executable, "-m", f"benchmarks.{name}"] for name in ("overlap_server", "overlap"))
     with ExitStack() as stack:
         addresses: dict[str, list[str]] = {}
         for name in MODELS[model]:
@@ -120,17 +113,15 @@ def in_namespaces(namespaces: Namespaces, model: str, quick: bool) -> Results:
             servers = []
             for number in range(NUM_SERVERS if security is not None else 0):
                 process = stack.enter_context(
-                    child(namespaces.command(SERVERS, [*this, "serve"]), {VARIABLE: server_keys.text()})
+                    child(namespaces.command(SERVERS, server), {VARIABLE: server_keys.text()})
                 )
                 options = ServerOptions(
                     address=f"{namespaces.host(SERVERS)}:0", server=number, servers=NUM_SERVERS, parent=os.getpid()
                 )
-                say(process, ServerJob(options, security or PLAIN))
+                say(process, ServerJob(options, security == KEYS))
                 servers.append(process)
             addresses[name] = [msgspec.json.decode(heard(process), type=Ready).address for process in servers]
-        trainer = stack.enter_context(
-            child(namespaces.command(TRAINER, [*this, "train"]), {VARIABLE: client_keys.text()})
-        )
+        trainer = stack.enter_context(child(namespaces.command(TRAINER, trains), {VARIABLE: client_keys.text()}))
         say(trainer, Job(model, quick, addresses))
         while not (line := msgspec.json.decode(heard(trainer), type=Line)).results:
             namespaces.limit(line.limit or None)
@@ -315,13 +306,6 @@ def renumber(data: Dataset, prepared: Sequence[Batch]) -> tuple[dict[str, Any], 
     return touched, compact
 
 
-def _serve() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerJob)
-    stop = threading.Event()
-    with stopped_by_signals(stop):
-        serve(job.options, find_keys("server") if job.security == KEYS else "none", tell, stop)
-
-
 def _train() -> None:
     end_with_parent()
     keep_freed_memory()
@@ -334,4 +318,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    {"serve": _serve, "train": _train}[sys.argv[1]]()
+    _train()

@@ -49,7 +49,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 def run(quick: bool) -> Results:
     """Train in a child process and watch it; about two minutes."""
     batch_size, iterations = (256, WARM_UP_ITERATIONS + 2) if quick else (16_384, WARM_UP_ITERATIONS + 240)
-    with tempfile.TemporaryDirectory(prefix="bagpipe-terabyte-") as directory, _memory_group() as group:
+    with tempfile.TemporaryDirectory(prefix="bagpipe-terabyte-") as directory, memory_group(LIMIT_BYTES) as group:
         command = [sys.executable, "-m", "benchmarks.terabyte", directory, str(batch_size), str(iterations)]
         if group is not None:
             command.append(str(group))
@@ -106,8 +106,8 @@ def _cached_bytes(path: Path) -> int:
 
 
 @contextmanager
-def _memory_group() -> Iterator[Path | None]:
-    """A control group (version 2) below this process's own with the limit, if this process may make one."""
+def memory_group(limit_bytes: int) -> Iterator[Path | None]:
+    """A control group (version 2) below this process's own with that limit, if this process may make one."""
     group: Path | None = None
     try:
         own = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::/")[2].strip()
@@ -116,7 +116,7 @@ def _memory_group() -> Iterator[Path | None]:
             group = parent / f"bagpipe-bench-{os.getpid()}"
             group.mkdir()
             (group / "memory.swap.max").write_text("0", encoding="ascii")
-            (group / "memory.max").write_text(str(LIMIT_BYTES), encoding="ascii")
+            (group / "memory.max").write_text(str(limit_bytes), encoding="ascii")
     except OSError:
         if group is not None:
             with suppress(OSError):

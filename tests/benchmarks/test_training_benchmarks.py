@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import MODULES, load
 from benchmarks.start import Recorder
-from benchmarks.terabyte import _cached_bytes, _memory_group
+from benchmarks.terabyte import LIMIT_BYTES, _cached_bytes, memory_group
 
 MB = 1 << 20
 
@@ -29,7 +29,7 @@ def test_the_page_cache_of_a_file_is_what_the_kernel_holds_of_it(tmp_path):
 
 
 def test_no_control_group_outlives_its_use():
-    with _memory_group() as group:
+    with memory_group(LIMIT_BYTES) as group:
         assert group is None or group.is_dir()
     assert group is None or not group.exists()
 

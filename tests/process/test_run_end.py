@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.terabyte import memory_group
 from harness.prepared import run
 
 IDS_A_SAMPLE = 100
@@ -16,6 +20,22 @@ SHORT, LONG = 4, 27
 """Iterations."""
 ROW_BYTES = 2 * 129 * 4
 """A vector of 128 numbers and one for the linear part, each with its optimizer state."""
+WIDE_DIM, WIDE_ROW_BYTES = 512, 3 * 513 * 4
+"""The same for longer vectors and Adam, which keeps two numbers for each."""
+LIMIT_BYTES = 1_000_000_000
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
+
+limit, group = sys.argv.pop(1), sys.argv.pop(1)
+if group:
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+else:
+    resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
+from bagpipe.cli import main
+main()
+"""
+"""The `bagpipe` command, in a control group; where none can be made, with a limit for memory that is no file's."""
 SCHEMA = """
 format = "csv"
 label = "click"
@@ -34,19 +54,23 @@ def train(tmp_path_factory):
     (directory / "schema.toml").write_text(SCHEMA)
     run([directory / "raw.csv"], directory / "data", numbering=("ids",), shard_samples=1 << 18)
 
-    def train(iterations, servers=0):
+    def train(iterations, servers=0, limit_bytes=None, **other):
         settings = {
             "data.path": directory / "data", "data.held_out": 0.1, "batch_size": BATCH, "iterations": iterations,
             "threads": 1, "model.name": "wide_deep", "model.dim": 128, "cache": 30_000, "lookahead": 2,
             "store": "mapped", "store_memory": "64MB", "servers": servers,
-        }  # fmt: skip
+        } | other  # fmt: skip
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-c", "from bagpipe.cli import main; main()", "train", *words]
-        command += ["--json", "--run-dir", str(directory / f"run-{iterations}-{servers}")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
-            out = process.stdout.read()
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+        code = ["from bagpipe.cli import main; main()"]
+        with nullcontext() if limit_bytes is None else memory_group(limit_bytes) as group:
+            if limit_bytes is not None:
+                code = [LIMITED, str(limit_bytes), str(group or "")]
+            command = [sys.executable, "-c", *code, "train", *words]
+            command += ["--json", "--run-dir", tempfile.mkdtemp(dir=directory)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
+                out = process.stdout.read()
+                _, status, used = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0, out
         return json.loads(out), used.ru_maxrss * 1024
 
@@ -67,3 +91,13 @@ def test_the_end_of_a_run_does_not_bring_its_rows_into_memory(train, few_bytes, 
     assert len(summary["parameters_sha256"]) == 64
     more_rows_bytes = (LONG - SHORT) * BATCH * IDS_A_SAMPLE * ROW_BYTES
     assert many_bytes - few_bytes < more_rows_bytes / 2
+
+
+@pytest.mark.long
+def test_a_run_whose_rows_exceed_its_memory_ends_with_the_same_digest(train):
+    wide = {"model.dim": WIDE_DIM, "row_optimizer.name": "adam", "batch_size": BATCH // 2, "cache": 15_000}
+    expected = train(2 * LONG, **wide)[0]["parameters_sha256"]  # first, since kernels take more memory to compile
+    summary, _ = train(2 * LONG, limit_bytes=LIMIT_BYTES, **wide)
+    assert summary["written_rows"] * WIDE_ROW_BYTES > 1.5 * LIMIT_BYTES
+    assert summary["parameters_sha256"] == expected
+    assert json.loads(Path(summary["run_dir"], "summary.json").read_text())["parameters_sha256"] == expected
