@@ -18,11 +18,11 @@ Batches = Sequence[Sequence[Sequence[int]]]
 
 
 def make_plans(
-    tables: Sequence[OracleTable], capacity: Sequence[int], batches: Batches, start: int = 0, **options: object
+    tables: Sequence[OracleTable], capacity: Sequence[int], batches: Batches, **options: object
 ) -> list[Plan]:
     """The plans of some batches; each knows its iteration."""
-    oracle = Oracle(tables, capacity, start=start, **options)  # type: ignore[arg-type]
-    source = [([np.array(ids, np.int64) for ids in batch], number) for number, batch in enumerate(batches, start)]
+    oracle = Oracle(tables, capacity, **options)  # type: ignore[arg-type]
+    source = [([np.array(ids, np.int64) for ids in batch], number) for number, batch in enumerate(batches)]
     plans = []
     for plan, number in oracle.plans(source):
         assert plan.iteration == number

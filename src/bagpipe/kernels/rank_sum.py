@@ -31,16 +31,6 @@ def sum_parts(parts: Tensor, sums: Tensor, total: float | None = None) -> None:
         sums.copy_(torch.div(sums, float(total)))
 
 
-def sum_parts_simple(parts: Floats, sums: Floats, total: float | None = None) -> None:
-    """The twin of `sum_parts`."""
-    sums[:] = 0.0
-    with np.errstate(all="ignore"):
-        for part in parts:
-            sums += part
-        if total is not None:
-            sums /= np.float32(total)
-
-
 @kernel
 def _sum_parts(parts: Floats, sums: Floats, total: Any, divided: bool) -> None:
     length = parts.shape[1]

@@ -25,28 +25,25 @@ def fan_out(
     ranks: int,
     *,
     ahead_max: int = AHEAD_MAX,
-    close_with_first: bool = False,
 ) -> list[Generator[T, None, None]]:
     """One generator for each rank, of its items.
 
     What the source raises reaches every rank, after the items before it. A rank that asks for an item more than
     `ahead_max` before the slowest one gets an error: to wait here would hold up a scheduler that runs one trainer at a
     time, and trainers that exchange gradients never drift that far apart. The source is closed with the last rank's
-    generator, or with the first one's, which ends the others after what lies in their queues.
+    generator.
     """
     if ranks < 1 or ahead_max < 1:
         raise ConfigError(f"can't fan out to {ranks} ranks, at most {ahead_max} items apart: give at least 1 of each")
-    shared = _Shared(items, ranks, ahead_max, close_with_first)
+    shared = _Shared(items, ranks, ahead_max)
     return [_OfRank(shared, rank) for rank in range(ranks)]
 
 
 class _Shared(Generic[T]):
     """The source, and what each rank has not asked for yet."""
 
-    def __init__(
-        self, items: Generator[Sequence[T], None, None], ranks: int, ahead_max: int, close_with_first: bool
-    ) -> None:
-        self._items, self._ahead_max, self._close_with_first = items, ahead_max, close_with_first
+    def __init__(self, items: Generator[Sequence[T], None, None], ranks: int, ahead_max: int) -> None:
+        self._items, self._ahead_max = items, ahead_max
         self._queues: dict[int, deque[T]] = {rank: deque() for rank in range(ranks)}
         """Of the ranks that are not closed."""
         self._num_ranks = ranks
@@ -73,7 +70,7 @@ class _Shared(Generic[T]):
 
     def close(self, rank: int) -> None:
         """The rank wants no more items."""
-        if self._queues.pop(rank, None) is not None and (self._close_with_first or not self._queues):
+        if self._queues.pop(rank, None) is not None and not self._queues:
             self._unwanted = True
         self._close_unwanted()
 

@@ -69,7 +69,6 @@ class Oracle:
         *,
         threads: int = 1,
         ahead: int = 2,
-        start: int = 0,
         trainers: int = 1,
         uses_ahead: int = 0,
         rows_direct_max: int = ROWS_DIRECT_MAX,
@@ -77,11 +76,10 @@ class Oracle:
     ) -> None:
         """Take the slots of each group, and how many plans may be prefetched ahead of the one that trains.
 
-        `start` is the first iteration; those before it count as acknowledged. Tables beyond the direct limits cost
-        memory only for rows in use, and some speed. With several trainers batches are `CutIds`, and plans tell who uses
-        each row the next `uses_ahead` times, 2 at most.
+        Tables beyond the direct limits cost memory only for rows in use, and some speed. With several trainers batches
+        are `CutIds`, and plans tell who uses each row the next `uses_ahead` times, 2 at most.
         """
-        _check_settings(tables, capacity, threads, ahead, start)
+        _check_settings(tables, capacity, threads, ahead)
         self.trainers, self._uses_ahead = trainers, uses_ahead
         self.tables = tuple(tables)
         members = [[t for t, table in enumerate(tables) if table.group == g] for g in range(len(capacity))]
@@ -99,7 +97,7 @@ class Oracle:
         )  # fmt: skip
         self._reader = Reader(tables, self._shards, self.policy.target_max, threads)
         self._window: deque[ReadBatch] = deque()
-        self._first = start
+        self._first = 0
         """Iteration of the oldest batch in the window."""
         self._tenants = Tenants(tables, capacity, self._shards)
         self._idle_since: Int32s = np.full(sum(capacity) if self.policy.idles else 0, -1, np.int32)
@@ -233,7 +231,7 @@ class Oracle:
         if policy.keeps:
             for group in self.groups:
                 policy.planned(iteration, group, group.collect(rows.slots, bounds), group.collect(next_use, bounds))
-            evict = evict.joined(self._leave_all(iteration) if last else self._leave(iteration))
+            evict = evict.joined(self._tenants.evict_all(iteration) if last else self._leave(iteration))
         for group in self.groups:
             group.slots.free(group.collect(evict.slots, evict.bounds), iteration)
         lookahead = policy.lookahead_at(iteration, length)
@@ -307,11 +305,6 @@ class Oracle:
         leaving = [self.policy.leaving(iteration, group, partial(absent, group)) for group in self.groups]
         return self._tenants.evict(leaving, iteration) if any(map(len, leaving)) else self._nothing
 
-    def _leave_all(self, iteration: int) -> RowList:
-        residents = self._tenants.residents()
-        self._tenants.evict_rows(residents, iteration)
-        return residents
-
     def _assign_slots(
         self, iteration: int, rows: RowList, fetch: Fetch, absent: Int32s
     ) -> tuple[Victims, Int32s | None]:
@@ -380,9 +373,7 @@ def mask_type(trainers: int) -> MaskType:
     return next(kind for kind in (np.uint8, np.uint16, np.uint32, np.uint64) if trainers <= 8 * kind(0).nbytes)
 
 
-def _check_settings(
-    tables: Sequence[OracleTable], capacity: Sequence[int], threads: int, ahead: int, start: int
-) -> None:
+def _check_settings(tables: Sequence[OracleTable], capacity: Sequence[int], threads: int, ahead: int) -> None:
     if not tables:
         raise ConfigError("there are no tables: give at least one")
     if {table.group for table in tables} != set(range(len(capacity))):
@@ -394,7 +385,6 @@ def _check_settings(
         *((f"the capacity of group {g}", size, 1) for g, size in enumerate(capacity)),
         ("threads", threads, 1),
         ("ahead", ahead, 0),
-        ("start", start, 0),
     ):
         if value < least:
             raise ConfigError(f"{name} is {value}: give at least {least}")

@@ -29,11 +29,6 @@ class Slots:
         self._first = 0
         self.num_free = capacity
 
-    @property
-    def num_resident(self) -> int:
-        """Slots that have a tenant."""
-        return self.capacity - self.num_free
-
     def take(self, slots: Int32s, freed_by: Int32s) -> None:
         """Fill `slots` with the oldest free slots, and with the plan that freed each (-1: none, or as a victim)."""
         count = len(slots)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,6 @@ from bagpipe.oracle.tables import OracleTable
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 class Tenants:
@@ -37,12 +37,6 @@ class Tenants:
         """Where a table's rows are known."""
         return self.shards[int(self.of_table[table])]
 
-    def residents(self) -> RowList:
-        """All rows in the cache, by table and slot."""
-        places = np.flatnonzero(self.codes >= 0)
-        groups = np.searchsorted(self._group_begins, places, side="right") - 1
-        return self._list(self.codes[places], (places - self._group_begins[groups]).astype(np.int32))
-
     def evict(self, slots: Sequence[Int32s], plan: int) -> RowList:
         """Note that this plan evicts the tenants of these slots of each group; their rows, by table."""
         codes = [self.codes[begin + own] for begin, own in zip(self._group_begins, slots, strict=False)]
@@ -56,25 +50,11 @@ class Tenants:
                 list_tenants(shard.state, number, self.of_table, own, begin, self.codes, plan, at, rows)
         return RowList(*rows)
 
-    def evict_rows(self, rows: RowList, plan: int) -> None:
-        """Note that this plan evicts these rows."""
-        tables = np.repeat(np.arange(len(self.begins)), np.diff(rows.bounds))
-        entries = self.codes[self.begins[tables] + rows.slots] & LOWER
-        for shard, own in self._by_shard(tables):
-            shard.state.location[entries[own]] = -(plan + 1)
-
-    def _list(self, codes: Int64s, slots: Int32s) -> RowList:
-        """The tenants that still live in their slots."""
-        order = np.argsort(codes >> HALF, kind="stable")
-        tables, entries, slots = codes[order] >> HALF, codes[order] & LOWER, slots[order]
-        ids, live = np.empty(len(order), np.int64), np.empty(len(order), np.bool_)
-        for shard, own in self._by_shard(tables):
-            ids[own] = shard.ids_of(tables[own], entries[own])
-            live[own] = shard.state.location[entries[own]] == slots[own] + 1
-        bounds = np.searchsorted(tables[live], np.arange(len(self.begins) + 1))
-        return RowList(ids[live], slots[live], bounds.astype(np.int64))
-
-    def _by_shard(self, tables: Int64s) -> Iterator[tuple[Shard, Flags]]:
-        """Every shard, and which of these tables are its own."""
-        at = self.of_table[tables]
-        return ((shard, at == number) for number, shard in enumerate(self.shards))
+    def evict_all(self, plan: int) -> RowList:
+        """The same of all rows in the cache, by table and slot."""
+        live = self.codes >= 0
+        for number, shard in enumerate(self.shards):
+            own = np.flatnonzero((self.codes >= 0) & (self.of_table[self.codes >> HALF] == number))
+            slots = own - self.begins[self.codes[own] >> HALF]
+            live[own] = shard.state.location[self.codes[own] & LOWER] == slots + 1
+        return self.evict([np.flatnonzero(live[a:b]).astype(np.int32) for a, b in pairwise(self._group_begins)], plan)

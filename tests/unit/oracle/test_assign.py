@@ -138,8 +138,8 @@ def test_samples_of_a_kind_come_together_where_their_rows_are(trainers):
 
 @pytest.mark.parametrize("trainers", [2, 3, 5])
 def test_votes_for_homes_are_placed_near_the_optimum(trainers, monkeypatch):
-    """The optimum: a linear assignment in parts of even size. These parts have four samples, of which the last ones have
-    no choice: 1.41, 1.45 and 1.23 times the least cost, before samples look where the others are."""
+    """The optimum: a linear assignment in parts of even size. These parts have four samples, of which the last ones
+    have no choice: 1.41, 1.45 and 1.23 times the least cost, before samples look where the others are."""
     seen = []
 
     def recording(scores, room, part):

@@ -95,15 +95,6 @@ def test_a_source_that_never_began_is_closed_too():
     assert source.made == 0
 
 
-def test_with_the_first_one_the_others_end_after_what_lies_in_their_queues():
-    source = Source(2)
-    fast, slow = fan_out(source.items, 2, close_with_first=True)
-    assert [next(fast), next(fast)] == [(0, 0), (1, 0)]
-    fast.close()
-    assert source.closed == 1
-    assert list(slow) == [(0, 1), (1, 1)]
-
-
 @pytest.mark.parametrize("ahead_max", [1, 3])
 def test_a_rank_too_far_ahead_of_the_slowest_gets_an_error_that_names_both(ahead_max):
     source = Source(3)
@@ -148,8 +139,7 @@ def test_threads_share_a_source():
     assert found == {rank: [(number, rank) for number in range(3000)] for rank in range(4)}
 
 
-@pytest.mark.parametrize("close_with_first", [False, True])
-def test_who_closes_does_not_wait_for_a_source_that_is_busy_and_it_is_closed_after(close_with_first):
+def test_who_closes_does_not_wait_for_a_source_that_is_busy_and_it_is_closed_after():
     busy, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 
     def slow_source():
@@ -160,14 +150,13 @@ def test_who_closes_does_not_wait_for_a_source_that_is_busy_and_it_is_closed_aft
         finally:
             closed.set()
 
-    first, second = fan_out(slow_source(), 2, close_with_first=close_with_first)
+    first, second = fan_out(slow_source(), 2)
     found = []
     thread = threading.Thread(target=lambda: found.append(next(first, None)))
     thread.start()
     assert busy.wait(60)
     second.close()
-    if not close_with_first:
-        first.close()
+    first.close()
     assert not closed.is_set()
     go_on.set()
     thread.join(60)

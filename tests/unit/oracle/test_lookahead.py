@@ -240,13 +240,6 @@ def test_groups_have_slots_of_their_own() -> None:
     assert plan.rows.bounds.tolist() == [0, 1, 2, 3]
 
 
-def test_iterations_are_numbered_from_the_start_given() -> None:
-    plans = plans_of([[1], [1], [2], [1]], lookahead=2, start=1000)
-    assert [plan.iteration for plan in plans] == [1000, 1001, 1002, 1003]
-    assert plans[3].fetch.after.tolist() == [1001]
-    assert all(after < 1000 for after in plans[0].fetch.after)
-
-
 @pytest.mark.parametrize("rows", [1000, None])
 def test_what_the_oracle_holds_is_bounded(rows: int | None) -> None:
     oracle = Oracle([OracleTable("only", rows)], [400], lookahead=8)
@@ -297,7 +290,6 @@ def test_the_oracle_is_pure(package: str) -> None:
         ({"policy": "magic"}, "no policy 'magic': choose one of lookahead, belady, "),
         ({"threads": 0}, "threads is 0"),
         ({"ahead": -1}, "ahead is -1"),
-        ({"start": -1}, "start is -1"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(options: dict[str, object], message: str) -> None:

@@ -43,12 +43,6 @@ class Space:
         self._mapped: list[mmap.mmap] = []
         self._resident_elsewhere = resident_file_bytes()
 
-    @property
-    def bytes_mapped(self) -> int:
-        """How much lies in files."""
-        with self._lock:
-            return sum(map(len, self._mapped))
-
     def zeros(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Held:
         """An array of zeros."""
         num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize

@@ -31,7 +31,7 @@ def test_positions_counts_and_first_occurrences_are_those_of_a_dict(tmp_path, by
         assert np.array_equal(fresh, twin.admit(keys, checks, missing, expected))
         assert np.array_equal(found, expected)
     assert ours.entries[:, COUNT].tolist() == twin.counts
-    assert (space.bytes_mapped > 0) == (bytes_max == MAPPED)
+    assert bool(space._mapped) == (bytes_max == MAPPED)
 
 
 @pytest.mark.parametrize("bytes_max", [IN_MEMORY, MAPPED])
