@@ -351,22 +351,15 @@ class Config(Section):
         return self
 
 
-def warn_of_lingering_rows(design: str, trainers: int, policy: str, lookahead: int | str) -> None:
+def warn_of_idle_rows(design: str, trainers: int, policy: str) -> None:
     """Say that `lrpp` exchanges what `replicated` does where a row does not leave right after its last use."""
-    if design != "lrpp" or trainers == 1 or policy == "nocache" or (policy == "lookahead" and lookahead != "auto"):
-        return
-    cause, remedy = (
-        ('lookahead = "auto"', "lookahead=200")
-        if policy == "lookahead"
-        else (f"policy = {policy!r}", "policy=lookahead with lookahead=200")
-    )
-    logging.getLogger("bagpipe").warning(
-        "sync.design = 'lrpp' exchanges the same rows as 'replicated' while the cache has room: with %s rows stay "
-        "after their last use, and lrpp saves only rows that leave. Set a fixed lookahead, such as %s, or "
-        "sync.design=owned, which needs none",
-        cause,
-        remedy,
-    )
+    if design == "lrpp" and trainers > 1 and policy not in ("lookahead", "nocache"):
+        logging.getLogger("bagpipe").warning(
+            "sync.design = 'lrpp' exchanges the same rows as 'replicated' while the cache has room: with policy = %r "
+            "rows stay after their last use, and lrpp saves only rows that leave. Set policy=lookahead, or "
+            "sync.design=owned, which needs no such rows",
+            policy,
+        )
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:

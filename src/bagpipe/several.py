@@ -17,7 +17,7 @@ from torch import nn
 
 from bagpipe._version import __version__
 from bagpipe.cluster.context import Launch
-from bagpipe.config import cache_size, warn_of_lingering_rows
+from bagpipe.config import cache_size, warn_of_idle_rows
 from bagpipe.data.tree_wire import types_in
 from bagpipe.errors import CheckpointError
 from bagpipe.layers import Binding
@@ -73,7 +73,7 @@ def share_batches(
         stack.push(lambda _, error, __: _abort(groups, error))
         served = None
         if isinstance(source, SharedLoader):
-            warn_of_lingering_rows(settings.design, launch.trainers, settings.policy, settings.lookahead)
+            warn_of_idle_rows(settings.design, launch.trainers, settings.policy)
             served = _serve(launch, source, binding, settings)
             stack.callback(served.close)
         address = "" if served is None else served.address
@@ -102,6 +102,7 @@ def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: Pla
     oracle = make_oracle(
         settings.tables, settings.widths, cache_size(settings.cache), source.first_ids(), lookahead=settings.lookahead,
         policy=settings.policy, options=settings.options, trainers=settings.trainers, uses_ahead=settings.uses_ahead,
+        design=settings.design,
     )  # fmt: skip
     try:
         features = [table.features for table in settings.tables]

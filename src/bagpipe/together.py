@@ -77,7 +77,7 @@ class Trainers:
         oracle = make_oracle(
             binding.tables, widths, cache_size(config.cache), source.first_ids(), lookahead=config.lookahead,
             policy=config.policy, options=config.policy_options.build(), trainers=trainers,
-            uses_ahead=uses_ahead(costs),
+            uses_ahead=uses_ahead(costs), design=sync.design,
         )  # fmt: skip
         partition = Partition(
             trainers, oracle.tables, oracle.capacity, design=sync.design, delayed=sync.delayed,

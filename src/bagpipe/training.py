@@ -26,7 +26,7 @@ from bagpipe.checkpointing import (
     start_of,
     with_marks,
 )
-from bagpipe.config import Config, warn_of_lingering_rows
+from bagpipe.config import Config, warn_of_idle_rows
 from bagpipe.job import Job, dense_optimizer, discard
 from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
@@ -317,4 +317,4 @@ def verify(job: Job, report: Report) -> Summary:
 
 
 def _warn(config: Config) -> None:
-    warn_of_lingering_rows(config.sync.design, config.trainers, config.policy, config.lookahead)
+    warn_of_idle_rows(config.sync.design, config.trainers, config.policy)

@@ -373,10 +373,8 @@ def test_the_checker_is_refused_where_it_can_not_follow():
     assert all(isinstance(error, ConfigError) and "check=True" in str(error) for error in errors)
 
 
-@pytest.mark.parametrize(("lookahead", "warnings"), [("auto", 1), (3, 0)])
-def test_lrpp_that_saves_nothing_is_said_once(caplog, lookahead, warnings):
-    World("sync.design=lrpp").train(lookahead=lookahead)
-    assert (
-        sum("'lrpp'" in record.getMessage() and "lookahead=200" in record.getMessage() for record in caplog.records)
-        == warnings
-    )
+@pytest.mark.parametrize(("policy", "warnings"), [("lookahead", 0), ("lru", 1)])
+def test_lrpp_that_saves_nothing_is_said_once(caplog, policy, warnings):
+    World("sync.design=lrpp").train(policy=policy)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("'lrpp'" in each and "policy=lookahead" in each for each in said) == warnings

@@ -21,7 +21,7 @@ from bagpipe.cluster.request import Request
 from bagpipe.cluster.session import OwnRay, disconnect, exit_codes_kept, join
 from bagpipe.cluster.trainer_role import Trained
 from bagpipe.cluster.watch import Watch
-from bagpipe.config import Config, warn_of_lingering_rows
+from bagpipe.config import Config, warn_of_idle_rows
 from bagpipe.job import Job, claim, discard, open_job, prepare
 from bagpipe.recovery import Incident, Supervisor
 from bagpipe.results import Summary, joined_summary, write_summary
@@ -57,7 +57,7 @@ def launch(
     config = _resolved(request.config, request.servers)
     request = replace(request, config=config)
     if request.script is None:  # which has a lookahead of its own, and warns itself
-        warn_of_lingering_rows(config.sync.design, config.trainers, config.policy, config.lookahead)
+        warn_of_idle_rows(config.sync.design, config.trainers, config.policy)
     with exit_codes_kept(), ExitStack() as stack:
         own = stack.enter_context(closing(OwnRay(cores=_own_cores(request)))) if request.address is None else None
         job = _job(request) if request.script is None else None

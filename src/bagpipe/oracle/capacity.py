@@ -11,6 +11,7 @@ from bagpipe.cache import divide, group_by_width
 from bagpipe.config import Share, Size
 from bagpipe.embedding import check_range
 from bagpipe.oracle.oracle import Oracle
+from bagpipe.oracle.partition import Design
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.base import Lookahead
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
@@ -28,6 +29,7 @@ def make_oracle(
     options: PolicyOptions = DEFAULTS,
     trainers: int = 1,
     uses_ahead: int = 0,
+    design: Design = "owned",
 ) -> Oracle:
     """The oracle for a cache of this size, rows of these widths, and batches of which `first` has the ids by feature.
 
@@ -50,4 +52,5 @@ def make_oracle(
         options=options,
         trainers=trainers,
         uses_ahead=uses_ahead,
+        keep_lone=design != "lrpp",
     )

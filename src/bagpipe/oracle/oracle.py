@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import KEEP, Rows
-from bagpipe.kernels.sharing import choose_owners, find_before, note_users
+from bagpipe.kernels.sharing import UserRings, choose_owners, find_before, note_users
 from bagpipe.kernels.victims import count_absent, note_next_uses
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds, Reader
@@ -71,16 +71,18 @@ class Oracle:
         ahead: int = 2,
         trainers: int = 1,
         uses_ahead: int = 0,
+        keep_lone: bool = True,
         rows_direct_max: int = ROWS_DIRECT_MAX,
         bytes_direct_max: int = BYTES_DIRECT_MAX,
     ) -> None:
         """Take the slots of each group, and how many plans may be prefetched ahead of the one that trains.
 
         Tables beyond the direct limits cost memory only for rows in use, and some speed. With several trainers batches
-        are `CutIds`, and plans tell who uses each row the next `uses_ahead` times, 2 at most.
+        are `CutIds`, and plans tell who uses each row the next `uses_ahead` times, 2 at most. Without `keep_lone` a row
+        that one of them uses, and no batch of the window needs, leaves at once instead of being idle.
         """
         _check_settings(tables, capacity, threads, ahead)
-        self.trainers, self._uses_ahead = trainers, uses_ahead
+        self.trainers, self._uses_ahead, self._keep_lone = trainers, uses_ahead, keep_lone
         self.tables = tuple(tables)
         members = [[t for t, table in enumerate(tables) if table.group == g] for g in range(len(capacity))]
         self.groups = tuple(
@@ -206,16 +208,20 @@ class Oracle:
         self._reader.on_all(lambda shard: kernels.look_up(
             shard.state, shard.rings, iteration, found, next_use, absent, num_absent, num_leaving
         ))  # fmt: skip
+        users = self._users(iteration, bounds)
         if self._idle and not ended:
-            next_use[next_use == 0] = KEEP
-            num_leaving[:] = 0
+            idle = next_use == 0
+            if self._bits is not None and not self._keep_lone:
+                idle &= (users.users & (users.users - 1)) != 0
+            next_use[idle] = KEEP
+            num_leaving = _count_leaving(next_use, bounds)
         fetch = _fetch_of(num_absent)
         victims, passing = self._assign_slots(iteration, rows, fetch, absent)
         if passing is not None:
             next_use[passing] = 0
             num_leaving = _count_leaving(next_use, bounds)
         fetched, evict = Rows(fetch.ids, fetch.slots, fetch.bounds), _room_for(num_leaving)
-        sharing = self._sharing(iteration, found, next_use, absent, fetched)
+        sharing = self._sharing(iteration, found, next_use, absent, fetched, users)
         leaving, acknowledged = Rows(evict.ids, evict.slots, evict.bounds), max(-1, iteration - 1 - policy.horizon)
         self._reader.on_all(lambda shard: kernels.settle(
             shard.state, shard.rings, iteration, acknowledged, found, next_use, absent, fetched, fetch.after, leaving,
@@ -244,30 +250,35 @@ class Oracle:
         """Let the oracle's threads go."""
         self._reader.close()
 
-    def _sharing(self, iteration: int, rows: Rows, next_use: NextUses, absent: Int32s, fetch: Rows) -> Sharing | None:
-        """What trainers have to do with the rows of the oldest batch."""
-        if self._bits is None:
-            return None
-        homes = np.empty(len(fetch.ids), np.int8)
-        self._reader.on_all(lambda shard: choose_owners(
-            shard.state, shard.rings, shard.users, iteration, self.trainers, rows, next_use, absent, fetch, homes
-        ))  # fmt: skip
-        users, after, later = np.zeros((3, len(next_use)), self._bits.dtype)
-        previous = np.empty(len(next_use), np.int64)
-        for shard in self._shards:
+    def _users(self, iteration: int, bounds: Int64s) -> UserRings:
+        """What is known of who uses the rows of the oldest batch, table by table; nothing if there is one trainer."""
+        size = 0 if self._bits is None else int(bounds[-1])
+        users, after, later = np.zeros((3, size), np.uint8 if self._bits is None else self._bits.dtype)
+        previous = np.empty(size, np.int64)
+        for shard in self._shards if self._bits is not None else ():
             begins = shard.rings.begins[:, iteration & (shard.rings.begins.shape[1] - 1)]
             for k, t in enumerate(shard.tables.tolist()):
-                to, own = slice(rows.bounds[t], rows.bounds[t + 1]), slice(begins[k], begins[k + 1])
+                to, own = slice(bounds[t], bounds[t + 1]), slice(begins[k], begins[k + 1])
                 users[to], previous[to] = shard.users.users[own], shard.users.previous[own]
                 if self._uses_ahead > 0:
                     after[to] = shard.users.next[own]
                 if self._uses_ahead > 1:
                     later[to] = shard.users.later[own]
-        stays = next_use != 0
+        return UserRings(users, previous, after, later)
+
+    def _sharing(
+        self, iteration: int, rows: Rows, next_use: NextUses, absent: Int32s, fetch: Rows, users: UserRings
+    ) -> Sharing | None:
+        """What trainers have to do with the rows of the oldest batch."""
         batch = self._window[0]
-        assert batch.cuts is not None
-        before = find_before(previous, iteration)
-        return Sharing(users, after * stays, later * stays, before, homes, batch.cuts, batch.inverse)
+        if batch.cuts is None:
+            return None
+        homes = np.empty(len(fetch.ids), np.int8)
+        self._reader.on_all(lambda shard: choose_owners(
+            shard.state, shard.rings, shard.users, iteration, self.trainers, rows, next_use, absent, fetch, homes
+        ))  # fmt: skip
+        stays, before = next_use != 0, find_before(users.previous, iteration)
+        return Sharing(users.users, users.next * stays, users.later * stays, before, homes, batch.cuts, batch.inverse)
 
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:
         for group in self.groups:

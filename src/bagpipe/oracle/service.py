@@ -274,7 +274,7 @@ class OracleService:
         oracle = make_oracle(
             settings.tables, settings.widths, cache_size(settings.cache), first,
             lookahead=settings.lookahead, policy=settings.policy, options=settings.options, trainers=settings.trainers,
-            uses_ahead=settings.uses_ahead,
+            uses_ahead=settings.uses_ahead, design=settings.design,
         )  # fmt: skip
         described = settings.described(oracle.capacity)
         self._fingerprint = described.fingerprint

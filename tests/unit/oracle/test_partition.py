@@ -163,3 +163,38 @@ def test_lrpp_saves_rows_only_where_they_leave_right_after_their_last_use(lookah
         exchanged[design] = sum(len(p.gradients.shared) + len(p.later_gradients.shared) for p in before_the_end)
     assert (exchanged["lrpp"] < exchanged["replicated"]) == saves
     assert exchanged["lrpp"] <= exchanged["replicated"]
+
+
+def test_lrpp_exchanges_no_row_that_one_trainer_uses_once_whatever_the_lookahead():
+    """What that saves, and what it fetches more with "auto", where such rows would be idle in a cache with room."""
+    random, trainers = np.random.default_rng(3), 4
+    source = [[[(int(row),) for row in random.zipf(1.2, 12) % 4000] for _ in range(trainers)] for _ in range(400)]
+    counts = {}
+    for design in ("replicated", "lrpp"):
+        for lookahead in ("auto", 40):
+            oracle = Oracle(
+                [OracleTable("only", 4000)], [4000], lookahead, trainers=trainers, keep_lone=design != "lrpp"
+            )
+            divided = Partition(trainers, oracle.tables, oracle.capacity, design=design)
+            exchanged = fetched = lone = 0
+            batches = ((cut(parts, 1), tuple(map(len, parts))) for parts in source)
+            for division, samples in divided.plans(oracle.plans(batches)):
+                sync = division.part(0, samples).sync
+                shared = sync.gradients.shared, sync.later_gradients.shared
+                if division.plan.iteration < 100:  # long before any window sees the end of the data
+                    exchanged += sum(map(len, shared))
+                    fetched += len(division.plan.fetch)
+                    users = division.plan.sharing.users
+                    gone = np.isin(division.plan.rows.ids, division.plan.evict.ids) & (users & (users - 1) == 0)
+                    lone += np.count_nonzero(gone)
+                    if design == "lrpp":
+                        assert not np.isin(division.plan.rows.ids[gone], np.concatenate([r.ids for r in shared])).any()
+            counts[design, lookahead] = exchanged, fetched, lone
+    total = counts["replicated", "auto"][0]
+    assert counts["replicated", 40][0] == total, "all rows of all batches"
+    for lookahead in ("auto", 40):
+        exchanged, _, lone = counts["lrpp", lookahead]
+        assert exchanged == total - lone
+        assert exchanged < 0.95 * total
+    assert counts["lrpp", "auto"][1] > counts["replicated", "auto"][1], "rows that would have been idle come again"
+    assert counts["lrpp", "auto"][1] <= counts["lrpp", 40][1]
