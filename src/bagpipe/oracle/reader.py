@@ -109,8 +109,9 @@ class Reader:
     def _check_range(self, feature: int, ids: Int64s, number: int) -> None:
         """Refuse ids that are no rows of their table."""
         table = self.tables[int(np.searchsorted(self.features, feature, "right")) - 1]
-        outside = ids[(ids < 0) | (ids >= table.rows)] if table.rows is not None else ids[:0]
-        if len(outside):
+        # A negative number is a very large one without its sign.
+        if table.rows is not None and len(ids) and ids.view(np.uint64).max() >= table.rows:
+            outside = ids[(ids < 0) | (ids >= table.rows)]
             raise ValueRangeError(
                 f"batch {number}: feature {self._names[feature]!r} has id {outside[0]}, out of range for table "
                 f"{table.name!r} ({table.rows} rows): raise the table's rows or check the data"
