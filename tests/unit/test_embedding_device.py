@@ -11,7 +11,8 @@ from bagpipe import embedding_device
 from bagpipe.cache import RowCache
 from bagpipe.embedding_device import DeviceBags, accumulate, pool
 from bagpipe.errors import GradientError, ModelError
-from bagpipe.kernels.bag import NO_PADDING, Bags, accumulate_numpy, pool_numpy
+from bagpipe.kernels.bag import NO_PADDING, Bags
+from definitions.bag import define_accumulate, define_pool
 from harness.plain import (
     assert_close,
     assert_same_bits,
@@ -58,13 +59,13 @@ def test_pooling_and_adding_up_are_those_of_the_definition(kind):
         slots = random.permutation(num_slots)[:rows].astype(np.int32)
         host, device = random_bags(random, rows, base, kind)
         expected = np.empty((len(host), dim), np.float32)
-        assert pool_numpy(cache, slots, host, column, expected) == -1
+        assert define_pool(cache, slots, host, column, expected) == -1
         found = pool(torch.from_numpy(cache), slots, device, column, dim)
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
         grad = random.standard_normal((len(host), dim)).astype(np.float32)
         buffer = random.standard_normal((rows, width)).astype(np.float32)
         added = torch.from_numpy(buffer.copy())
-        assert accumulate_numpy(grad, host, buffer, column) == -1
+        assert define_accumulate(grad, host, buffer, column) == -1
         accumulate(torch.from_numpy(grad), device, added, column)
         np.testing.assert_allclose(added.numpy(), buffer, rtol=1e-5, atol=1e-6)
 

@@ -1,6 +1,6 @@
 """The hot loops: serial Numba functions that release the GIL; tests compare each with its plain definition in NumPy.
 
-The definition stands beside a kernel that trains, where it says what its bits are, and otherwise in tests/definitions.
+The definition is in tests/definitions, or beside a kernel where the reference trainer is built on it.
 Without fastmath Numba neither fuses nor reorders float operations, so both give the same bits (I1).
 Nothing here uses Numba's own threads: its default threading layer aborts when two Python threads enter it.
 """

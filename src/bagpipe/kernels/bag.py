@@ -74,13 +74,6 @@ class Bags:
         """Every bag is one unweighted occurrence: pooling is a copy, adding needs no division."""
         return self.offsets is None and self.weights is None and self.handles.shape[1] == 1
 
-    def spans(self) -> tuple[Integers, Integers]:
-        """First occurrence and number of occurrences of each bag."""
-        if self.offsets is None:
-            k = self.handles.shape[1]
-            return np.arange(len(self), dtype=np.int64) * k, np.full(len(self), k, np.int64)
-        return self.offsets, np.diff(self.offsets, append=self.handles.size)
-
     def _arguments(self) -> tuple[Integers, int, int, Integers, Floats, bool, int]:
         return (
             self.handles.reshape(-1),
@@ -121,49 +114,6 @@ def accumulate(grad: Floats, bags: Bags, buffer: Floats, column: int = 0) -> int
     return int(_accumulate(grad, *bags._arguments(), buffer, column))
 
 
-def pool_numpy(
-    cache: Floats, slots: Slots, bags: Bags, column: int, out: Floats, start: int = 0, stop: int | None = None
-) -> int:
-    """The definition of `pool`: the j-th occurrence of every bag is added before the (j + 1)-th of any."""
-    stop = len(bags) if stop is None else stop
-    firsts, lengths = (part[start:stop] for part in bags.spans())
-    handles, counted = bags.handles.reshape(-1), np.zeros(stop - start, np.float32)
-    inside = slice(firsts[0], firsts[-1] + lengths[-1]) if stop > start else slice(0)
-    bad = np.flatnonzero((handles[inside] < bags.base) | (handles[inside] >= bags.base + len(slots)))
-    if bad.size:
-        return int(inside.start + bad[0])
-    pooled = np.zeros((stop - start, out.shape[1]), np.float32)
-    for j in range(int(lengths.max(initial=0))):
-        bag = np.flatnonzero(lengths > j)
-        bag = bag[handles[firsts[bag] + j] != bags.padding]
-        occurrence = firsts[bag] + j
-        rows = cache[slots[handles[occurrence] - bags.base], column : column + out.shape[1]]
-        if bags.weights is not None:
-            rows = rows * bags.weights.reshape(-1)[occurrence, None]
-        pooled[bag] += rows
-        counted[bag] += 1
-    out[start:stop] = pooled / np.maximum(counted, 1)[:, None] if bags.mean else pooled
-    return -1
-
-
-def accumulate_numpy(grad: Floats, bags: Bags, buffer: Floats, column: int = 0) -> int:
-    """The definition of `accumulate`: `np.add.at` adds occurrences one after another, in their order."""
-    handles = bags.handles.reshape(-1)
-    bad = np.flatnonzero((handles < bags.base) | (handles >= bags.base + len(buffer)))
-    if bad.size:
-        return int(bad[0])
-    bag = np.repeat(np.arange(len(bags)), bags.spans()[1])
-    kept = np.flatnonzero(handles != bags.padding)
-    bag = bag[kept]
-    added = grad[bag]
-    if bags.mean:
-        added = added / np.bincount(bag, minlength=len(bags)).astype(np.float32)[bag, None]
-    if bags.weights is not None:
-        added = added * bags.weights.reshape(-1)[kept, None]
-    np.add.at(buffer[:, column : column + grad.shape[1]], handles[kept] - bags.base, added)
-    return -1
-
-
 def _check(rows: Floats, vectors: Floats, column: int, bags: Bags) -> None:
     """Kernels run without bounds checks, so a wrong shape must stop here."""
     assert rows.dtype == vectors.dtype == np.float32, (rows.dtype, vectors.dtype)
@@ -189,7 +139,7 @@ def _copy(
     cache: Floats, slots: Slots, handles: Integers, base: int, column: int, out: Floats, start: int, stop: int
 ) -> int:
     unique, dim, zero = np.uint64(slots.shape[0]), out.shape[1], np.float32(0.0)
-    whole, zeros = dim - dim % LANES, spread(zero)
+    zeros = spread(zero)
     for bag in range(start, stop):
         u = np.uint64(handles[bag] - base)
         if u >= unique:
@@ -197,12 +147,17 @@ def _copy(
         slot = np.intp(slots[u])
         u = np.uint64(handles[min(bag + _AHEAD, stop - 1)] - base)
         coming = np.intp(slots[u]) if u < unique else slot
-        for c in range(0, whole, LANES):
-            prefetch(cache, coming, column + c)
-            # Adding to +0.0 is no waste: it is what turns a stored -0.0 into the sum's +0.0.
-            store(out, bag, c, zeros + load(cache, slot, column + c))
-        for c in range(whole, dim):
-            out[bag, c] = zero + cache[slot, column + c]
+        # Adding to +0.0 is no waste: it is what turns a stored -0.0 into the sum's +0.0.
+        if dim % LANES:
+            for c in range(0, dim, LANES):
+                prefetch(cache, coming, column + c)
+            row, vector = cache[slot, column : column + dim], out[bag]
+            for c in range(dim):
+                vector[c] = zero + row[c]
+        else:
+            for c in range(0, dim, LANES):
+                prefetch(cache, coming, column + c)
+                store(out, bag, c, zeros + load(cache, slot, column + c))
     return -1
 
 
@@ -230,7 +185,7 @@ def _pool(
     stop: int,
 ) -> int:
     unique, dim, occurrences = np.uint64(slots.shape[0]), out.shape[1], handles.shape[0]
-    whole, weighted = dim - dim % LANES, weights.shape[0] > 0
+    weighted = weights.shape[0] > 0
     for bag in range(start, stop):
         first, last = _span(bag, k, offsets, occurrences)
         counted = 0
@@ -243,27 +198,30 @@ def _pool(
                 for c in range(0, dim, LANES):
                     prefetch(cache, slots[coming], column + c)
         divisor = np.float32(max(counted, 1))
-        for c in range(0, whole, LANES):
+        if dim % LANES:
+            sums = out[bag]
+            sums[:] = 0.0
+            for i in range(first, last):
+                if handles[i] != padding:
+                    row = cache[slots[handles[i] - base], column : column + dim]
+                    for c in range(dim):
+                        sums[c] += row[c] * weights[i] if weighted else row[c]
+            for c in range(dim if mean else 0):
+                sums[c] = sums[c] / divisor
+            continue
+        for c in range(0, dim, LANES):
             total = spread(np.float32(0.0))
             for i in range(first, last):
                 if handles[i] != padding:
                     vector = load(cache, slots[handles[i] - base], column + c)
                     total = total + (vector * spread(weights[i]) if weighted else vector)
             store(out, bag, c, total / spread(divisor) if mean else total)
-        for c in range(whole, dim):
-            single = np.float32(0.0)
-            for i in range(first, last):
-                if handles[i] != padding:
-                    value = cache[slots[handles[i] - base], column + c]
-                    single += value * weights[i] if weighted else value
-            out[bag, c] = single / divisor if mean else single
     return -1
 
 
 @kernel
 def _add(grad: Floats, handles: Integers, base: int, padding: int, buffer: Floats, column: int) -> int:
     unique, dim = np.uint64(buffer.shape[0]), grad.shape[1]
-    whole = dim - dim % LANES
     for bag in range(handles.shape[0]):
         u = np.uint64(handles[bag] - base)
         if u >= unique:
@@ -271,10 +229,13 @@ def _add(grad: Floats, handles: Integers, base: int, padding: int, buffer: Float
         if handles[bag] == padding:
             continue
         row = np.intp(u)
-        for c in range(0, whole, LANES):
-            store(buffer, row, column + c, load(buffer, row, column + c) + load(grad, bag, c))
-        for c in range(whole, dim):
-            buffer[row, column + c] += grad[bag, c]
+        if dim % LANES:
+            sums, vector = buffer[row, column : column + dim], grad[bag]
+            for c in range(dim):
+                sums[c] += vector[c]
+        else:
+            for c in range(0, dim, LANES):
+                store(buffer, row, column + c, load(buffer, row, column + c) + load(grad, bag, c))
     return -1
 
 
@@ -292,7 +253,7 @@ def _accumulate(
     column: int,
 ) -> int:
     unique, dim, bags = np.uint64(buffer.shape[0]), grad.shape[1], grad.shape[0]
-    whole, weighted = dim - dim % LANES, weights.shape[0] > 0
+    weighted = weights.shape[0] > 0
     for bag in range(bags):
         first, last = _span(bag, k, offsets, handles.shape[0])
         counted = 0
@@ -306,18 +267,16 @@ def _accumulate(
                 continue
             row = np.intp(handles[i] - base)
             factor = weights[i] if weighted else np.float32(1.0)
-            for c in range(0, whole, LANES):
+            if dim % LANES:
+                sums, own = buffer[row, column : column + dim], grad[bag]
+                for c in range(dim):
+                    sums[c] += own[c] / divisor if mean else own[c] * factor if weighted else own[c]
+                continue
+            for c in range(0, dim, LANES):
                 vector = load(grad, bag, c)
                 if mean:
                     vector = vector / spread(divisor)
                 elif weighted:
                     vector = vector * spread(factor)
                 store(buffer, row, column + c, load(buffer, row, column + c) + vector)
-            for c in range(whole, dim):
-                value = grad[bag, c]
-                if mean:
-                    value = value / divisor
-                elif weighted:
-                    value = value * factor
-                buffer[row, column + c] += value
     return -1

@@ -1,7 +1,8 @@
 """Applying a table's gradients to its rows in the cache: one pass, each row read and written once.
 
-Each kernel is the NumPy definition of its optimizer in `bagpipe.optim`, operation by operation, for sixteen columns at
-a time and for the columns left over (I1). Gradients can be checked before any row changes (I8).
+Each kernel is the NumPy definition of its optimizer in `bagpipe.optim`, operation by operation (I1): sixteen columns at
+a time where a row has a multiple of that, and otherwise over views of the row, which the compiler vectorises itself.
+Gradients can be checked before any row changes (I8).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bagpipe import optim
-from bagpipe.kernels import kernel
+from bagpipe.kernels import inlined, kernel
 from bagpipe.kernels.lanes import LANES, adjacent, load, prefetch, root, spread, store
 from bagpipe.optim import RowOptimizer
 
@@ -113,18 +114,28 @@ def _first_not_finite(bits: npt.NDArray[np.int32]) -> int:
     return -1
 
 
+@inlined
+def _ask(cache: Floats, slot: Any) -> None:
+    """Ask for a row that is needed a little later."""
+    for c in range(0, cache.shape[1], LANES):
+        prefetch(cache, slot, c)
+
+
 @kernel
 def _sgd(cache: Floats, slots: Slots, grads: Floats, scalars: Any, start: int, stop: int) -> None:
     (lr,) = scalars
     dim = grads.shape[1]
-    whole, lr_lanes = dim - dim % LANES, spread(lr)
     for u in range(start, stop):
         slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
-        for c in range(0, whole, LANES):
-            prefetch(cache, coming, c)
-            store(cache, slot, c, load(cache, slot, c) - lr_lanes * load(grads, u, c))
-        for c in range(whole, dim):
-            cache[slot, c] -= lr * grads[u, c]
+        if dim % LANES:
+            _ask(cache, coming)
+            w, g = cache[slot], grads[u]
+            for c in range(dim):
+                w[c] -= lr * g[c]
+        else:
+            for c in range(0, dim, LANES):
+                prefetch(cache, coming, c)
+                store(cache, slot, c, load(cache, slot, c) - spread(lr) * load(grads, u, c))
 
 
 @kernel
@@ -137,20 +148,22 @@ def _momentum_step(w: Any, v: Any, g: Any, lr: Any, momentum: Any, nesterov: boo
 def _momentum(cache: Floats, slots: Slots, grads: Floats, scalars: Any, nesterov: bool, start: int, stop: int) -> None:
     lr, momentum = scalars
     dim = grads.shape[1]
-    whole, lr_lanes, momentum_lanes = dim - dim % LANES, spread(lr), spread(momentum)
+    lanes = spread(lr), spread(momentum)
     for u in range(start, stop):
         slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
-        for c in range(0, whole, LANES):
-            prefetch(cache, coming, c)
-            prefetch(cache, coming, dim + c)
-            w, v = load(cache, slot, c), load(cache, slot, dim + c)
-            w, v = _momentum_step(w, v, load(grads, u, c), lr_lanes, momentum_lanes, nesterov)
-            store(cache, slot, c, w)
-            store(cache, slot, dim + c, v)
-        for c in range(whole, dim):
-            cache[slot, c], cache[slot, dim + c] = _momentum_step(
-                cache[slot, c], cache[slot, dim + c], grads[u, c], lr, momentum, nesterov
-            )
+        if dim % LANES:
+            _ask(cache, coming)
+            w, v, g = cache[slot, :dim], cache[slot, dim:], grads[u]
+            for c in range(dim):
+                w[c], v[c] = _momentum_step(w[c], v[c], g[c], lr, momentum, nesterov)
+        else:
+            for c in range(0, dim, LANES):
+                prefetch(cache, coming, c)
+                prefetch(cache, coming, dim + c)
+                some, more = load(cache, slot, c), load(cache, slot, dim + c)
+                some, more = _momentum_step(some, more, load(grads, u, c), lanes[0], lanes[1], nesterov)
+                store(cache, slot, c, some)
+                store(cache, slot, dim + c, more)
 
 
 @kernel
@@ -163,20 +176,22 @@ def _adagrad_step(w: Any, s: Any, g: Any, lr: Any, eps: Any) -> Any:
 def _adagrad(cache: Floats, slots: Slots, grads: Floats, scalars: Any, start: int, stop: int) -> None:
     lr, eps = scalars
     dim = grads.shape[1]
-    whole, lr_lanes, eps_lanes = dim - dim % LANES, spread(lr), spread(eps)
+    lanes = spread(lr), spread(eps)
     for u in range(start, stop):
         slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
-        for c in range(0, whole, LANES):
-            prefetch(cache, coming, c)
-            prefetch(cache, coming, dim + c)
-            w, s = load(cache, slot, c), load(cache, slot, dim + c)
-            w, s = _adagrad_step(w, s, load(grads, u, c), lr_lanes, eps_lanes)
-            store(cache, slot, c, w)
-            store(cache, slot, dim + c, s)
-        for c in range(whole, dim):
-            cache[slot, c], cache[slot, dim + c] = _adagrad_step(
-                cache[slot, c], cache[slot, dim + c], grads[u, c], lr, eps
-            )
+        if dim % LANES:
+            _ask(cache, coming)
+            w, s, g = cache[slot, :dim], cache[slot, dim:], grads[u]
+            for c in range(dim):
+                w[c], s[c] = _adagrad_step(w[c], s[c], g[c], lr, eps)
+        else:
+            for c in range(0, dim, LANES):
+                prefetch(cache, coming, c)
+                prefetch(cache, coming, dim + c)
+                some, more = load(cache, slot, c), load(cache, slot, dim + c)
+                some, more = _adagrad_step(some, more, load(grads, u, c), lanes[0], lanes[1])
+                store(cache, slot, c, some)
+                store(cache, slot, dim + c, more)
 
 
 @kernel
@@ -185,24 +200,19 @@ def _rowwise_adagrad(
 ) -> None:
     lr, eps = scalars
     for u in range(start, stop):
-        slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
-        first, state = 0, grads.shape[1]
-        prefetch(cache, coming, state)
-        for dim in dims:
+        _ask(cache, np.intp(slots[min(u + _AHEAD, stop - 1)]))
+        row, grad, first = cache[slots[u]], grads[u], 0
+        for part in range(dims.shape[0]):
+            state = grads.shape[1] + part
+            w, g = row[first : first + dims[part]], grad[first : first + dims[part]]
             total = np.float32(0.0)
-            for c in range(first, first + dim):
-                total += grads[u, c] * grads[u, c]
-            mean_square = cache[slot, state] + total / np.float32(dim)
-            cache[slot, state] = mean_square
-            rate = lr / (root(mean_square) + eps)
-            rate_lanes, whole = spread(rate), first + dim - dim % LANES
-            for c in range(first, whole, LANES):
-                prefetch(cache, coming, c)
-                store(cache, slot, c, load(cache, slot, c) - rate_lanes * load(grads, u, c))
-            for c in range(whole, first + dim):
-                cache[slot, c] -= rate * grads[u, c]
-            first += dim
-            state += 1
+            for c in range(dims[part]):
+                total += g[c] * g[c]
+            row[state] += total / np.float32(dims[part])
+            rate = lr / (root(row[state]) + eps)
+            for c in range(dims[part]):
+                w[c] -= rate * g[c]
+            first += dims[part]
 
 
 @kernel
@@ -218,20 +228,22 @@ def _adam_step(w: Any, m: Any, v: Any, g: Any, scalars: Any, decoupled: bool) ->
 @kernel
 def _adam(cache: Floats, slots: Slots, grads: Floats, scalars: Any, decoupled: bool, start: int, stop: int) -> None:
     dim = grads.shape[1]
-    whole = dim - dim % LANES
     rate, toward_grad, toward_square, eps, keep, correction = scalars
     lanes = spread(rate), spread(toward_grad), spread(toward_square), spread(eps), spread(keep), spread(correction)
     for u in range(start, stop):
         slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
-        for c in range(0, whole, LANES):
-            for part in range(3):
-                prefetch(cache, coming, part * dim + c)
-            w, m, v = load(cache, slot, c), load(cache, slot, dim + c), load(cache, slot, 2 * dim + c)
-            w, m, v = _adam_step(w, m, v, load(grads, u, c), lanes, decoupled)
-            store(cache, slot, c, w)
-            store(cache, slot, dim + c, m)
-            store(cache, slot, 2 * dim + c, v)
-        for c in range(whole, dim):
-            cache[slot, c], cache[slot, dim + c], cache[slot, 2 * dim + c] = _adam_step(
-                cache[slot, c], cache[slot, dim + c], cache[slot, 2 * dim + c], grads[u, c], scalars, decoupled
-            )
+        if dim % LANES:
+            _ask(cache, coming)
+            row, g = cache[slot], grads[u]
+            w, m, v = row[:dim], row[dim : 2 * dim], row[2 * dim :]
+            for c in range(dim):
+                w[c], m[c], v[c] = _adam_step(w[c], m[c], v[c], g[c], scalars, decoupled)
+        else:
+            for c in range(0, dim, LANES):
+                for part in range(3):
+                    prefetch(cache, coming, part * dim + c)
+                ws, ms, vs = load(cache, slot, c), load(cache, slot, dim + c), load(cache, slot, 2 * dim + c)
+                ws, ms, vs = _adam_step(ws, ms, vs, load(grads, u, c), lanes, decoupled)
+                store(cache, slot, c, ws)
+                store(cache, slot, dim + c, ms)
+                store(cache, slot, 2 * dim + c, vs)

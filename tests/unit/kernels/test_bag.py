@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.errors import BatchError, ModelError
-from bagpipe.kernels.bag import Bags, accumulate, accumulate_numpy, pool, pool_numpy
+from bagpipe.kernels.bag import Bags, accumulate, pool
+from definitions.bag import define_accumulate, define_pool
 from harness.examples import examples
 
 BASE = (3 << 48) | (7 << 32)
@@ -68,7 +69,7 @@ def test_pooling_equals_its_twin_to_the_bit(
     cache = values(rng, (4 * len(slots), before + dim + after))
     expected, out = np.full((11, dim), np.nan, np.float32), np.full((11, dim), np.nan, np.float32)
     with np.errstate(all="ignore"):
-        assert pool_numpy(cache, slots, bags, before, expected) == -1
+        assert define_pool(cache, slots, bags, before, expected) == -1
     assert pool(cache, slots, bags, before, out, 0, 4) == pool(cache, slots, bags, before, out, 4, 11) == -1
     assert np.array_equal(bits(out), bits(expected))
 
@@ -85,7 +86,7 @@ def test_accumulating_equals_its_twin_to_the_bit(
     buffer = expected.copy()
     for _ in range(2):  # two features of the table, one after the other
         with np.errstate(all="ignore"):
-            assert accumulate_numpy(grad, bags, expected, before) == -1
+            assert define_accumulate(grad, bags, expected, before) == -1
         assert accumulate(grad, bags, buffer, before) == -1
     assert np.array_equal(bits(buffer), bits(expected))
 
@@ -128,9 +129,9 @@ def test_the_first_handle_of_another_table_is_reported_and_not_followed(k: int |
     handles.reshape(-1)[[position, -1]] = wrong
     bad = Bags(handles, BASE, bags.offsets)
     cache, grad = values(rng, (24, 16)), values(rng, (30, 16))
-    for run in (pool, pool_numpy):
+    for run in (pool, define_pool):
         assert run(cache, slots, bad, 0, np.empty((30, 16), np.float32)) == position
-    for add in (accumulate, accumulate_numpy):
+    for add in (accumulate, define_accumulate):
         assert add(grad, bad, np.zeros((6, 16), np.float32)) == position
 
 
