@@ -268,8 +268,8 @@ def test_a_summary_that_could_not_be_written_whole_is_not_there_and_the_run_is_r
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ((), "lookahead=200"),
-        (("policy=lru", "lookahead=4"), "policy=lookahead with lookahead=200"),
+        ((), None),
+        (("policy=lru", "lookahead=4"), "policy=lookahead"),
         (("lookahead=4",), None),
         (("sync.design=owned",), None),
         (("trainers=1",), None),
