@@ -106,19 +106,6 @@ def test_rows_are_covered_slots_suffice_and_no_order_reads_stale_rows(
     run_in_several_orders(plans, groups, seed)
 
 
-@every_variant
-def test_a_run_can_begin_in_the_middle(variant: str) -> None:
-    """As after a restart: the cache is empty, and everything before the first iteration is in the store."""
-    policy, options = VARIANTS[variant]
-    chance = random.Random(1)
-    batches = [[[chance.randrange(20) for _ in range(5)]] for _ in range(15)]
-    capacity = 20 if policy == "ideal" else 9
-    plans = make_plans([OracleTable("only", 20)], [capacity], batches, 7, policy=policy, options=options, lookahead=3)
-    assert [plan.iteration for plan in plans] == list(range(7, 22))
-    check_contract(plans, [0], [capacity], batches)
-    assert all(after < 0 or after >= 7 for plan in plans for after in plan.fetch.slot_after.tolist())
-
-
 @pytest.fixture(scope="module")
 def shared():
     world = World(make_batches(10, last=3), trainers=3)
