@@ -41,6 +41,6 @@ def int64_at(_typing: Any, _address: Any, _number: Any) -> Any:
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.load(builder.gep(pointer, [arguments[1]]))
+        return builder.load(builder.gep(pointer, [arguments[1]]), align=1)  # of any array, aligned or not
 
     return types.int64(types.uint64, types.int64), emit

@@ -153,6 +153,8 @@ class Oracle:
         given = ids.ids if isinstance(ids, CutIds) else ids
         batch = self._reader.read(given, iteration, length, keep, first - policy.horizon)
         try:
+            fitting = cuts is None or np.array_equal(cuts[:, -1], np.diff(batch.positions))
+            assert fitting, "the cuts of a batch do not fit its ids"
             self._check_capacity(iteration, batch.counts)
             if self._idle:
                 self._reader.on_all(lambda shard: kernels.find_idle(
@@ -172,7 +174,6 @@ class Oracle:
                     shard.rings, iteration, shard.idle_slots, quotas, self._tenants.begins, self._idle_since
                 )
             if cuts is not None and self._bits is not None:
-                assert np.array_equal(cuts[:, -1], np.diff(batch.positions)), "the cuts of a batch do not fit its ids"
                 note_users(
                     shard.rings, shard.users, batch, shard.previous, cuts, self._bits, iteration, first,
                     self._uses_ahead,
@@ -300,7 +301,7 @@ class Oracle:
             idle.settle(group.collect(rows.slots, rows.bounds), group.collect(next_use, rows.bounds), iteration)
             excess = len(idle) - self.policy.room(iteration, left + 1, group)
             evenly = -(-len(idle) // (left + 1)) if ended else 0
-            leaving.append(idle.pop(max(0, excess, evenly)))
+            leaving.append(idle.pop(max(0, excess, evenly))[0])
         return self._tenants.evict(leaving, iteration) if any(map(len, leaving)) else self._nothing
 
     def _leave(self, iteration: int) -> RowList:

@@ -81,9 +81,11 @@ class Shard:
 
     def rows_of(self, table: int, ids: Int64s) -> Int64s:
         """The rows with these ids."""
-        rows: Int64s = ids + self._direct.bases[table]
+        rows: Int64s = np.empty(len(ids), np.int64)
         if self._map is not None:
             self._map.find_or_take(ids, rows)
+        else:
+            np.add(ids, self._direct.bases[table], out=rows)
         return rows
 
     def ids_of(self, tables: int | Int64s, rows: Int64s) -> Int64s:

@@ -124,12 +124,12 @@ class IdleQueue:
         self._count -= int(np.count_nonzero(self.since[slots] >= 0))
         self.since[slots] = -1
 
-    def pop(self, count: int) -> Int32s:
-        """Take out so many of those idle for longest."""
+    def pop(self, count: int) -> tuple[Int32s, int]:
+        """Take out so many of those idle for longest; the last iteration that used any of them, or -1."""
         slots = np.empty(count, np.int32)
         self._begin = pop_idle(self._queue, self._begin, self._end, self.since, slots)
         self._count -= count
-        return slots
+        return slots, int(self._queue[1, self._begin - 1]) if count else -1
 
     def _compact(self, room: int) -> None:
         """Drop what is skipped; at most one a slot remains, so it happens once per as many uses as there are slots."""

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from bagpipe.kernels.oracle import KEEP
 from bagpipe.oracle.slots import Group, IdleQueue
 from bagpipe.policies.base import Demand, Int32s, KeepingPolicy, Lookahead, Stays
 
@@ -23,16 +20,13 @@ class LruPolicy(KeepingPolicy):
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
         self._idle = {group.number: IdleQueue(group.slots.capacity) for group in groups}
-        self._last = {group.number: np.zeros(group.slots.capacity, np.int32) for group in groups}
 
     def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
         """The slots used longest ago."""
         idle = self._idle[demand.group.number]
         idle.wake(demand.hits)
-        victims = idle.pop(needed)
-        return victims, int(self._last[demand.group.number][victims].max(initial=-1))
+        return idle.pop(needed)
 
     def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:
-        """All of them are idle until they are used again."""
-        self._idle[group.number].settle(slots, np.full_like(stays, KEEP), iteration)
-        self._last[group.number][slots] = iteration
+        """All of them stay, idle until they are used again."""
+        self._idle[group.number].settle(slots, stays, iteration)

@@ -174,7 +174,9 @@ def test_the_idle_queue_is_a_queue_of_last_uses() -> None:
             for slot in woken.tolist():
                 twin.pop(slot, None)
         count = int(random.integers(0, len(twin) + 1))
-        assert queue.pop(count).tolist() == list(twin)[:count]
+        popped, last = queue.pop(count)
+        assert popped.tolist() == list(twin)[:count]
+        assert last == max([*twin.values()][:count], default=-1)
         twin = dict(list(twin.items())[count:])
         assert len(queue) == len(twin)
         assert (queue.since >= 0).sum() == len(twin)
