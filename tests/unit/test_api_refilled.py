@@ -203,13 +203,14 @@ def test_a_dict_that_is_filled_again_with_other_tensors_is_refused():
 
 def test_a_batch_that_is_overwritten_while_it_is_trained_ends_the_loop():
     """Without lookahead the first batch is given before the second is read, and that may take until it is trained."""
-    given, stepped = threading.Event(), threading.Event()
+    given, overwritten, stepped = threading.Event(), threading.Event(), threading.Event()
 
     def loader():
         first, second = make_batches(2)
         yield first
         assert given.wait(60)
         first["label"].copy_(second["label"])
+        overwritten.set()
         assert stepped.wait(60)
         yield second | {"label": first["label"]}
 
@@ -219,6 +220,7 @@ def test_a_batch_that_is_overwritten_while_it_is_trained_ends_the_loop():
         with loop:
             for batch in loop:
                 given.set()
+                assert overwritten.wait(60)
                 step(net, batch, dense, rows)
                 stepped.set()
 
