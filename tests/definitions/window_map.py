@@ -19,14 +19,16 @@ def define_forget(words: Int64s, places: Int32s, keep_read: int, keep_plan: int,
 
 
 class WindowMapByDict(WindowMap):
-    """Twin of `WindowMap` that looks ids up in a plain dict of the entries in use."""
+    """Twin of `WindowMap` that looks ids up in a plain dict of the rows in use."""
 
-    def find_or_take(self, ids: Int64s, entries: Int64s) -> None:
-        """Write the entry of each id; `reserve` came before."""
-        entry_of = {int(self.keys[entry]): int(entry) for entry in np.flatnonzero(self.words)}
+    def number(self, table: int, ids: Int64s) -> Int64s:
+        """The row of each id; `reserve` came before."""
+        row_of = {(int(self.tables[row]), int(self.ids[row])): int(row) for row in np.flatnonzero(self.last_use)}
+        rows = np.empty(len(ids), np.int64)
         for i, key in enumerate(ids.tolist()):
-            if key not in entry_of:
+            if (table, key) not in row_of:
                 self._num_free -= 1
-                entry_of[key] = int(self._free[self._num_free])
-                self.keys[entry_of[key]] = key
-            entries[i] = entry_of[key]
+                row = row_of[table, key] = int(self._free[self._num_free[0]])
+                self.tables[row], self.ids[row] = table, key
+            rows[i] = row_of[table, key]
+        return rows

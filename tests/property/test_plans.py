@@ -111,9 +111,9 @@ def cases(draw: st.DrawFn) -> tuple[list[OracleTable], list[int], Batches, dict[
 
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget rows after three iterations, and begin with maps of four entries, so that small cases meet both."""
+    """Forget rows after three iterations, and begin with maps of four rows, so that small cases meet both."""
     monkeypatch.setattr(Policy, "horizon", 3)
-    monkeypatch.setattr(window_map, "NUM_ENTRIES_MIN", 4)
+    monkeypatch.setattr(window_map, "NUM_ROWS_MIN", 4)
 
 
 MANY = examples(250, (HealthCheck.function_scoped_fixture,))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from bagpipe.kernels import kernel
 from bagpipe.kernels.masks import index, int64_at
 from bagpipe.kernels.prefetch import FAR, prefetch
+from bagpipe.kernels.window_map import Numbers, number
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -36,9 +37,9 @@ class RowState(NamedTuple):
     last_use: Int64s
     location: Int32s
     bases: Int64s
-    """[t]: where the rows of table t begin; 0 for a mapped table, whose rows are numbered as they come."""
-    keys: Int64s
-    """The id of each row of a mapped table; empty: a row is its id + its table's base."""
+    """[t]: where the rows of table t begin, a row being its id + base; 0 for mapped tables."""
+    numbers: Numbers
+    """The ids of rows of mapped tables, which are numbered as they come."""
 
 
 class Rings(NamedTuple):
@@ -89,7 +90,7 @@ def read(state: RowState, rings: Rings, batch: Batch, previous: Int64s, iteratio
     tables, begins, rows, next_use = rings.tables, rings.begins, rings.rows, rings.next_use
     last_use, inverse, gaps = state.last_use, batch.inverse, batch.gaps
     mask, stamp = begins.shape[1] - 1, iteration + 1
-    column = iteration & mask
+    column, mapped = iteration & mask, state.numbers.slots.shape[0] > 0
     begin = at = begins[0, column]
     for k in range(tables.shape[0]):
         t, base, first = tables[k], state.bases[tables[k]], at
@@ -99,6 +100,9 @@ def read(state: RowState, rings: Rings, batch: Batch, previous: Int64s, iteratio
         for f in range(batch.features[t], batch.features[t + 1]):
             ids, position = batch.addresses[f], batch.positions[f]
             count = batch.positions[f + 1] - position
+            if mapped:
+                number(state.numbers, t, ids, count)
+                ids = np.uint64(state.numbers.given.ctypes.data)
             for i in range(min(FAR, count)):
                 if np.uint64(int64_at(ids, i)) < size:
                     prefetch(last_use, base + int64_at(ids, i))
@@ -106,12 +110,12 @@ def read(state: RowState, rings: Rings, batch: Batch, previous: Int64s, iteratio
                 ahead = int64_at(ids, min(i + FAR, count - 1))
                 if np.uint64(ahead) < size:
                     prefetch(last_use, base + ahead)
-                number = int64_at(ids, i)
-                if np.uint64(number) >= size:
+                given = int64_at(ids, i)
+                if np.uint64(given) >= size:
                     begins[k + 1 :, column] = at
                     unread(state, rings, previous, iteration, window, keep)
                     return int(f)
-                row = index(base + number)
+                row = index(base + given)
                 use = last_use[row]
                 if use >> HALF != stamp:
                     rows[index(at)] = row
@@ -222,7 +226,7 @@ def look_up(
     """
     begins, location, bounds = rings.begins, state.location, rows.bounds
     column = iteration & (begins.shape[1] - 1)
-    mapped = state.keys.shape[0] > 0
+    mapped = state.numbers.slots.shape[0] > 0
     for k in range(rings.tables.shape[0]):
         t = rings.tables[k]
         begin, end, base = begins[k, column], begins[k + 1, column], state.bases[t]
@@ -233,11 +237,9 @@ def look_up(
         for at in range(begin, end):
             ahead = rings.rows[index(min(at + FAR, end - 1))]
             prefetch(location, ahead)
-            if mapped:
-                prefetch(state.keys, ahead)
             row = rings.rows[index(at)]
             slot = location[index(row)] - 1
-            rows.ids[index(out)] = state.keys[index(row)] if mapped else row - base
+            rows.ids[index(out)] = state.numbers.ids[index(row)] if mapped else row - base
             rows.slots[index(out)] = slot
             use = rings.next_use[index(at)]
             next_use[index(out)] = use
@@ -348,13 +350,13 @@ def list_tenants(
 ) -> None:
     """Append the rows in these slots, which begin at `begin`, to the lists of their tables, and note that a plan evicts
     them. Of tables of one shard; at[t] is the end of each list."""
-    mapped, last = state.keys.shape[0] > 0, slots.shape[0] - 1
+    mapped, last = state.numbers.slots.shape[0] > 0, slots.shape[0] - 1
     for i in range(slots.shape[0]):
         prefetch(row_in_slot, begin + slots[index(min(i + FAR, last))])
         code = row_in_slot[index(begin + slots[index(i)])]
         t, row = code >> HALF, code & LOWER
         if shard_of[t] == shard:
-            rows.ids[index(at[t])] = state.keys[index(row)] if mapped else row - state.bases[t]
+            rows.ids[index(at[t])] = state.numbers.ids[index(row)] if mapped else row - state.bases[t]
             rows.slots[index(at[t])] = slots[index(i)]
             at[t] += 1
             state.location[index(row)] = -(plan + 1)

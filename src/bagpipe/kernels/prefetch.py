@@ -27,7 +27,8 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
         view = context.make_array(kind)(context, builder, arguments[0])
-        address = cgutils.get_item_pointer(context, builder, kind, view, [arguments[1]], wraparound=False)
+        where = context.cast(builder, arguments[1], signature.args[1], types.intp)
+        address = cgutils.get_item_pointer(context, builder, kind, view, [where], wraparound=False)
         byte_pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         shape = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
         function = cgutils.get_or_insert_function(builder.module, shape, "llvm.prefetch.p0i8")

@@ -13,7 +13,8 @@ from bagpipe.errors import BatchError, ValueRangeError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import Batch
 from bagpipe.kernels.parallel import Workers
-from bagpipe.oracle.shard import Shard, address_of
+from bagpipe.kernels.window_map import address_of
+from bagpipe.oracle.shard import Shard
 from bagpipe.oracle.tables import OracleTable
 
 Int64s = NDArray[np.int64]
@@ -58,9 +59,8 @@ class Reader:
         done: list[Shard] = []
 
         def read(shard: Shard) -> None:
-            held = shard.enter(batch, flat, iteration, window, keep_plan)
+            shard.enter(batch, iteration, window, keep_plan)
             bad = kernels.read(shard.state, shard.rings, batch, shard.previous, iteration, window, keep)
-            del held
             if bad >= 0:
                 self._check_range(bad, flat[bad], iteration)
             done.append(shard)

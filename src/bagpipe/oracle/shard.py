@@ -3,8 +3,8 @@
 A shard shares nothing with others, so that each pass of the oracle runs over all of them on several threads at once;
 whatever depends on several tables is decided between passes, and no plan depends on how tables are divided.
 
-Tables of known, moderate size use arrays addressed by id. The others are mapped, each in a shard of its own: memory
-follows the rows that are in the cache, in the window, or were written back lately (I5). Plans are the same either way.
+Tables of known, moderate size use arrays addressed by id. The others are mapped, in shards of their own: memory follows
+the rows that are in the cache, in the window, or were written back lately (I5). Plans are the same either way.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from bagpipe.kernels.oracle import Batch, Rings, RowState
 from bagpipe.kernels.sharing import UserRings
-from bagpipe.kernels.window_map import WindowMap
+from bagpipe.kernels.window_map import Numbers, WindowMap
 from bagpipe.oracle.tables import OracleTable
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 Masks = NDArray[Any]
 MaskType = type[np.unsignedinteger[Any]]
 
@@ -30,6 +31,7 @@ ROWS_DIRECT_MAX = 64_000_000
 BYTES_DIRECT_MAX = 4_000_000_000
 """So are the largest ones when the arrays of all would take more."""
 _BYTES_A_ROW = 12
+NO_NUMBERS = Numbers(*(np.empty(0, kind) for kind in (np.uint64, np.int64, np.int32, np.int32, np.int64, np.int64)))
 
 
 class Shard:
@@ -50,7 +52,7 @@ class Shard:
         sizes = [0 if mapped else all_tables[t].rows or 0 for t in members]
         bases[self.tables] = np.cumsum([0, *sizes])[:-1]
         last_use, location = np.zeros(sum(sizes), np.int64), np.zeros(sum(sizes), np.int32)
-        self._direct = RowState(last_use, location, bases, np.empty(0, np.int64))
+        self._direct = RowState(last_use, location, bases, NO_NUMBERS)
         columns = 1 << int(window_max + 1).bit_length()
         begins = np.zeros((len(members) + 1, columns), np.int64)
         self.rings = Rings(self.tables, begins, np.empty(0, np.int32), np.empty(0, np.uint16))
@@ -67,7 +69,7 @@ class Shard:
         """What is known of the rows, until the next batch is read."""
         if self._map is None:
             return self._direct
-        return RowState(self._map.words, self._map.places, self._direct.bases, self._map.keys)
+        return RowState(self._map.last_use, self._map.location, self._direct.bases, self._map.numbers)
 
     @property
     def mapped(self) -> bool:
@@ -80,38 +82,36 @@ class Shard:
         return members
 
     def rows_of(self, table: int, ids: Int64s) -> Int64s:
-        """The rows with these ids."""
-        rows: Int64s = np.empty(len(ids), np.int64)
+        """The rows with these ids; of a mapped table, new ones as far as there was room for the last batch's ids."""
         if self._map is not None:
-            self._map.find_or_take(ids, rows)
-        else:
-            np.add(ids, self._direct.bases[table], out=rows)
-        return rows
+            return self._map.number(table, ids).copy()
+        return ids + self._direct.bases[table]
 
     def ids_of(self, tables: int | Int64s, rows: Int64s) -> Int64s:
         """The ids of these rows of a table, or of one table each."""
-        ids: Int64s = rows - self._direct.bases[tables] if self._map is None else self._map.keys[rows]
+        ids: Int64s = rows - self._direct.bases[tables] if self._map is None else self._map.ids[rows]
         return ids
 
-    def enter(self, batch: Batch, ids: Sequence[Int64s], iteration: int, window: int, keep_plan: int) -> list[Int64s]:
-        """Make room for a batch behind `window` others; what its addresses point to, to be held while it is read.
+    def is_known(self, table: int, ids: Int64s) -> Flags:
+        """Which of these ids have a row: all, or those that the window or the cache has, if the table is mapped."""
+        if self._map is None:
+            return np.ones(len(ids), np.bool_)
+        return np.isin(ids, self._map.ids[(self._map.last_use != 0) & (self._map.tables == table)])
 
-        Rows of a mapped table are forgotten that were last read before the window and evicted before plan `keep_plan`.
+    def enter(self, batch: Batch, iteration: int, window: int, keep_plan: int) -> None:
+        """Make room for a batch behind `window` others.
+
+        Rows of mapped tables are forgotten that were last read before the window and evicted before plan `keep_plan`.
         """
         first, stop = batch.features[self.tables], batch.features[self.tables + 1]
         num_ids = int((batch.positions[stop] - batch.positions[first]).sum())
         if num_ids > len(self.previous):
             self.previous = np.empty(num_ids, np.int64)
             self.idle_slots = np.empty(num_ids, np.int32)
-        held: list[Int64s] = []
         if self._map is not None:
             self._map.reserve(num_ids, iteration - window, keep_plan)
-            for f in range(first[0], stop[0]):
-                held.append(self.rows_of(0, ids[f]))
-                batch.addresses[f] = address_of(held[-1])
         column = iteration & (self.rings.begins.shape[1] - 1)
         self.rings.begins[0, column] = self._allocate(num_ids, iteration - window, window)
-        return held
 
     def entered(self, iteration: int) -> None:
         """The batch stays in the window."""
@@ -161,16 +161,19 @@ def make_shards(
     rows_direct_max: int = ROWS_DIRECT_MAX,
     bytes_direct_max: int = BYTES_DIRECT_MAX,
 ) -> list[Shard]:
-    """Each mapped table alone; the others spread evenly over two shards a thread, or one if there is one thread."""
+    """Tables with arrays and mapped ones, each spread evenly over two shards a thread, or one for one thread."""
     direct = is_direct(tables, rows_direct_max, bytes_direct_max)
-    members: list[list[int]] = [[] for _ in range(1 if threads == 1 else 2 * threads)]
-    costs = [0.0] * len(members)
-    for t in sorted((t for t in range(len(tables)) if direct[t]), key=lambda t: -_cost(tables[t])):
-        lightest = costs.index(min(costs))
-        members[lightest].append(t)
-        costs[lightest] += _cost(tables[t])
-    mapped = [Shard(tables, [t], window_max, masks, mapped=True) for t in range(len(tables)) if not direct[t]]
-    return mapped + [Shard(tables, sorted(own), window_max, masks) for own in members if own]
+    shards = []
+    for mapped in (False, True):
+        members: list[list[int]] = [[] for _ in range(1 if threads == 1 else 2 * threads)]
+        costs = [0.0] * len(members)
+        own = [t for t in range(len(tables)) if direct[t] != mapped]
+        for t in sorted(own, key=lambda t: -_cost(tables[t])):
+            lightest = costs.index(min(costs))
+            members[lightest].append(t)
+            costs[lightest] += _cost(tables[t])
+        shards += [Shard(tables, sorted(own), window_max, masks, mapped=mapped) for own in members if own]
+    return shards
 
 
 def is_direct(tables: Sequence[OracleTable], rows_max: int, bytes_max: int) -> list[bool]:
@@ -185,11 +188,6 @@ def is_direct(tables: Sequence[OracleTable], rows_max: int, bytes_max: int) -> l
     return direct
 
 
-def address_of(ids: Int64s) -> int:
-    """Where a contiguous array is in memory."""
-    return int(ids.__array_interface__["data"][0])
-
-
 def _cost(table: OracleTable) -> float:
     """Reading a feature costs more the less of its table fits the processor's caches."""
-    return len(table.features) * (1 + float(np.log2(table.rows or 1)) / 4)
+    return len(table.features) * (1 + float(np.log2(table.rows or 2**30)) / 4)

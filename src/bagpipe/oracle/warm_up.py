@@ -56,8 +56,7 @@ def _can_be_noted(tenants: Tenants, tables: Int64s, ids: Int64s) -> NDArray[np.b
     can: NDArray[np.bool_] = np.ones(len(ids), np.bool_)
     for t in np.unique(tables).tolist():
         shard, own = tenants.shard_of(t), tables == t
-        if shard.mapped:
-            can[own] = np.isin(ids[own], shard.state.keys[np.flatnonzero(shard.state.last_use)])
+        can[own] = shard.is_known(t, ids[own])
     return can
 
 

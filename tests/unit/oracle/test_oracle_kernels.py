@@ -78,51 +78,57 @@ def test_no_choice_of_stays_is_larger() -> None:
 EXTREME = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, 2**53 + 1]
 
 
-def test_a_window_map_gives_each_id_an_entry_of_its_own() -> None:
+def test_a_window_map_gives_each_id_of_each_table_a_row_of_its_own() -> None:
     known = WindowMap()
     ids = np.array([*EXTREME, *EXTREME, 77], np.int64)
-    known.reserve(len(ids), 0, 0)
-    entries = np.empty(len(ids), np.int64)
-    known.find_or_take(ids, entries)
-    assert len(set(entries.tolist())) == len(EXTREME) + 1
-    np.testing.assert_array_equal(known.keys[entries], ids)
-    again = np.empty(len(ids), np.int64)
-    known.find_or_take(ids, again)
-    np.testing.assert_array_equal(again, entries)
+    known.reserve(3 * len(ids), 0, 0)
+    rows = [known.number(table, ids).copy() for table in range(3)]
+    assert len(np.unique(np.concatenate(rows))) == 3 * (len(EXTREME) + 1)
+    for table in range(3):
+        np.testing.assert_array_equal(known.ids[rows[table]], ids)
+        np.testing.assert_array_equal(known.number(table, ids), rows[table])
+
+
+def test_a_record_of_a_window_map_lies_in_one_cache_line() -> None:
+    known = WindowMap()
+    for _ in range(6):
+        known.reserve(len(known.ids), 0, 0)
+        known.number(0, np.arange(len(known.ids) // 2))
+        assert known.ids.__array_interface__["data"][0] % 32 == 0
+        assert known.ids.strides == known.last_use.strides == known.location.strides == (32,)
 
 
 def test_a_window_map_follows_the_rows_in_use() -> None:
     """Ten thousand iterations with new ids in each need no more memory than the rows of a few."""
     known = WindowMap()
     random = np.random.default_rng(0)
-    entry_of: dict[int, int] = {}
+    row_of: dict[tuple[int, int], int] = {}
     for iteration in range(10_000):
         ids = np.append(random.integers(-(2**63), 2**63 - 1, 20), iteration % 3)
         known.reserve(len(ids), iteration, iteration - 4)
-        entries = np.empty(len(ids), np.int64)
-        known.find_or_take(ids, entries)
-        known.words[entries] = (iteration + 1) << 32
-        known.places[entries] = -(iteration + 1)
-        known.places[entries[-1]] = 1 + iteration % 3
-        assert entry_of.setdefault(int(ids[-1]), int(entries[-1])) == entries[-1], "a resident row was moved"
-    assert len(known.words) <= 512
-    assert len(known) <= len(known.words)
+        rows = known.number(iteration % 2, ids)
+        known.last_use[rows] = (iteration + 1) << 32
+        known.location[rows] = -(iteration + 1)
+        known.location[rows[-1]] = 1 + iteration % 3
+        assert row_of.setdefault((iteration % 2, int(ids[-1])), int(rows[-1])) == rows[-1], "a resident row was moved"
+    assert len(known.last_use) <= 512
+    assert len(known) <= len(known.last_use)
 
 
 def test_a_window_map_equals_its_twin_through_growth_and_forgetting() -> None:
     random = np.random.default_rng(1)
     known, twin = WindowMap(), WindowMapByDict()
     for iteration in range(300):
-        ids = random.integers(0, 3 + 2 * iteration, random.integers(0, 60)) * 2**40
-        ours, theirs = np.empty((2, len(ids)), np.int64)
-        for one, entries in ((known, ours), (twin, theirs)):
+        ids, table = random.integers(0, 3 + 2 * iteration, random.integers(0, 60)) * 2**40, int(random.integers(0, 4))
+        found = []
+        for one in (known, twin):
             one.reserve(len(ids), iteration, iteration - 5)
-            one.find_or_take(ids, entries)
-            one.words[entries] = (iteration + 1) << 32
-            one.places[entries] = np.where(ids % 7 == 0, 1, -(iteration + 1))
-        np.testing.assert_array_equal(ours, theirs)
+            found.append(one.number(table, ids).copy())
+            one.last_use[found[-1]] = (iteration + 1) << 32
+            one.location[found[-1]] = np.where(ids % 7 == 0, 1, -(iteration + 1))
+        np.testing.assert_array_equal(*found)
         assert len(known) == len(twin)
-    assert len(known.words) > window_map.NUM_ENTRIES_MIN
+    assert len(known.last_use) > window_map.NUM_ROWS_MIN
 
 
 @pytest.mark.parametrize("seed", SEEDS)

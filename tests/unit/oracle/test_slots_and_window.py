@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from bagpipe.kernels.oracle import Batch, read, unread
+from bagpipe.kernels.window_map import address_of
 from bagpipe.oracle.oracle import mask_type
-from bagpipe.oracle.shard import Shard, address_of
+from bagpipe.oracle.shard import Shard
 from bagpipe.oracle.slots import AddressedSlots, Group, Slots
 from bagpipe.oracle.tables import OracleTable
 
@@ -86,7 +87,7 @@ def test_a_shard_keeps_its_batches_through_wraps_and_growth(trainers: int) -> No
             inverse, counts = np.empty(positions[-1], np.int32), np.zeros(3, np.int64)
             batch = Batch(addresses, positions, features, sizes, inverse, counts, gaps)
             iteration = first + len(twin)
-            shard.enter(batch, ids, iteration, len(twin), 0)
+            shard.enter(batch, iteration, len(twin), 0)
             assert read(shard.state, shard.rings, batch, shard.previous, iteration, len(twin), 0) == -1
             unique = [list(dict.fromkeys(own.tolist())) for own in (ids[0], ids[2])]
             content = [*unique[0], *(row + 50 for row in unique[1])]
@@ -115,7 +116,7 @@ def test_a_batch_that_was_read_can_be_taken_back() -> None:
         positions, inverse = np.array([0, len(own)]), np.empty(len(own), np.int32)
         addresses = np.array([address_of(own)], np.uint64)
         batch = Batch(addresses, positions, np.array([0, 1]), np.array([9]), inverse, counts, gaps)
-        shard.enter(batch, [own], iteration, iteration, 0)
+        shard.enter(batch, iteration, iteration, 0)
         return read(shard.state, shard.rings, batch, shard.previous, iteration, iteration, 0)
 
     assert enter(0, [3, 4, 3, 5]) == -1
