@@ -181,6 +181,12 @@ class PolicyOptionsConfig(Section):
     """Which row leaves first of those that are not held (scratchpipe)."""
     pipelined: bool = True
     """Off: each iteration's rows are fetched after the iteration before has been written back (every policy)."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Threads that share the oracle's work, which changes no plan; 0: a quarter of the cores, 4 at most (every
+    policy)."""
+    oracles: Annotated[int, Field(ge=1)] = 1
+    """Oracles that divide the tables among them, each with its part of the cache; costs fetched rows, and no bit (every
+    policy)."""
     ways: Annotated[int, Field(ge=1, le=WAYS_MAX)] = 16
     """Places in the cache that a row of a large table can be in (windowed)."""
     mode: Literal["strict", "stale"] = "strict"

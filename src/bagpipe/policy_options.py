@@ -23,6 +23,10 @@ class PolicyOptions:
     """Which row that is not held leaves first (scratchpipe)."""
     pipelined: bool = True
     """Off: nothing is fetched before the iteration before has been written back (every policy)."""
+    threads: int = 0
+    """Threads that share the oracle's work, which changes no plan; 0: by the cores that there are (every policy)."""
+    oracles: int = 1
+    """Oracles that divide the tables among them, each with its part of the cache (every policy)."""
     ways: int = 16
     """Places that a row of a large table can be in (windowed)."""
     mode: Mode = "strict"
@@ -47,10 +51,14 @@ class PolicyOptions:
 
 
 SAMPLE_MAX = 4096
+THREADS_MAX = 64
+ORACLES_MAX = 64
 WAYS_MAX = 4096
 SEED_MAX = 2**63 - 1
 BOUNDS = (
     ("sample", 0, SAMPLE_MAX, ", as its batches lie in memory, or 0 for all data"),
+    ("threads", 0, THREADS_MAX, ""),
+    ("oracles", 1, ORACLES_MAX, ""),
     ("ways", 1, WAYS_MAX, ", as all of a set are looked at for each row"),
     ("seed", 0, SEED_MAX, ""),
 )

@@ -74,7 +74,7 @@ def number(rows: Numbers, table: int, address: int, count: int) -> None:
             i = ahead - 2 * FAR
             key, bits = int64_at(address, i), np.uint64(given[index(i)])
             slot = (bits * num_slots) >> _HALF
-            row = -1
+            row = np.int64(-1)
             while row < 0:
                 word = slots[slot]
                 if word == _EMPTY:
@@ -86,7 +86,7 @@ def number(rows: Numbers, table: int, address: int, count: int) -> None:
                 elif word >> _HALF == bits:
                     row = np.int64(word & _LOWER) - 1
                     if rows.ids[index(row)] != key or rows.tables[index(row)] != table:
-                        row = -1
+                        row = np.int64(-1)
                 slot += np.uint64(1)
                 if slot == num_slots:
                     slot = np.uint64(0)
@@ -132,6 +132,7 @@ class WindowMap:
     def __init__(self) -> None:
         self._num_free: Int64s = np.zeros(1, np.int64)
         self._size = 0
+        self._records: Int64s = np.empty((0, _RECORD), np.int64)
         self._given: Int64s = np.empty(0, np.int64)
         self._free: Int32s = np.empty(0, np.int32)
         self._grow(NUM_ROWS_MIN)
@@ -177,8 +178,7 @@ class WindowMap:
         first = -address_of(memory) // 8 % _RECORD
         records = memory[first : first + _RECORD * size].reshape(size, _RECORD)
         halves = records.view(np.int32)
-        if old:
-            records[:old] = self._records
+        records[:old] = self._records
         self._records, self._size = records, size
         self.ids: Int64s = records[:, 0]
         self.last_use: Int64s = records[:, 1]

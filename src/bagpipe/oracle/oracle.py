@@ -25,7 +25,7 @@ from bagpipe.kernels.victims import count_absent, note_next_uses
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds, Reader
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sample import take_sample
+from bagpipe.oracle.sample import TableSample, take_sample
 from bagpipe.oracle.shard import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MaskType, Shard, make_shards
 from bagpipe.oracle.slots import Group, IdleQueue
 from bagpipe.oracle.tables import OracleTable, described
@@ -113,6 +113,15 @@ class Oracle:
     def capacity(self) -> list[int]:
         """The slots of each group."""
         return [group.slots.capacity for group in self.groups]
+
+    @property
+    def scans(self) -> bool:
+        """Whether it must `know` all data before the first plan."""
+        return self.policy.scans
+
+    def know(self, counts: Sequence[TableSample]) -> None:
+        """How often all data uses each row of each table."""
+        self.policy.know(counts)
 
     def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
         """A plan for each batch, with the payload that came with its ids (one array a feature, in order of tables).

@@ -33,6 +33,9 @@ class CutIds:
 class Reader:
     """Reads batches into shards, which `threads` share."""
 
+    ids_shared_min = 20_000
+    """A pass over fewer ids takes no longer than waking a thread."""
+
     def __init__(self, tables: Sequence[OracleTable], shards: Sequence[Shard], window_max: int, threads: int) -> None:
         self.tables, self.shards = tuple(tables), list(shards)
         self._workers = Workers(threads, "bagpipe-oracle")
@@ -43,6 +46,7 @@ class Reader:
         sizes = [table.rows if t not in self._mapped else None for t, table in enumerate(tables)]
         self._sizes: Int64s = np.array([2**63 - 1 if size is None else size for size in sizes], np.int64)
         self._gaps: Int64s = np.zeros((len(tables), window_max + 2), np.int64)
+        self._shares_work = False
 
     def read(self, ids: Sequence[NDArray[np.integer]], iteration: int, window: int, keep: int, keep_plan: int) -> Batch:
         """Enter the batch of an iteration behind `window` others: as `kernels.read`. An error changes nothing.
@@ -53,6 +57,7 @@ class Reader:
         flat = self._flat(ids, iteration)
         positions = np.zeros(len(flat) + 1, np.int64)
         np.cumsum([len(values) for values in flat], out=positions[1:])
+        self._shares_work = self._workers.num_threads > 1 and positions[-1] >= self.ids_shared_min
         addresses = np.array([address_of(values) for values in flat], np.uint64)
         inverse, counts = np.empty(positions[-1], np.int32), np.zeros(len(self.tables), np.int64)
         batch = Batch(addresses, positions, self.features, self._sizes, inverse, counts, self._gaps)
@@ -79,7 +84,7 @@ class Reader:
 
     def on_all(self, work: Callable[[Shard], None]) -> None:
         """Do something with every shard, on as many threads as there are."""
-        if self._workers.num_threads > 1:
+        if self._shares_work:
             self._workers.run([partial(work, shard) for shard in self.shards])
         else:
             for shard in self.shards:

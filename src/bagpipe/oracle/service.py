@@ -23,7 +23,8 @@ from bagpipe.errors import BagpipeError, BatchError, ConfigError, DeadlineError,
 from bagpipe.failpoints import reach
 from bagpipe.oracle.assign import ASSIGNERS, Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.oracle import Oracle, mask_type
+from bagpipe.oracle.oracle import mask_type
+from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.partition import DESIGNS, Design, Partition, uses_ahead
 from bagpipe.oracle.plan import Plan
@@ -102,7 +103,7 @@ class PlanSettings:
             return None
         return DividedBy(self.trainers, self.assign, self.design, self.delayed, bool(self.move_costs))
 
-    def partition(self, oracle: Oracle) -> Partition:
+    def partition(self, oracle: AnyOracle) -> Partition:
         """Divides plans."""
         return Partition(
             self.trainers, oracle.tables, oracle.capacity, design=self.design, delayed=self.delayed,
@@ -240,7 +241,7 @@ class OracleService:
 
     def _work(self) -> None:
         source: Divided | None = None
-        oracle: Oracle | None = None
+        oracle: AnyOracle | None = None
         end = Answer(Failed(PipelineError.__name__, "the oracle failed inside: its log says how"))
         try:
             assigner = self._settings.assigner()
@@ -260,7 +261,7 @@ class OracleService:
             self._ended = f"{body.error}: {body.message}" if isinstance(body, Failed) else "all data is planned"
             self._outbox.finish(end)
 
-    def _make_oracle(self, source: Source) -> Oracle:
+    def _make_oracle(self, source: Source) -> AnyOracle:
         """Look at the first batch, and tell trainers what its plans will be like."""
         settings = self._settings
         source.tables = settings.tables
@@ -281,7 +282,7 @@ class OracleService:
         self._outbox.describe(Answer(described))
         return oracle
 
-    def _plan(self, source: Divided, oracle: Oracle) -> None:
+    def _plan(self, source: Divided, oracle: AnyOracle) -> None:
         for parts in self._parts(source, oracle):
             plan = parts[0][0]
             answers = [
@@ -293,7 +294,7 @@ class OracleService:
                 raise PipelineError("the oracle was closed")
             self._planned = plan.iteration + 1
 
-    def _parts(self, source: Divided, oracle: Oracle) -> Iterator[Sequence[tuple[Plan, Group]]]:
+    def _parts(self, source: Divided, oracle: AnyOracle) -> Iterator[Sequence[tuple[Plan, Group]]]:
         """For each iteration what each trainer gets."""
         settings = self._settings
         if settings.trainers == 1:

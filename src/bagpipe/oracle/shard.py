@@ -31,7 +31,8 @@ ROWS_DIRECT_MAX = 64_000_000
 BYTES_DIRECT_MAX = 4_000_000_000
 """So are the largest ones when the arrays of all would take more."""
 _BYTES_A_ROW = 12
-NO_NUMBERS = Numbers(*(np.empty(0, kind) for kind in (np.uint64, np.int64, np.int32, np.int32, np.int64, np.int64)))
+_NONE: Any = [np.empty(0, kind) for kind in (np.uint64, np.int64, np.int32, np.int32, np.int64, np.int64)]
+NO_NUMBERS = Numbers(*_NONE)
 
 
 class Shard:
@@ -85,7 +86,8 @@ class Shard:
         """The rows with these ids; of a mapped table, new ones as far as there was room for the last batch's ids."""
         if self._map is not None:
             return self._map.number(table, ids).copy()
-        return ids + self._direct.bases[table]
+        rows: Int64s = ids + self._direct.bases[table]
+        return rows
 
     def ids_of(self, tables: int | Int64s, rows: Int64s) -> Int64s:
         """The ids of these rows of a table, or of one table each."""

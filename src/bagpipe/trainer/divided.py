@@ -14,7 +14,7 @@ import numpy as np
 
 from bagpipe.oracle.division import Division
 from bagpipe.oracle.fan_out import fan_out
-from bagpipe.oracle.oracle import Oracle
+from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.reader import CutIds
@@ -41,7 +41,7 @@ class Divided(Source):
         super().__init__(loader, epochs, accumulate, LookBack(first_needed, divide))
         self._divide = divide
 
-    def divided(self, oracle: Oracle, partition: Partition) -> Iterator[tuple[Division, list[Part]]]:
+    def divided(self, oracle: AnyOracle, partition: Partition) -> Iterator[tuple[Division, list[Part]]]:
         """For each iteration its plan, and each trainer's samples; what went wrong with the loader comes after them."""
         self.scan(oracle)
         yield from partition.plans(oracle.plans(self._iterations_of_parts()))
@@ -110,7 +110,7 @@ class Part:
 class SharedPlans:
     """The plans of one oracle for all trainers of this process: `of(rank)` is what each reads."""
 
-    def __init__(self, source: Divided, oracle: Oracle, partition: Partition) -> None:
+    def __init__(self, source: Divided, oracle: AnyOracle, partition: Partition) -> None:
         self._source, self._oracle, self._partition = source, oracle, partition
         self._streams = fan_out(self._parts(), partition.trainers)
         self._open = partition.trainers

@@ -13,7 +13,7 @@ from bagpipe.adapt import Adapter
 from bagpipe.data.tree_wire import Types, pack_trees, types_in, unpack_trees
 from bagpipe.errors import BagpipeError, BatchError, PipelineError, WireError
 from bagpipe.oracle.assign import Assigner
-from bagpipe.oracle.oracle import Oracle
+from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan import Plan
@@ -91,7 +91,7 @@ class ServedPlans:
         self,
         listen: Listen,
         source: SharedLoader,
-        oracle: Oracle,
+        oracle: AnyOracle,
         partition: Partition,
         described: PlansDescribed,
         *,

@@ -20,7 +20,7 @@ from bagpipe.data.loader import Loader
 from bagpipe.embedding import check_range
 from bagpipe.errors import ConfigError, ValueRangeError
 from bagpipe.handles import Handles, training_base
-from bagpipe.oracle.oracle import Oracle
+from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.policies.scan import RowScan
 from bagpipe.trainer.read_ahead import Held, ReadAhead
@@ -119,19 +119,19 @@ class Source:
         """The ids of the first batch."""
         return self.adapter.extract(self.reading.examples[0], self.features, 0)
 
-    def planned(self, oracle: Oracle) -> Generator[tuple[Plan, Group], None, None]:
+    def planned(self, oracle: AnyOracle) -> Generator[tuple[Plan, Group], None, None]:
         """For each iteration its plan and its batches; what went wrong with the loader comes after them."""
         self.scan(oracle)
         yield from oracle.plans(self._groups())
         if self._error is not None:
             raise self._error
 
-    def scan(self, oracle: Oracle) -> None:
+    def scan(self, oracle: AnyOracle) -> None:
         """Count the rows of all data, where the oracle's policy wants to know; one more reading, and nothing is kept.
 
         ConfigError if the loader is not known to give the same batches again.
         """
-        if not oracle.policy.scans:
+        if not oracle.scans:
             return
         if self._loader is None:
             raise ConfigError(
@@ -146,7 +146,7 @@ class Source:
             ids = self.adapter.extract(batch, self.features, number)
             self._check(ids, number)
             counts.add(ids)
-        oracle.policy.know(counts.samples())
+        oracle.know(counts.samples())
 
     def close(self) -> None:
         """Let go of the loader, so that its worker processes can end."""
@@ -224,7 +224,7 @@ class Source:
 class LocalPlans:
     """The plans of an oracle in this process."""
 
-    def __init__(self, source: Source, oracle: Oracle) -> None:
+    def __init__(self, source: Source, oracle: AnyOracle) -> None:
         self._source, self._oracle = source, oracle
 
     def plans(self) -> Plans:
