@@ -18,10 +18,16 @@ from numpy.typing import NDArray
 
 from bagpipe.data.generator import generated
 from bagpipe.data.presets import find_preset
+from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.oracle import Oracle
+from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies.base import Lookahead
+from bagpipe.policies.lookahead import AUTO_MAX
+from bagpipe.policy_options import PolicyOptions
+from bagpipe.types import Table
 from benchmarks import Benchmark, Results
 
 Ids = list[NDArray[np.int64]]
@@ -30,10 +36,12 @@ PRESET = "criteo-kaggle-like"
 BATCH_SIZE = 16_384
 LOOKAHEAD = 200
 LOOKAHEADS = (5, 50, 200, 300)
-BATCH_SIZES = (2_048, 4_096, 8_192, 16_384)
+BATCH_SIZES = (2_048, 8_192, 16_384, 32_768, 131_072)
 NUM_FEATURES = (6, 13, 26)
 NUM_BATCHES = 320
 CAPACITY = 4_000_000
+SMALL_CAPACITY = 400_000
+"""For several oracles: each has a part of it, which costs rows that have to be fetched."""
 MOVE_COST = 1 / 48
 """Of rows without optimizer state: with several trainers their owners change as often as can be."""
 TURN = 5
@@ -64,7 +72,7 @@ class _Variant:
     """One oracle with its endless data."""
 
     labels: dict[str, Any]
-    oracle: Oracle
+    oracle: AnyOracle
     batches: Sequence[Ids]
     batch_size: int
     trainers: int = 1
@@ -120,6 +128,7 @@ class _Variant:
             "samples_per_second_best": self.batch_size / min(self.seconds),
             "ids_per_second": self.batch_size * len(self.batches[0]) / float(np.median(self.seconds)),
             "time_ratio_to_first": float(np.median(ratios)),
+            "ns_a_unique_row": 1e9 * float(np.median(self.seconds)) / max(1, self.num_rows),
             **({"parts_time_ratio_to_first": float(np.median(parts))} if len(parts) else {}),
             "unique_rows": self.num_rows,
             "fetched_rows": self.num_fetched,
@@ -129,7 +138,7 @@ class _Variant:
 
 
 def run(quick: bool) -> Results:
-    """Threads, trainers, lookaheads, batch sizes, numbers of features, tables without arrays; about two minutes."""
+    """Threads, trainers, lookaheads, batch sizes, features, tables without arrays, several oracles; some minutes."""
     rows, batches = _make_batches(quick)
     lookahead = 8 if quick else LOOKAHEAD
     results: Results = []
@@ -139,8 +148,10 @@ def run(quick: bool) -> Results:
     results += _measure("lookahead", {n: {"lookahead": n} for n in lookaheads}, rows, batches, lookahead, quick)
     maps = {"arrays": {}, "mapped": {"rows_direct_max": 0}}
     results += _measure("tables", maps, rows, batches, lookahead, quick)
+    oracles = {n: {"oracles": n} for n in (1, 2, 4)}
+    results += _measure("oracles", oracles, rows, batches, 8 if quick else "auto", quick)
     shapes: dict[object, dict[str, Any]] = {size: {"batch_size": size} for size in BATCH_SIZES[:: 3 if quick else 1]}
-    results += _measure("batch_size", shapes, rows, batches, 8 if quick else 50, quick)
+    results += _measure("batch_size", shapes, rows, batches, 8, quick)
     counts: dict[object, dict[str, Any]] = {count: {"num_features": count} for count in NUM_FEATURES}
     return results + _measure("num_features", counts, rows, batches, 8 if quick else 50, quick)
 
@@ -161,7 +172,7 @@ def _measure(
     variants: Mapping[Any, dict[str, Any]],
     rows: list[int | None],
     batches: list[Ids],
-    lookahead: int,
+    lookahead: Lookahead,
     quick: bool,
 ) -> Results:
     made = [
@@ -169,8 +180,8 @@ def _measure(
         for value, options in variants.items()
     ]
     for variant in made:
-        window = variant.oracle.policy.target_max
-        variant.take_turn(window + 5)
+        window = variant.labels.get("lookahead", lookahead)
+        variant.take_turn((AUTO_MAX if window == "auto" else window) + 5)
         variant.seconds.clear()
         variant.part_seconds.clear()
     for _ in range(2 if quick else 30):
@@ -182,20 +193,31 @@ def _measure(
 
 
 def _make_variant(
-    labels: dict[str, Any], options: dict[str, Any], rows: list[int | None], batches: list[Ids], lookahead: int
+    labels: dict[str, Any], options: dict[str, Any], rows: list[int | None], batches: list[Ids], lookahead: Lookahead
 ) -> _Variant:
     batch_size, num_features = options.pop("batch_size", BATCH_SIZE), options.pop("num_features", len(rows))
     by_size = sorted(
         range(len(rows)), key=lambda t: rows[t] or 0
     )  # so that few features have their share of large tables
     chosen = sorted(by_size[(feature + 1) * len(rows) // num_features - 1] for feature in range(num_features))
+    joined = max(1, batch_size // BATCH_SIZE)
     parts = [
-        [ids[t][start : start + batch_size] for t in chosen]
-        for ids in batches
-        for start in range(0, BATCH_SIZE, batch_size)
+        [
+            np.concatenate([ids[t] for ids in batches[first : first + joined]])[start : start + batch_size]
+            for t in chosen
+        ]
+        for first in range(0, len(batches), joined)
+        for start in range(0, joined * BATCH_SIZE, batch_size)
     ]
     tables = [OracleTable(f"table {t}", rows[t]) for t in chosen]
-    oracle = Oracle(tables, [CAPACITY], **{"lookahead": lookahead, "uses_ahead": 1, **options})
+    if "oracles" in options:
+        oracle: AnyOracle = make_oracle(
+            [Table(table.name, table.rows, table.features) for table in tables], [1] * len(tables), SMALL_CAPACITY,
+            {table.name: ids for table, ids in zip(tables, parts[0], strict=True)}, lookahead=lookahead,
+            policy="lookahead", options=PolicyOptions(threads=1, **options),
+        )  # fmt: skip
+    else:
+        oracle = Oracle(tables, [CAPACITY], **{"lookahead": lookahead, "uses_ahead": 1, **options})
     return _Variant(labels, oracle, parts, batch_size, options.get("trainers", 1))
 
 
