@@ -201,12 +201,11 @@ def _make_variant(
     )  # so that few features have their share of large tables
     chosen = sorted(by_size[(feature + 1) * len(rows) // num_features - 1] for feature in range(num_features))
     joined = max(1, batch_size // BATCH_SIZE)
+    runs = [batches[first : first + joined] for first in range(0, len(batches), joined)]
+    wholes = [run[0] if joined == 1 else [np.concatenate(own) for own in zip(*run, strict=True)] for run in runs]
     parts = [
-        [
-            np.concatenate([ids[t] for ids in batches[first : first + joined]])[start : start + batch_size]
-            for t in chosen
-        ]
-        for first in range(0, len(batches), joined)
+        [ids[t][start : start + batch_size] for t in chosen]
+        for ids in wholes
         for start in range(0, joined * BATCH_SIZE, batch_size)
     ]
     tables = [OracleTable(f"table {t}", rows[t]) for t in chosen]

@@ -7,7 +7,7 @@ from benchmarks.oracle import BENCHMARK
 
 def test_the_benchmark_measures_every_variant() -> None:
     results = BENCHMARK.run(True)
-    measures = {"threads", "trainers", "lookahead", "tables", "batch_size", "num_features"}
+    measures = {"threads", "trainers", "lookahead", "tables", "oracles", "batch_size", "num_features"}
     assert {result["measure"] for result in results} == measures
     assert all(result["samples_per_second"] > 0 and result["unique_rows"] > 0 for result in results)
     one, eight = (result for result in results if result["measure"] == "trainers")
