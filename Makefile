@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -n 2
+# Bytecode is kept whatever the environment says: tests start hundreds of processes, and each would compile the package.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 T      ?=
 # Pure parts and contracts: at most 90 CPU seconds in all, once kernels are compiled.
 U      := tests/unit
