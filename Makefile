@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Bytecode is kept whatever the environment says: tests start hundreds of processes, and each would compile the package.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
+PYTEST := $(BIN)/python -m pytest -n 2
 T      ?=
 # Pure parts and contracts: at most 90 CPU seconds in all, once kernels are compiled.
 U      := tests/unit

@@ -1,10 +1,19 @@
 """What holds for every test."""
 
+import os
+import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-import torch
+# Before torch is loaded, for this process and those that tests start. PyTorch's threads that have nothing to do sleep:
+# where several processes share few cores they would spin away the time of those that have. And bytecode is kept,
+# whatever the environment says: hundreds of processes would each compile the package.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 pytest.register_assert_rewrite("harness", "definitions")
 
