@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -42,6 +43,17 @@ def scratch(monkeypatch):
     with tempfile.TemporaryDirectory(prefix="bp-", dir="/tmp") as path:
         monkeypatch.setenv("TMPDIR", path)
         yield Path(path)
+
+
+def pytest_collection_finish(session):
+    """What was imported stays: no collection goes through these hundreds of thousands of objects again.
+
+    Nor does `accelerate`, which looks for optimizers that hold a parameter among all objects but those.
+    """
+    if len(session.items) > 200:
+        import torch._dynamo  # noqa: F401  (the largest part, which the first optimizer imports)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header():
