@@ -1,10 +1,20 @@
 """What holds for every test."""
 
+import gc
+import os
+import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-import torch
+# Before torch is loaded, for this process and those that tests start. PyTorch's threads that have nothing to do sleep:
+# where several processes share few cores they would spin away the time of those that have. And bytecode is kept,
+# whatever the environment says: hundreds of processes would each compile the package.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 pytest.register_assert_rewrite("harness", "definitions")
 
@@ -33,6 +43,17 @@ def scratch(monkeypatch):
     with tempfile.TemporaryDirectory(prefix="bp-", dir="/tmp") as path:
         monkeypatch.setenv("TMPDIR", path)
         yield Path(path)
+
+
+def pytest_collection_finish(session):
+    """What was imported stays: no collection goes through these hundreds of thousands of objects again.
+
+    Nor does `accelerate`, which looks for optimizers that hold a parameter among all objects but those.
+    """
+    if len(session.items) > 200:
+        import torch._dynamo  # noqa: F401  (the largest part, which the first optimizer imports)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header():

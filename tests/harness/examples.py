@@ -11,15 +11,15 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-_CHAOS_FACTOR = 10
+_FACTORS = {"ci": 0.4, "dev": 0.4, "chaos": 10}
+"""Multiples of the number of examples that a test names: `make test` must end while its user waits."""
+_FEWEST = 4
 # No deadlines and no check of slowness: a busy machine must not fail a test.
 _SLOW = [HealthCheck.too_slow]
 _PROFILES = {
     "ci": settings(deadline=None, suppress_health_check=_SLOW, derandomize=True, database=None, print_blob=True),
     "dev": settings(deadline=None, suppress_health_check=_SLOW, derandomize=False),
-    "chaos": settings(
-        deadline=None, suppress_health_check=_SLOW, derandomize=False, print_blob=True, max_examples=100 * _CHAOS_FACTOR
-    ),
+    "chaos": settings(deadline=None, suppress_health_check=_SLOW, derandomize=False, print_blob=True),
 }
 
 
@@ -29,15 +29,18 @@ def load_profile() -> str:
     name = os.environ.get("HYPOTHESIS_PROFILE") or default
     if name not in _PROFILES:
         raise ValueError(f"HYPOTHESIS_PROFILE is {name!r}: choose one of {', '.join(_PROFILES)}")
-    settings.register_profile(name, _PROFILES[name])
+    settings.register_profile(name, _PROFILES[name], max_examples=_number(100, name))
     settings.load_profile(name)
     return name
+
+
+def _number(named: int, profile: str) -> int:
+    return max(min(named, _FEWEST), round(named * _FACTORS[profile]))
 
 
 PROFILE = load_profile()
 
 
 def examples(number: int, suppress: tuple[HealthCheck, ...] = (), **options) -> settings:
-    """Settings with so many examples, and in `chaos` a multiple of them: an explicit number hides the profile's."""
-    factor = _CHAOS_FACTOR if PROFILE == "chaos" else 1
-    return settings(max_examples=number * factor, suppress_health_check=[*_SLOW, *suppress], **options)
+    """Settings with so many examples times the profile's factor: an explicit number hides the profile's own."""
+    return settings(max_examples=_number(number, PROFILE), suppress_health_check=[*_SLOW, *suppress], **options)

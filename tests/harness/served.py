@@ -25,9 +25,10 @@ HASTY = Patience(retry_s=0.05, deadline_s=30.0)
 FAULTS = {"delay": (0.0, 0.003), "loss": 0.1, "duplicate": 0.1, "reorder": 0.2}
 SETTINGS = [
     *("data.preset=tiny", "data.samples=500", "data.shuffle=true", "batch_size=36", "epochs=2"),
-    *("model.name=wide_deep", "model.dim=3"),
+    *("model.name=wide_deep", "model.dim=3", "cache=1000"),
 ]
-"""13 batches an epoch, the last one short; a weighted bag, a shared table, a table without a size."""
+"""13 batches an epoch, the last one short; a weighted bag, a shared table, a table without a size. The default cache
+has millions of places, which take longer to prepare than these runs to train."""
 
 LONG = ["epochs=6"]
 """So many that they can't all be on their way when the first few are trained."""

@@ -245,7 +245,7 @@ def test_a_state_dict_with_other_names_or_shapes_is_refused_as_torch_does():
 def test_a_weight_too_large_for_a_state_dict_is_refused_by_name(monkeypatch):
     net = make_net(device="meta")
     net.user = nn.EmbeddingBag(10**9, 4, mode="sum", device="meta")
-    bagpipe.accelerate(net, make_batches(), adagrad())
+    bagpipe.accelerate(net, make_batches(), adagrad(), cache=500)
     with pytest.raises(ModelError, match=r"'user' has 16\.0 GB of weights.*bagpipe\.export"):
         net.state_dict()
     monkeypatch.setattr(*seams.STATE_BYTES_MAX, 100)

@@ -362,7 +362,7 @@ def test_a_second_loop_over_rows_that_were_kept_goes_on_with_them(tmp_path):
     for options in ({}, {"checkpoint": every(tmp_path / "kept", 4), "store": tmp_path / "rows"}):
         run = Run(**options).train()
         run.loop = bagpipe.accelerate(
-            run.model, STORED, run.rows, tables=DATA.tables, store=options.get("store", "memory")
+            run.model, STORED, run.rows, tables=DATA.tables, cache=500, store=options.get("store", "memory")
         )
         found.append(run.train().end())
     assert_same_end(*found)

@@ -29,7 +29,7 @@ def test_a_launch_without_ray_says_what_to_install():
 
 
 def test_training_in_one_process_needs_no_ray(tmp_path):
-    tiny = ("data.preset=tiny", "data.samples=600", "model.name=wide_deep", "model.dim=4", "iterations=2")
+    tiny = ("data.preset=tiny", "data.samples=600", "model.name=wide_deep", "model.dim=4", "iterations=2", "cache=2000")
     words = [word for each in tiny for word in ("--set", each)]
     done = bagpipe("train", "--json", "--run-dir", str(tmp_path / "run"), *words)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ def test_a_run_read_by_processes_has_the_bits_of_one_read_by_threads(tmp_path, m
         return found
 
     monkeypatch.setattr(pool.Processor, "_start", note)
-    quiet = [*SETTINGS, "model.name=wide_deep"]
+    quiet = [*SETTINGS, "model.name=wide_deep", "cache=20000", "threads=1"]
     one = train(prepare(load_config(None, quiet), tmp_path / "threads"), lambda *_: None)
     assert started == []
     found = verify(prepare(load_config(None, [*quiet, "data.processes=1"]), tmp_path / "processes"), lambda *_: None)

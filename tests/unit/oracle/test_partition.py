@@ -60,7 +60,7 @@ def differing(ours, theirs, name=""):
 
 @pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize("delayed", [True, False])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 16))])
 def test_parts_are_those_of_a_division_with_dictionaries(design, delayed, seed):
     random = np.random.default_rng([seed, delayed, DESIGNS.index(design)])
     trainers, policy = int(random.integers(2, 5)), str(random.choice(sorted(POLICIES)))

@@ -249,12 +249,13 @@ def within_bounds(plan, batches, shape):
         assert len(inverse) == sum(batch.sparse[name].values.numel() for batch in batches)
 
 
-def test_whatever_happens_to_the_bytes_of_a_plan_there_is_a_typed_error_or_a_plan_within_bounds():
+@pytest.mark.parametrize("times", [1200, pytest.param(12_000, marks=pytest.mark.long)])
+def test_whatever_happens_to_the_bytes_of_a_plan_there_is_a_typed_error_or_a_plan_within_bounds(times):
     plans, shape = planned(make_batches(6))
     messages = [[bytes(frame) for frame in encode(sent(plan, group))] for plan, group in plans]
     rng = random.Random(5)
     refused = kept = 0
-    for _ in range(6000):
+    for _ in range(times):
         iteration = rng.randrange(len(messages))
         frames = list(messages[iteration])
         for _ in range(rng.randrange(1, 4)):
@@ -272,8 +273,8 @@ def test_whatever_happens_to_the_bytes_of_a_plan_there_is_a_typed_error_or_a_pla
                 kept += 1
         except BagpipeError:
             refused += 1
-    assert refused > 1000  # most of the others differ in a float or an id
-    assert kept > 100
+    assert refused > times // 6  # most of the others differ in a float or an id
+    assert kept > times // 60
 
 
 def relabelled(frames):

@@ -317,14 +317,15 @@ def within_bounds(plan, shape):
     assert sync.samples == plan.sync.samples
 
 
+@pytest.mark.parametrize("times", [800, pytest.param(8000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("design", ["owned", "lrpp"])
-def test_whatever_happens_to_the_bytes_of_a_part_there_is_a_typed_error_or_a_part_within_bounds(design):
+def test_whatever_happens_to_the_bytes_of_a_part_there_is_a_typed_error_or_a_part_within_bounds(design, times):
     iterations, shapes = divided(make_batches(6), design)
     messages = [(rank, part[0].iteration, sent(*part)) for parts in iterations for rank, part in enumerate(parts)]
     encoded = [(rank, number, [bytes(frame) for frame in encode(message)]) for rank, number, message in messages]
     rng = random.Random(7)
     refused = kept = 0
-    for _ in range(4000):
+    for _ in range(times):
         rank, number, frames = rng.choice(encoded)
         frames = list(frames)
         for _ in range(rng.randrange(1, 4)):
@@ -342,8 +343,8 @@ def test_whatever_happens_to_the_bytes_of_a_part_there_is_a_typed_error_or_a_par
                 kept += 1
         except BagpipeError:
             refused += 1
-    assert refused > 1000
-    assert kept > 20
+    assert refused > times // 4
+    assert kept > times // 200
 
 
 def relabelled(frames):

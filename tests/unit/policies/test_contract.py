@@ -33,6 +33,17 @@ BATCHES = make_batches(14, last=3)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
+def in_turn(choices, num_choices):
+    """Every variant with so many of the choices, and every choice with some variants; all with all is long."""
+    return [
+        pytest.param(
+            variant, *choice, marks=() if (place - number) % len(choices) < num_choices else pytest.mark.long
+        )
+        for number, variant in enumerate(VARIANTS)
+        for place, choice in enumerate(choices)
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def expected():
     return train_reference(BATCHES, OPTIMIZERS["adagrad"](), "wide_deep")[0]
@@ -58,15 +69,14 @@ def test_all_variants_claim_to_be_exact(variant: str) -> None:
     assert make_policy(*VARIANTS[variant]).exact
 
 
-@every_variant
-@pytest.mark.parametrize(("cache", "lookahead"), [(60, "auto"), (90, 3)])
+@pytest.mark.parametrize(("variant", "cache", "lookahead"), in_turn([(60, "auto"), (90, 3)], 1))
 def test_training_under_the_checker_gives_the_bits_of_the_reference(expected, variant, cache, lookahead) -> None:
     assert_identical(expected, train(variant, cache, lookahead, Threads(60)))
 
 
-@every_variant
 @pytest.mark.parametrize(
-    ("last", "eagerness"), [((), 1.0), ((WRITES_BACK,), 20.0), ((INSERTS,), 0.0), (FETCHES[:1], 3.0)]
+    ("variant", "last", "eagerness"),
+    in_turn([((), 1.0), ((WRITES_BACK,), 20.0), ((INSERTS,), 0.0), (FETCHES[:1], 3.0)], 2),
 )
 def test_no_schedule_changes_a_bit(expected, variant, last, eagerness) -> None:
     driver = Seeded(len(variant), eagerness, frozenset(last))

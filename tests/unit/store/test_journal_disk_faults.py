@@ -13,16 +13,20 @@ from bagpipe.store.recorded import Recorded
 from harness.disk import Fault, SimulatedDisk
 from harness.journaled import WIDTHS, State, batch, opened, state
 
+FULL, BROKEN = errno.ENOSPC, errno.EIO
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_fails_once_at_any_call_costs_no_row(number: int) -> None:
+
+@pytest.mark.parametrize(
+    "in_turn", [(FULL, BROKEN), *(pytest.param((each,), marks=pytest.mark.long) for each in (FULL, BROKEN))]
+)
+def test_a_disk_that_fails_once_at_any_call_costs_no_row(in_turn: tuple[int, ...]) -> None:
     """The run does what a supervisor would: after an error it returns to the last mark, and replays from there."""
     at = failures = 0
     while True:
         disk = SimulatedDisk()
         with opened(disk):
             pass
-        disk.fault = fault = Fault(at, number)
+        disk.fault = fault = Fault(at, in_turn[at % len(in_turn)])
         store = opened_with_retry(disk)
         failures += train(store, disk)
         disk.fault = None
