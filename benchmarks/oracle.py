@@ -169,7 +169,7 @@ def _measure(
         for value, options in variants.items()
     ]
     for variant in made:
-        window = variant.oracle.policy.target_max
+        window = variant.oracle.policy.window_max
         variant.take_turn(window + 5)
         variant.seconds.clear()
         variant.part_seconds.clear()

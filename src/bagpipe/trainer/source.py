@@ -22,7 +22,6 @@ from bagpipe.errors import ConfigError, ValueRangeError
 from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
-from bagpipe.policies.scan import RowScan
 from bagpipe.trainer.read_ahead import Held, ReadAhead
 from bagpipe.trainer.reading import LookBack, Reading
 from bagpipe.types import Table
@@ -131,22 +130,22 @@ class Source:
 
         ConfigError if the loader is not known to give the same batches again.
         """
-        if not oracle.policy.scans:
+        sample = oracle.sample
+        if sample is None or oracle.policy.options.sample:
             return
         if self._loader is None:
             raise ConfigError(
                 f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: give "
                 "a bagpipe.data.Loader, or the number of batches to look at"
             )
-        counts = RowScan([table.features for table in self.tables])
         batches = self._loader.dataset.batches(self._loader.batch_size, workers=self._loader.workers)
         for number, batch in enumerate(batches):
             if self.interrupted:
                 break
             ids = self.adapter.extract(batch, self.features, number)
             self._check(ids, number)
-            counts.add(ids)
-        oracle.policy.know(counts.samples())
+            sample.count([ids[name] for name in self.features])
+        sample.whole = True
 
     def close(self) -> None:
         """Let go of the loader, so that its worker processes can end."""

@@ -12,12 +12,10 @@ from bagpipe.errors import ConfigError
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.reader import CutIds
-from bagpipe.oracle.sample import TableSample
-from bagpipe.oracle.slots import Group
+from bagpipe.oracle.slots import NEVER, Group
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions
-from bagpipe.policies.popularity import UNKNOWN, Popularity
-from bagpipe.policies.static import StaticPolicy
+from bagpipe.policies.sampled import Sample, StaticPolicy
 from bagpipe.policy_options import as_options
 
 
@@ -36,15 +34,12 @@ def plans_of(
 
 
 def test_rows_are_ranked_over_the_tables_of_a_group_by_their_occurrences() -> None:
-    def sample(*rows: tuple[int, int, int]) -> TableSample:
-        return TableSample(*np.array(rows, np.int64).reshape(-1, 3).T)
-
-    samples = [sample((7, 2, 0), (9, 1, 0), (7, 2, 1)), sample((7, 9, 0)), sample((-5, 3, 0), (1, 1, 1))]
-    popularity = Popularity([Group(0, [0, 2], 10), Group(1, [1], 10)], samples)
-    tables, ids = popularity.hottest(0, 3)
-    assert list(zip(tables.tolist(), ids.tolist(), strict=True)) == [(0, 7), (2, -5), (0, 9)]
-    assert popularity.ranks(np.array([0, 0, 2]), np.array([9, 8, -5])).tolist() == [2, UNKNOWN, 1]
-    assert popularity.ranks(np.array([1]), np.array([7])).tolist() == [0]
+    sample = Sample([1, 1, 2])
+    sample.count([np.array([7, 9, 7, 7, 7]), np.array([7] * 9), np.array([-5, -5, 1]), np.array([-5])])
+    tables, ids = sample.rank([Group(0, [0, 2], 10), Group(1, [1], 10)])[0]
+    assert list(zip(tables.tolist(), ids.tolist(), strict=True)) == [(0, 7), (2, -5), (0, 9), (2, 1)]
+    assert sample.ranks(np.array([2, 0, 0]), np.array([-5, 9, 8])).tolist() == [1, 2, NEVER]
+    assert sample.ranks(np.array([1]), np.array([7])).tolist() == [0]
 
 
 @pytest.mark.parametrize("rows", [100, None])
