@@ -1,8 +1,8 @@
 """Policies that know from hot to cold how often rows are used before training begins: `frequency` and `static`.
 
-What they know comes from the batches that are read before the first plan, or from all data (section 4.2 of the paper on
-the frequency-aware cache), which sorts rows by frequency and evicts the largest index. Here a row keeps its place in
-the store and the rank stands beside its id, so that index and weights can't part. Unlike LFU nothing is counted while
+What they know comes from batches spread over all data, or from all of them (section 4.2 of the paper on the
+frequency-aware cache, which sorts rows by frequency and evicts the largest index). Here a row keeps its place in the
+store and the rank stands beside its id, so that index and weights can't part. Unlike LFU nothing is counted while
 training runs, so a row that was hot before never has to prove itself.
 """
 
@@ -23,7 +23,10 @@ STEPS = 32
 
 
 class Sample:
-    """How often each row is used, table by table; about 31 bytes for each that occurs."""
+    """How often each row is used, table by table; about 31 bytes for each that occurs.
+
+    Rows are counted in batches spread over all data before the first is read, or else in those that are entered.
+    """
 
     def __init__(self, features: Sequence[int]) -> None:
         """Table t has so many features."""
@@ -34,10 +37,10 @@ class Sample:
         self.batches: list[list[Int64s]] = []
         """Of each batch that was entered the different ids of each table."""
         self.whole = False
-        """Whether all data was counted."""
+        """Whether batches of all data were counted, so that those that are entered do not count."""
 
     def enter(self, ids: Sequence[NDArray[np.integer]]) -> None:
-        """A batch that was read, one array a feature: it counts, unless all data was counted."""
+        """A batch that was read, one array a feature: it counts, unless batches of all data were counted."""
         own: list[list[Int64s]] = [[] for _ in self._maps]
         for t, values in zip(self._tables, ids, strict=True):
             own[t].append(np.asarray(values, np.int64).reshape(-1))

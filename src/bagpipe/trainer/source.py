@@ -126,26 +126,42 @@ class Source:
             raise self._error
 
     def scan(self, oracle: Oracle) -> None:
-        """Count the rows of all data, where the oracle's policy wants to know; one more reading, and nothing is kept.
+        """Count rows for a policy that wants to know how often each is used: those of batches spread over all data, or
+        of all of them. One more reading, in stored order, and nothing is kept.
 
-        ConfigError if the loader is not known to give the same batches again.
+        A loader that is not known to give the same batches again shows what the oracle reads before the first plan;
+        ConfigError if that is not enough.
         """
         sample = oracle.sample
-        if sample is None or oracle.policy.options.sample:
+        if sample is None:
             return
+        count = oracle.policy.options.sample
         if self._loader is None:
-            raise ConfigError(
-                f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: give "
-                "a bagpipe.data.Loader, or the number of batches to look at"
-            )
-        batches = self._loader.dataset.batches(self._loader.batch_size, workers=self._loader.workers)
-        for number, batch in enumerate(batches):
+            if count == 0:
+                raise ConfigError(
+                    f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: "
+                    "give a bagpipe.data.Loader, or the number of batches to look at"
+                )
+            return
+        for number, batch in self._spread(self._loader, count):
             if self.interrupted:
                 break
             ids = self.adapter.extract(batch, self.features, number)
             self._check(ids, number)
             sample.count([ids[name] for name in self.features])
         sample.whole = True
+
+    @staticmethod
+    def _spread(loader: Loader, count: int) -> Iterator[tuple[int, Any]]:
+        """So many of a loader's batches, in stored order and evenly spread over the data; all of them if `count` is 0
+        or there are not more."""
+        data, size = loader.dataset, loader.batch_size
+        num_batches = -(-data.num_samples // size)
+        if not 0 < count < num_batches:
+            yield from enumerate(data.batches(size, workers=loader.workers))
+            return
+        for number in np.linspace(0, num_batches - 1, count).astype(np.int64).tolist():
+            yield number, next(data.part(number * size, min((number + 1) * size, data.num_samples)).batches(size))
 
     def close(self) -> None:
         """Let go of the loader, so that its worker processes can end."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bagpipe.config import parse_config
-from bagpipe.errors import ConfigError
+from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.reader import CutIds
@@ -17,6 +17,7 @@ from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions
 from bagpipe.policies.sampled import Sample, StaticPolicy
 from bagpipe.policy_options import as_options
+from definitions.plan_contract import check_contract
 
 
 def plans_of(
@@ -99,6 +100,17 @@ def test_static_gives_up_its_coldest_rows_where_a_batch_needs_the_room() -> None
     assert oracle.policy.num_pinned == [4]
     assert plans[2].victims.ids.tolist() == [2, 3]
     assert plans[3].fetch.ids.tolist() == [2, 3]
+
+
+def test_static_pins_nothing_where_one_batch_fills_the_cache_and_a_smaller_cache_is_refused_by_name() -> None:
+    batches = [[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 1]]
+    plans, oracle = plans_of("static", batches, 3, sample=4)
+    assert isinstance(oracle.policy, StaticPolicy)
+    assert oracle.policy.num_pinned == [0]
+    assert [plan.fetch.ids.tolist() for plan in plans] == batches, "all rows pass"
+    check_contract(plans, [0], [3], [[batch] for batch in batches])
+    with pytest.raises(CapacityError, match=r"iteration 0 needs 3 rows of table 'only' .* 2: raise `cache` .* 3 rows"):
+        plans_of("static", batches, 2, sample=4)
 
 
 def some_batches(seed: int, num_batches: int = 40, rows: int = 30) -> list[list[int]]:

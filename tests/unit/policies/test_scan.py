@@ -6,10 +6,11 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from bagpipe.config import Config, Share, cache_size, parse_config
-from bagpipe.data import Generated, Loader, find_preset, write
+from bagpipe.data import Generated, Loader, find_preset, from_frame, write
 from bagpipe.errors import ConfigError
 from bagpipe.job import Job, prepare
 from bagpipe.oracle.oracle import Oracle
@@ -65,6 +66,20 @@ def test_the_first_plan_brings_the_hottest_rows_of_all_data(policy: str) -> None
     num_pinned = getattr(oracle.policy, "num_pinned", [300])[0]
     assert {(t, row) for _, t, row in uses[: min(num_pinned, len(hottest))]} <= came
     assert second.iteration == 1
+
+
+@pytest.mark.parametrize("policy", ["frequency", "static"])
+def test_a_sample_is_spread_over_all_data(policy: str) -> None:
+    """Rows 0 to 4 are in the first tenth only, and 50 to 54 in the rest: the first plan brings these along."""
+    ids = [number % 5 + (0 if number < 60 else 50) for number in range(600)]
+    data = from_frame(pa.table({"label": [0] * 600, "item": ids}), label="label", categorical=["item"])
+    source = Source(Loader(data, 4))
+    source.tables = data.tables
+    oracle = Oracle([OracleTable("item", 100)], [9], policy=policy, options=PolicyOptions(sample=7), ahead=0)
+    plans = source.planned(oracle)
+    came = set(next(plans)[0].fetch.ids.tolist())
+    plans.close()
+    assert {51, 52, 53, 54} <= came
 
 
 def test_rows_without_an_array_are_brought_along_only_if_the_window_has_them() -> None:
@@ -131,8 +146,9 @@ def test_a_scan_in_small_and_large_caches_gives_the_bits_of_the_reference(shards
     assert 0.2 < hit_rates["0.3%"] < hit_rates["64%"]
 
 
-def test_several_trainers_scan_too(shards: Path, tmp_path: Path) -> None:
-    settings = {"trainers": 2, "cache": "1.5%", "policy": "static", "policy_options": {"sample": 0}}
+@pytest.mark.parametrize("sample", [0, 3])
+def test_several_trainers_scan_too(shards: Path, tmp_path: Path, sample: int) -> None:
+    settings = {"trainers": 2, "cache": "1.5%", "policy": "static", "policy_options": {"sample": sample}}
     expected, _ = train_reference(job_of(shards, tmp_path, **settings), ignore)
     found, _ = train_accelerated(job_of(shards, tmp_path / "again", **settings), ignore, hold=True)
     assert not expected.differing(found)
