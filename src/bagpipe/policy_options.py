@@ -17,8 +17,8 @@ class PolicyOptions:
     """Settings of policies; what a policy does not use is ignored."""
 
     sample: int = 64
-    """Batches that are looked at before the first plan, to learn how often each row is used; 0: all data is read once
-    more, and only counted (static, frequency)."""
+    """Batches that are looked at before the first plan, to learn how often each row is used, spread over all data if it
+    can be read twice, else the first ones; 0: all data (static, frequency)."""
     replacement: Replacement = "lru"
     """Which row that is not held leaves first (scratchpipe)."""
     pipelined: bool = True

@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from bagpipe.kernels.oracle import HALF, Rings, RowState
-from bagpipe.kernels.victims import HELD, Flags, Int32s, Int64s
+from bagpipe.kernels.victims import Flags, Int32s, Int64s
+from bagpipe.oracle.slots import HELD
 
 
-def define_lowest(keys: Int64s, count: int, slots: Int32s) -> int:
+def define_lowest(keys: Int64s, count: int) -> Int64s:
     """Twin of `lowest`."""
     order = np.argsort(keys, kind="stable")
-    chosen = np.sort(order[keys[order] < HELD][:count])
-    slots[: len(chosen)] = chosen
-    return len(chosen)
+    return np.sort(order[keys[order] < HELD][:count])
 
 
 def define_note_next_uses(

@@ -10,7 +10,8 @@ from bagpipe.compare_page import compare_page
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
 from bagpipe.job import prepare
-from bagpipe.policies import POLICIES, base, belady
+from bagpipe.oracle import oracle, slots
+from bagpipe.policies import POLICIES
 
 SETTINGS = {
     "data": {"preset": "tiny", "samples": 1200},
@@ -62,9 +63,9 @@ def test_kernels_that_choose_who_leaves_are_called_before_the_run_that_counts(jo
     """Though that one may get far before its cache is full."""
     chosen_by, calls = [], []
 
-    def noted(worth, count, slots):
+    def noted(keys, count):
         calls.append(count)
-        return lowest(worth, count, slots)
+        return lowest(keys, count)
 
     def counted(job, report):
         before = len(calls)
@@ -72,9 +73,9 @@ def test_kernels_that_choose_who_leaves_are_called_before_the_run_that_counts(jo
         chosen_by.append((job.config.policy, job.run_dir.name == "warm-up", len(calls) > before))
         return found
 
-    lowest, trained = base.lowest, comparison.train_accelerated
-    monkeypatch.setattr(base, "lowest", noted)
-    monkeypatch.setattr(belady, "lowest", noted)
+    lowest, trained = slots.lowest, comparison.train_accelerated
+    monkeypatch.setattr(slots, "lowest", noted)
+    monkeypatch.setattr(oracle, "lowest", noted)
     monkeypatch.setattr(comparison, "train_accelerated", counted)
     names = ["belady", "frequency"]
     compare(job, names, ignore)

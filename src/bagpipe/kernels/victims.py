@@ -1,7 +1,5 @@
-"""Who leaves a full cache: the slots with the smallest keys, next uses by slot, and ways of a set-associative cache.
-
-Keys are numbers from 0 to HELD; HELD keeps a slot out of the choice. Each loop is one walk over slots or rows.
-"""
+"""For policies that choose who leaves a full cache: next uses by slot, rows that will be needed, and ways of a
+set-associative cache. Each loop is one walk over slots or rows."""
 
 from __future__ import annotations
 
@@ -14,46 +12,6 @@ from bagpipe.kernels.oracle import HALF, Rings, RowState
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-
-HELD = 2**62
-"""The key of a slot that may not be chosen."""
-NEVER = 2**31 - 1
-"""The next use of a row that no batch of the window needs."""
-
-
-def lowest(keys: Int64s, count: int, slots: Int32s) -> int:
-    """The `count` slots with the smallest keys, in order of slots; among equal keys the first. How many there are."""
-    free = np.flatnonzero(keys < HELD)
-    count = min(count, len(free))
-    if count:
-        values = keys[free]
-        largest = np.partition(values, count - 1)[count - 1]
-        taken = values < largest
-        taken[np.flatnonzero(values == largest)[: count - np.count_nonzero(taken)]] = True
-        slots[:count] = free[taken]
-    return count
-
-
-def rank(values: Int32s, largest_first: bool, last: Int32s, keys: Int64s) -> None:
-    """Keys by a value of each slot's tenant, the smallest or the largest first, then by its last use.
-
-    A slot without a tenant, whose last use is -1, is HELD.
-    """
-    keys[:] = values
-    if largest_first:
-        np.subtract(NEVER, keys, out=keys)
-    keys <<= 31
-    keys += last
-    keys[last < 0] = HELD
-
-
-def hold(last: Int32s, next_uses: Int32s, used_since: int, needed_until: int, at_least: int, keys: Int64s) -> None:
-    """Raise the keys of tenants that were used since an iteration, or are needed until one, to `at_least` + last use.
-
-    HELD stays HELD; with `at_least` HELD, so do they all.
-    """
-    held = ((last >= used_since) | (next_uses <= needed_until)) & (keys < HELD)
-    keys[held] = np.minimum(HELD, at_least + last[held].astype(np.int64))
 
 
 @kernel
@@ -85,7 +43,7 @@ def note_next_uses(
 def count_absent(state: RowState, rings: Rings, members: Int64s, first: int, last: int) -> int:
     """Rows of the window's batches `first` to `last` that are not in the cache, each once; of a shard's tables k.
 
-    Each use knows in how many iterations the next is, so only the last use in these batches counts.
+    Each use knows in how many iterations the next is (0: not in the window): only the last in these batches counts.
     """
     mask = rings.begins.shape[1] - 1
     absent = 0
@@ -93,7 +51,8 @@ def count_absent(state: RowState, rings: Rings, members: Int64s, first: int, las
         column = iteration & mask
         for k in members:
             for at in range(rings.begins[k, column], rings.begins[k + 1, column]):
-                if iteration + rings.next_use[at] > last and state.location[rings.rows[at]] <= 0:
+                use = rings.next_use[at]
+                if (use == 0 or iteration + use > last) and state.location[rings.rows[at]] <= 0:
                     absent += 1
     return absent
 

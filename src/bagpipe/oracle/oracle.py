@@ -25,14 +25,13 @@ from bagpipe.kernels.victims import count_absent, note_next_uses
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds, Reader
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sample import TableSample, take_sample
 from bagpipe.oracle.shard import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MaskType, Shard, make_shards
-from bagpipe.oracle.slots import Group, IdleQueue
+from bagpipe.oracle.slots import NEVER, NONE, Group, IdleQueue, SlotFacts, lowest
 from bagpipe.oracle.tables import OracleTable, described
 from bagpipe.oracle.tenants import Tenants
-from bagpipe.oracle.warm_up import warm_up
 from bagpipe.policies import make_policy
-from bagpipe.policies.base import Demand, Lookahead
+from bagpipe.policies.base import Demand, Hottest, Lookahead, Policy
+from bagpipe.policies.sampled import Sample
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
 Int32s = NDArray[np.int32]
@@ -91,37 +90,47 @@ class Oracle:
         )
         self.policy = make_policy(policy, options)
         self.policy.bind(self.groups, lookahead, ahead)
+        window_max = self.policy.window_max
         masks = mask_type(trainers) if trainers > 1 else None
         self._bits = None if masks is None else masks(1) << np.arange(trainers, dtype=masks)
         self._shards = make_shards(
-            tables, self.policy.target_max, masks,
+            tables, window_max, masks,
             threads=threads, rows_direct_max=rows_direct_max, bytes_direct_max=bytes_direct_max,
         )  # fmt: skip
-        self._reader = Reader(tables, self._shards, self.policy.target_max, threads)
+        self._reader = Reader(tables, self._shards, window_max, threads)
         self._window: deque[ReadBatch] = deque()
         self._first = 0
         """Iteration of the oldest batch in the window."""
         self._tenants = Tenants(tables, capacity, self._shards)
-        self._idle_since: Int32s = np.full(sum(capacity) if self.policy.idles else 0, -1, np.int32)
-        """Of all slots, group by group, as `IdleQueue.since`."""
-        parts = np.split(self._idle_since, np.cumsum(capacity)[:-1])
-        self._idle = [IdleQueue(len(part), part) for part in parts] if self.policy.idles else []
-        self._learns = self.policy.samples
+        self._sample = Sample([len(table.features) for table in tables]) if self.policy.samples else None
+        """How often rows are used, until the first plan; None: the policy does not want to know."""
         self._nothing = _room_for(np.zeros(len(tables), np.int64))
+        ranks, size = type(self.policy).keys is not Policy.keys, sum(capacity)
+        self._idle_since: Int32s = np.full(size if self.policy.idles and not ranks else 0, -1, np.int32)
+        """Of all slots, group by group, as `IdleQueue.since`."""
+        self._next_uses: Int32s = np.full(size if ranks else 0, NEVER, np.int32)
+        """The same as `SlotFacts.next`."""
+        for g, (begin, end) in enumerate(pairwise(np.cumsum([0, *capacity]))):
+            group = self.groups[g]
+            group.idle = IdleQueue(self._idle_since[begin:end]) if len(self._idle_since) else None
+            group.ranked = SlotFacts(self._next_uses[begin:end]) if ranks else None
+            group.rows_in = partial(self._tenants.rows_in, g)
 
     @property
     def capacity(self) -> list[int]:
         """The slots of each group."""
-        return [group.slots.capacity for group in self.groups]
+        return [group.capacity for group in self.groups]
 
     @property
-    def scans(self) -> bool:
-        """Whether it must `know` all data before the first plan."""
-        return self.policy.scans
+    def to_count(self) -> int | None:
+        """How many batches of all data its policy wants to `count` before the first plan, 0 for all; None: not one."""
+        return None if self._sample is None else self.policy.options.sample
 
-    def know(self, counts: Sequence[TableSample]) -> None:
-        """How often all data uses each row of each table."""
-        self.policy.know(counts)
+    def count(self, ids: Sequence[NDArray[np.integer]]) -> None:
+        """How often rows are used is told by such batches, and no longer by those that are read before the plan."""
+        assert self._sample is not None, "the policy counts nothing"
+        self._sample.whole = True
+        self._sample.count(ids)
 
     def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
         """A plan for each batch, with the payload that came with its ids (one array a feature, in order of tables).
@@ -133,7 +142,7 @@ class Oracle:
         error: Exception | None = None
         ended = False
         while True:
-            while not ended and len(self._window) < self.policy.target:
+            while not ended and len(self._window) < self.policy.window:
                 try:
                     ids, payload = next(source)
                     self.read(ids)
@@ -153,49 +162,47 @@ class Oracle:
 
         An error changes nothing.
         """
-        length, policy = len(self._window), self.policy
-        assert length < policy.target_max, f"the window is full with {length} batches: emit a plan first"
+        first, length, policy = self._first, len(self._window), self.policy
+        assert length < policy.window_max, f"the window is full with {length} batches: emit a plan first"
         assert isinstance(ids, CutIds) == (self._bits is not None), "several trainers need batches that are cut"
-        iteration, first = self._first + length, self._first
-        cuts = ids.cuts if isinstance(ids, CutIds) else None
-        keep = KEEP if policy.keeps else 0
-        given = ids.ids if isinstance(ids, CutIds) else ids
-        batch = self._reader.read(given, iteration, length, keep, first - policy.horizon)
+        iteration = first + length
+        given, cuts = (ids.ids, ids.cuts) if isinstance(ids, CutIds) else (ids, None)
+        batch = self._reader.read(given, iteration, length, 0, first - policy.horizon)
         try:
             fitting = cuts is None or np.array_equal(cuts[:, -1], np.diff(batch.positions))
             assert fitting, "the cuts of a batch do not fit its ids"
             self._check_capacity(iteration, batch.counts)
-            if self._idle:
+            if len(self._idle_since):
                 self._reader.on_all(lambda shard: kernels.find_idle(
                     shard.state, shard.rings, batch, shard.previous, iteration, length, shard.idle_slots
                 ))  # fmt: skip
-            all_stay = policy.admit(iteration, length, batch.counts, batch.gaps)
+            all_granted = policy.grant(iteration, length, batch.counts, batch.gaps)
         except BaseException:
-            self._reader.unread(iteration, length, keep)
+            self._reader.unread(iteration, length, 0)
             raise
 
         def note(shard: Shard) -> None:
-            if not all_stay:
-                kernels.refuse(shard.rings, shard.previous, iteration, length, keep, batch.gaps)
-            if self._idle:
+            slot_begins = self._tenants.begins
+            if not all_granted:
+                kernels.refuse(shard.rings, shard.previous, iteration, length, 0, batch.gaps)
+            elif len(self._next_uses):
+                note_next_uses(shard.state, shard.rings, shard.previous, iteration, first, slot_begins, self._next_uses)
+            if len(self._idle_since):
                 quotas = batch.gaps[:, length + 1]
-                kernels.grant_idle(
-                    shard.rings, iteration, shard.idle_slots, quotas, self._tenants.begins, self._idle_since
-                )
+                kernels.grant_idle(shard.rings, iteration, shard.idle_slots, quotas, slot_begins, self._idle_since)
             if cuts is not None and self._bits is not None:
                 note_users(
                     shard.rings, shard.users, batch, shard.previous, cuts, self._bits, iteration, first,
                     self._uses_ahead,
                 )  # fmt: skip
-            if policy.next_uses is not None:
-                note_next_uses(
-                    shard.state, shard.rings, shard.previous, iteration, first, self._tenants.begins, policy.next_uses
-                )
             shard.entered(iteration)
 
         self._reader.on_all(note)
-        for group, idle in zip(self.groups, self._idle, strict=False):
-            idle.granted(int(batch.gaps[group.tables, length + 1].sum()))
+        for group in self.groups:
+            if group.idle is not None:
+                group.idle.granted(int(batch.gaps[group.tables, length + 1].sum()))
+        if self._sample is not None:
+            self._sample.enter(given)
         at = batch.positions.tolist()
         features = tuple([batch.inverse[a:b] for a, b in pairwise(at)])
         self._window.append(ReadBatch(_bounds(batch.counts), batch.inverse, features, cuts))
@@ -204,35 +211,22 @@ class Oracle:
         """The plan of the oldest batch read. `last`: no batch follows; `ended`: none follows those that were read."""
         iteration, length, policy = self._first, len(self._window), self.policy
         assert length, f"no batch was read for iteration {iteration}"
-        learns, self._learns = self._learns, False
-        if learns:
-            policy.learn(
-                take_sample(self._shards, [batch.features for batch in self._window], iteration, self._reader.features)
-            )
+        hottest, self._sample = None if self._sample is None else policy.learn(self._sample), None
         bounds = self._window[0].bounds
-        rows = RowList(np.empty(bounds[-1], np.int64), np.empty(bounds[-1], np.int32), bounds)
-        found = Rows(rows.ids, rows.slots, bounds)
-        next_use: NextUses = np.empty(len(rows), np.uint16)
+        rows, next_use = _room_for(np.diff(bounds)), np.empty(bounds[-1], np.uint16)
         absent: Int32s = np.empty(len(rows), np.int32)
         num_absent, num_leaving = np.zeros((2, len(self.tables)), np.int64)
+        found = Rows(rows.ids, rows.slots, bounds)
         self._reader.on_all(lambda shard: kernels.look_up(
             shard.state, shard.rings, iteration, found, next_use, absent, num_absent, num_leaving
         ))  # fmt: skip
         users = self._users(iteration, bounds)
-        if self._idle and not ended:
-            idle = next_use == 0
-            if self._bits is not None and not self._keep_lone:
-                idle &= (users.users & (users.users - 1)) != 0
-            next_use[idle] = KEEP
-            num_leaving = _count_leaving(next_use, bounds)
         fetch = _fetch_of(num_absent)
-        victims, passing = self._assign_slots(iteration, rows, fetch, absent)
-        if passing is not None:
-            next_use[passing] = 0
-            num_leaving = _count_leaving(next_use, bounds)
-        fetched, evict = Rows(fetch.ids, fetch.slots, fetch.bounds), _room_for(num_leaving)
+        victims = self._place(iteration, rows, next_use, fetch, absent, users, num_leaving, ended=ended)
+        evict = _room_for(num_leaving)
+        fetched, leaving = Rows(fetch.ids, fetch.slots, fetch.bounds), Rows(evict.ids, evict.slots, evict.bounds)
         sharing = self._sharing(iteration, found, next_use, absent, fetched, users)
-        leaving, acknowledged = Rows(evict.ids, evict.slots, evict.bounds), max(-1, iteration - 1 - policy.horizon)
+        acknowledged = max(-1, iteration - 1 - policy.horizon)
         self._reader.on_all(lambda shard: kernels.settle(
             shard.state, shard.rings, iteration, acknowledged, found, next_use, absent, fetched, fetch.after, leaving,
             self._tenants.begins, self._tenants.codes,
@@ -240,21 +234,116 @@ class Oracle:
         if not policy.exact:
             fetch.after.fill(-1)
         hits = len(rows) - len(fetch)
-        if learns and not last and self.trainers == 1:
-            fetch = warm_up(policy, self.groups, self._tenants, iteration, fetch)
-        if self._idle:
-            evict = evict.joined(self._let_idle(iteration, rows, next_use, length - 1, ended))
-        if policy.keeps:
-            for group in self.groups:
-                policy.planned(iteration, group, group.collect(rows.slots, bounds), group.collect(next_use, bounds))
-            evict = evict.joined(self._tenants.evict_all(iteration) if last else self._leave(iteration))
+        if hottest is not None and not last and self.trainers == 1:
+            fetch = self._bring_along(iteration, fetch, hottest)
+        evict = evict.joined(self._make_room(iteration, rows, next_use, length - 1, ended=ended))
+        if last:
+            evict = evict.joined(self._tenants.evict_all(iteration))
         for group in self.groups:
             group.slots.free(group.collect(evict.slots, evict.bounds), iteration)
-        lookahead = policy.lookahead_at(iteration, length)
-        policy.advance()
+        lookahead = policy.advance(iteration, length)
         batch = self._window.popleft()
         self._first += 1
         return Plan(iteration, rows, batch.features, fetch, evict, victims, lookahead, hits, sharing)
+
+    def _place(
+        self,
+        iteration: int,
+        rows: RowList,
+        next_use: NextUses,
+        fetch: Fetch,
+        absent: Int32s,
+        users: UserRings,
+        num_leaving: Int64s,
+        *,
+        ended: bool,
+    ) -> Victims:
+        """Slots for the rows to fetch, whose positions `absent` has, of table t from its first row's on; the rows that
+        make room for them. Rows of the batch that are not granted a stay and do not leave are idle: KEEP."""
+        missing = np.concatenate([
+            absent[begin : begin + count] for begin, count in zip(rows.bounds, np.diff(fetch.bounds), strict=False)
+        ])  # fmt: skip
+        leaving, evict_after = [], -1
+        for group in self.groups:
+            parts = group.parts(rows.bounds)
+            demand = Demand(iteration, group, rows, group.collect(missing, fetch.bounds))
+            victims, last_use = group.assign(self.policy, demand)
+            group.spread(demand.new, fetch.slots, fetch.bounds)
+            group.spread(demand.slot_after, fetch.slot_after, fetch.bounds)
+            leaving.append(victims)
+            evict_after = max(evict_after, last_use)
+            if self._bits is not None and not self._keep_lone:
+                lone = (next_use == 0) & (users.users & (users.users - 1) == 0)
+                demand.lone = np.concatenate([part.start + np.flatnonzero(lone[part]) for part in parts])
+            gone = self.policy.leaves(demand, ended=ended)
+            if gone is True:
+                continue
+            for part in parts:
+                next_use[part][next_use[part] == 0] = KEEP
+            num_leaving[group.tables] = 0
+            if gone is not False:
+                next_use[gone] = 0
+                num_leaving += np.bincount(np.searchsorted(rows.bounds, gone, "right") - 1, minlength=len(num_leaving))
+        out = self._tenants.evict(leaving, iteration) if evict_after >= 0 else self._nothing
+        return Victims(out.ids, out.slots, out.bounds, evict_after)
+
+    def _make_room(self, iteration: int, rows: RowList, next_use: NextUses, left: int, *, ended: bool) -> RowList:
+        """Note the uses of this batch, behind which `left` others are; the rows that leave now, beside those of the
+        batch, since the next plans need their slots, if the policy wants them to leave early."""
+        leaving = []
+        for group in self.groups:
+            order = group.ranked if group.idle is None else group.idle
+            if order is None:
+                continue
+            order.settle(group.collect(rows.slots, rows.bounds), group.collect(next_use, rows.bounds), iteration)
+            if not self.policy.early:
+                continue
+            if group.idle is not None:
+                total = group.loads[1, (iteration + 1) & (group.loads.shape[1] - 1)] if left else group.capacity
+                excess = len(group.idle) - max(0, group.capacity - int(total))
+                evenly = -(-len(group.idle) // (left + 1)) if ended else 0  # until the end of the data
+                leaving.append(group.idle.pop(max(0, excess, evenly))[0])
+            else:
+                leaving.append(self._make_room_by_keys(iteration, group))
+        return self._tenants.evict(leaving, iteration) if any(map(len, leaving)) else self._nothing
+
+    def _make_room_by_keys(self, iteration: int, group: Group) -> Int32s:
+        """Let rows go for those of the next batch and the prefetches behind it; what these use themselves stays."""
+        soon, end = iteration + 1 + self.policy.ahead, self._first + len(self._window) - 1
+        needed = sum(
+            count_absent(shard.state, shard.rings, shard.members(group.tables), iteration + 1, min(soon, end))
+            for shard in self._shards
+        )
+        others = int(np.count_nonzero((group.facts.last >= 0) & (group.facts.next > soon)))
+        count = min(needed - group.slots.num_free, others)
+        if count <= 0:
+            return NONE
+        return group.facts.vacate(lowest(self.policy.keys(iteration, group, count), count))[0]
+
+    def _bring_along(self, iteration: int, fetch: Fetch, hottest: Hottest) -> Fetch:
+        """What the first plan fetches, and in each table behind it rows that are hot, as far as slots are free.
+
+        Only where one trainer has all rows: how several divide the rows of a plan rests on who uses them.
+        """
+        more = []
+        for group, (tables, ids) in zip(self.groups, hottest, strict=True):
+            chosen, known = self._tenants.absent(tables, ids)
+            chosen, known = chosen[: group.slots.num_free], known[: group.slots.num_free]
+            slots, _ = group.slots.take(len(chosen))
+            self._tenants.move_in(tables[chosen], known, slots)
+            group.facts.came(slots)
+            group.facts.last[slots] = iteration
+            more.append((tables[chosen], ids[chosen], slots))
+        tables, ids, slots = (np.concatenate(part) for part in zip(*more, strict=True))
+        all_tables = np.concatenate([np.repeat(np.arange(len(self.tables)), np.diff(fetch.bounds)), tables])
+        order, none = np.argsort(all_tables, kind="stable"), np.full(len(ids), -1, np.int32)
+        return Fetch(
+            np.concatenate([fetch.ids, ids])[order],
+            np.concatenate([fetch.slots, slots])[order],
+            _bounds(np.bincount(all_tables, minlength=len(self.tables))),
+            np.concatenate([fetch.after, none])[order],
+            np.concatenate([fetch.slot_after, none])[order],
+        )
 
     def close(self) -> None:
         """Let the oracle's threads go."""
@@ -293,74 +382,12 @@ class Oracle:
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:
         for group in self.groups:
             needed = int(counts[group.tables].sum())
-            if needed > group.slots.capacity:
+            if needed > group.capacity:
                 raise CapacityError(
                     f"iteration {iteration} needs {needed:,} rows of {group.label} at once, and the cache has places "
-                    f"for {group.slots.capacity:,}: raise `cache` to at least {needed:,} rows of this width, or lower "
+                    f"for {group.capacity:,}: raise `cache` to at least {needed:,} rows of this width, or lower "
                     "the batch size"
                 )
-
-    def _let_idle(self, iteration: int, rows: RowList, next_use: NextUses, left: int, ended: bool) -> RowList:
-        """Rows without a stay are idle from now on; those that leave since the next plans need their slots.
-
-        At the end of the data, with `left` plans to follow, idle rows leave evenly.
-        """
-        leaving = []
-        for group, idle in zip(self.groups, self._idle, strict=True):
-            idle.settle(group.collect(rows.slots, rows.bounds), group.collect(next_use, rows.bounds), iteration)
-            excess = len(idle) - self.policy.room(iteration, left + 1, group)
-            evenly = -(-len(idle) // (left + 1)) if ended else 0
-            leaving.append(idle.pop(max(0, excess, evenly))[0])
-        return self._tenants.evict(leaving, iteration) if any(map(len, leaving)) else self._nothing
-
-    def _leave(self, iteration: int) -> RowList:
-        """The rows that the policy lets go with a plan, beside those of its batch."""
-        end = self._first + len(self._window) - 1
-
-        def absent(group: Group, last: int) -> int:
-            return sum(
-                count_absent(shard.state, shard.rings, shard.members(group.tables), iteration + 1, min(last, end))
-                for shard in self._shards
-            )
-
-        leaving = [self.policy.leaving(iteration, group, partial(absent, group)) for group in self.groups]
-        return self._tenants.evict(leaving, iteration) if any(map(len, leaving)) else self._nothing
-
-    def _assign_slots(
-        self, iteration: int, rows: RowList, fetch: Fetch, absent: Int32s
-    ) -> tuple[Victims, Int32s | None]:
-        """Let the policy choose slots for the rows to fetch; of those that leave right after the batch the positions.
-
-        `absent` has the positions of the rows to fetch, of table t from its first row's on.
-        """
-        leaving, evict_after = [], -1
-        missing = np.concatenate([
-            absent[begin : begin + count] for begin, count in zip(rows.bounds, np.diff(fetch.bounds), strict=False)
-        ])  # fmt: skip
-        all_passing = np.zeros(len(fetch), np.bool_)
-        for group in self.groups:
-            slots = group.collect(rows.slots, rows.bounds) if self.policy.keeps else rows.slots[:0]
-            num_misses = int(np.diff(fetch.bounds)[group.tables].sum())
-            misses = partial(self._missing, group, rows, fetch, missing)
-            new, slot_after = np.empty((2, num_misses), np.int32)
-            passing = np.zeros(num_misses, np.bool_)
-            demand = Demand(iteration, group, slots[slots >= 0], num_misses, misses, passing)
-            victims, last_use = self.policy.assign(demand, new, slot_after)
-            group.spread(new, fetch.slots, fetch.bounds)
-            group.spread(slot_after, fetch.slot_after, fetch.bounds)
-            group.spread(passing, all_passing, fetch.bounds)
-            leaving.append(victims)
-            evict_after = max(evict_after, last_use)
-        out = self._tenants.evict(leaving, iteration) if evict_after >= 0 else self._nothing
-        return Victims(out.ids, out.slots, out.bounds, evict_after), missing[all_passing] if all_passing.any() else None
-
-    @staticmethod
-    def _missing(group: Group, rows: RowList, fetch: Fetch, missing: Int32s) -> tuple[Int64s, Int64s]:
-        """Table and id of each row of the group that has no slot yet."""
-        return (
-            np.repeat(group.tables, np.diff(fetch.bounds)[group.tables]),
-            rows.ids[group.collect(missing, fetch.bounds)],
-        )
 
 
 def _bounds(counts: Int64s) -> Int64s:
@@ -380,11 +407,6 @@ def _fetch_of(counts: Int64s) -> Fetch:
     bounds = _bounds(counts)
     slots, after, slot_after = np.empty((3, bounds[-1]), np.int32)
     return Fetch(np.empty(bounds[-1], np.int64), slots, bounds, after, slot_after)
-
-
-def _count_leaving(next_use: NextUses, bounds: Int64s) -> Int64s:
-    """How many rows of each table leave after their batch."""
-    return np.diff(np.concatenate([[0], np.cumsum(next_use == 0)])[bounds])
 
 
 def mask_type(trainers: int) -> MaskType:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +19,6 @@ from bagpipe.oracle.oracle import Ids, Oracle
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sample import TableSample
 from bagpipe.oracle.tables import OracleTable
 
 Int64s = NDArray[np.int64]
@@ -42,22 +42,23 @@ class Oracles:
             for group, slots in zip(own, oracle.capacity, strict=True):
                 self.capacity[group] += slots
         self.tables = tuple(tables)
-        self.scans, self.trainers = oracles[0].scans, oracles[0].trainers
+        ends = np.cumsum([0] + [sum(len(table.features) for table in oracle.tables) for oracle in oracles])
+        self._features = list(pairwise(ends.tolist()))
+        """Of each oracle, which features its tables have."""
+        self.to_count, self.trainers = oracles[0].to_count, oracles[0].trainers
 
-    def know(self, counts: Sequence[TableSample]) -> None:
-        """How often all data uses each row of each table."""
-        given = iter(counts)
-        for oracle in self._oracles:
-            oracle.know([next(given) for _ in oracle.tables])
+    def count(self, ids: Sequence[NDArray[np.integer]]) -> None:
+        """As `Oracle.count`."""
+        for oracle, (begin, end) in zip(self._oracles, self._features, strict=True):
+            oracle.count(ids[begin:end])
 
     def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
         """As `Oracle.plans`."""
         shared = _Shared(batches, len(self._oracles))
-        streams, begin = [], 0
-        for number, oracle in enumerate(self._oracles):
-            end = begin + sum(len(table.features) for table in oracle.tables)
-            streams.append(oracle.plans(shared.features(number, begin, end)))
-            begin = end
+        streams = [
+            oracle.plans(shared.features(number, begin, end))
+            for number, (oracle, (begin, end)) in enumerate(zip(self._oracles, self._features, strict=True))
+        ]
         for parts in zip(*streams, strict=True):
             yield self._joined([plan for plan, _ in parts]), parts[0][1]
 

@@ -1,4 +1,4 @@
-"""Who lives in which slot, for lists that do not follow a batch: victims, idle rows, the last plan's."""
+"""The row in each slot, for lists that do not follow a batch: victims, idle rows, rows that are brought along."""
 
 from __future__ import annotations
 
@@ -36,6 +36,34 @@ class Tenants:
     def shard_of(self, table: int) -> Shard:
         """Where a table's rows are known."""
         return self.shards[int(self.of_table[table])]
+
+    def rows_in(self, group: int, slots: Int64s) -> tuple[Int64s, Int64s]:
+        """Table and id of the tenants of these slots of a group."""
+        codes = self.codes[self._group_begins[group] + slots]
+        tables, rows, ids = codes >> HALF, codes & LOWER, np.empty(len(codes), np.int64)
+        for number, shard in enumerate(self.shards):
+            own = self.of_table[tables] == number
+            ids[own] = shard.ids_of(tables[own], rows[own])
+        return tables, ids
+
+    def absent(self, tables: Int64s, ids: Int64s) -> tuple[Int64s, Int64s]:
+        """Which of these rows can be brought along, and where they are known: not what is in the cache, and of mapped
+        tables only rows of the window, as their maps have room for no others."""
+        rows: Int64s = np.full(len(ids), -1, np.int64)
+        for t in np.unique(tables).tolist():
+            own, shard = np.flatnonzero(tables == t), self.shard_of(t)
+            own = own[shard.is_known(t, ids[own])]
+            found = shard.rows_of(t, ids[own])
+            rows[own] = np.where(shard.state.location[found] > 0, -1, found)
+        chosen = np.flatnonzero(rows >= 0)
+        return chosen, rows[chosen]
+
+    def move_in(self, tables: Int64s, rows: Int64s, slots: Int32s) -> None:
+        """These rows live in these slots from now on."""
+        for t in np.unique(tables).tolist():
+            own = tables == t
+            self.shard_of(t).state.location[rows[own]] = slots[own] + 1
+            self.codes[self.begins[t] + slots[own]] = (t << HALF) | rows[own]
 
     def evict(self, slots: Sequence[Int32s], plan: int) -> RowList:
         """Note that this plan evicts the tenants of these slots of each group; their rows, by table."""

@@ -7,15 +7,11 @@ from typing import Any
 
 from bagpipe.errors import ConfigError
 from bagpipe.policies.base import Policy
+from bagpipe.policies.baselines import IdealPolicy, LfuPolicy, LruPolicy, NoCachePolicy
 from bagpipe.policies.belady import BeladyPolicy
-from bagpipe.policies.frequency import FrequencyPolicy
-from bagpipe.policies.ideal import IdealPolicy
-from bagpipe.policies.lfu import LfuPolicy
 from bagpipe.policies.lookahead import LookaheadPolicy
-from bagpipe.policies.lru import LruPolicy
-from bagpipe.policies.nocache import NoCachePolicy
+from bagpipe.policies.sampled import FrequencyPolicy, StaticPolicy
 from bagpipe.policies.scratchpipe import ScratchPipePolicy
-from bagpipe.policies.static import StaticPolicy
 from bagpipe.policies.windowed import WindowedPolicy
 from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 

@@ -1,77 +1,89 @@
 """What a policy decides: which rows stay in the cache after an iteration, and who makes room when it is full.
 
 Everything else (unique rows, slots, fetches, write-backs and their waits) is the oracle's, the same for every policy:
-a policy can cost traffic but never exactness (I1, I3).
+a policy can cost traffic but never exactness (I1, I3). A row in the cache is *granted* a stay until its next use, or it
+is *idle*, until its slot is needed: idle rows leave in the order of `keys`, or those idle for longest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.errors import ConfigError
 from bagpipe.kernels.oracle import KEEP
-from bagpipe.kernels.victims import HELD, NEVER, lowest, rank
-from bagpipe.oracle.sample import TableSample
+from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.slots import Group
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
+if TYPE_CHECKING:
+    from bagpipe.policies.sampled import Sample
+
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
-Stays = NDArray[np.uint16]
 Flags = NDArray[np.bool_]
 Lookahead = int | Literal["auto"]
-NONE: Int32s = np.empty(0, np.int32)
+Hottest = list[tuple[Int64s, Int64s]]
+"""Of each group tables and ids of rows, from hot to cold."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Demand:
     """What one plan asks of one group."""
 
     iteration: int
     group: Group
-    hits: Int32s
-    """Slots of the batch's rows that are in the cache."""
-    num_misses: int
-    """Its rows that are not."""
-    misses: Callable[[], tuple[Int64s, Int64s]]
-    """Table and id of each of those, in the order in which they get their slots."""
-    passing: Flags
-    """Of each of those whether it leaves right after the batch; none does, unless the policy says so here."""
+    rows: RowList
+    """All rows of the batch, those of other groups too."""
+    missing: Int32s
+    """Which of them are of this group and not in the cache."""
+    new: Int32s = field(init=False)
+    slot_after: Int32s = field(init=False)
+    """The slots of those, once they have some, and the plans whose evictions freed them (-1: none, or victims now)."""
+    lone: Int32s | None = None
+    """Rows of the group that one trainer uses and that must not be idle, where there are several."""
+
+    @property
+    def slots(self) -> Int32s:
+        """The slots of the group's rows; negative for those that are missing."""
+        return self.group.collect(self.rows.slots, self.rows.bounds)
+
+    @property
+    def misses(self) -> tuple[Int64s, Int64s]:
+        """Table and id of each row that is missing."""
+        return np.searchsorted(self.rows.bounds, self.missing, "right") - 1, self.rows.ids[self.missing]
 
 
 class Policy:
-    """Keeps nothing and reads one batch at a time; subclasses override what they do better."""
+    """Reads one batch ahead and keeps every row until its slot is needed; subclasses override what they do better."""
 
     name: ClassVar[str]
-    keeps: ClassVar[bool] = False
-    """False: a row stays as long as `admit` grants it. True: it stays until it is a victim or the data ends."""
+    window: int = 2
+    """How many batches must have been read, and not be planned yet, before the next plan; the second at least tells
+    whether the first is the last one."""
+    window_max: int = 2
+    """Bound on `window`."""
     horizon: int = 64
     """Every fetch waits at least for the iteration this many before the last, so that older evictions can be forgotten:
     long enough that their write-backs were acknowledged anyway."""
+    idles: bool = True
+    """False: no row ever makes room, as none stays without being granted, or none has to leave."""
+    early: ClassVar[bool] = False
+    """Whether idle rows leave as soon as the window shows that their slots are needed, so that prefetching finds them
+    free; else they leave as victims of the plan that needs the slots."""
     samples: ClassVar[bool] = False
-    """Whether `learn` wants the batches that are read before the first plan."""
-    scans: bool = False
-    """Whether it must `know` how often all data uses each row, before the first plan."""
-    next_uses: Int32s | None = None
-    """Of the tenants of all slots, group by group: when the window needs them next, or NEVER. The oracle enters what
-    later batches show of rows that were planned; None: the policy does not want to know."""
+    """Whether it has to `learn` how often rows are used, before the first plan."""
     exact: bool = True
     """False: fetches do not wait for write-backs, so that rows can be stale."""
 
-    idles: bool = False
-    """Whether rows that were not granted a stay are kept while there is `room` for them: idle rows, which leave oldest
-    first."""
-
     options: PolicyOptions = DEFAULTS
     groups: Sequence[Group]
-    target: int = 1
-    """How many batches must have been read, and not be planned yet, before the next plan."""
-    target_max: int = 1
-    """Bound on `target`."""
+    ahead: int
+    """The number of plans whose rows may be on their way while an earlier one trains."""
 
     @classmethod
     def is_exact(cls, options: PolicyOptions) -> bool:  # noqa: ARG003 - for subclasses
@@ -79,157 +91,49 @@ class Policy:
         return True
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:  # noqa: ARG002 - for subclasses
-        """Begin a run; `ahead` is the number of plans whose rows may be on their way while an earlier one trains."""
-        self.groups = groups
+        """Begin a run."""
+        self.groups, self.ahead = groups, ahead
         if not self.options.pipelined:
             self.horizon = 0
 
-    def know(self, counts: Sequence[TableSample]) -> None:
-        """How often all data uses each row of each table, if the policy `scans`."""
-
-    def learn(self, sample: Sequence[TableSample]) -> None:
-        """The rows of the batches read before the first plan, if the policy `samples`."""
-
-    def hottest(self, group: Group) -> tuple[Int64s, Int64s]:  # noqa: ARG002
-        """Table and id of rows that the first plan brings along, as far as slots are free; if the policy `samples`."""
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-
-    def warmed(self, iteration: int, group: Group, chosen: Int64s, slots: Int32s) -> None:
-        """Which of those the first plan brings, by their number, and their slots."""
-
-    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:  # noqa: ARG002
+    def grant(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:  # noqa: ARG002
         """The batch of an iteration was read, behind `window` others without a plan; it has counts[t] rows of table t.
 
         gaps[t, g] of them were last used g iterations earlier (gaps[t, 0]: were never seen), and gaps[t, window + 1]
-        are idle in the cache. Lower it to the number that may stay in the cache from that use to this: not more than
-        there are slots for, as only a policy that `keeps` has victims to offer. Returns whether all may stay.
+        are idle in the cache. Lower it to the number that is granted a stay from that use to this: not more than there
+        are slots for, unless rows can be made to leave all the same. Returns whether all are granted.
         """
         gaps[:, : window + 2] = 0
         return False
 
-    def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:
-        """Choose the slots of the missing rows and the plans whose evictions freed them (-1: none, or victims now).
+    def place(self, demand: Demand) -> Int32s | None:  # noqa: ARG002
+        """Slots for the rows that are missing, whoever has them now; -1: a free one. None: all take free ones."""
+        return None
 
-        Returns the slots of the rows that must leave for them, and the last iteration that used any of those.
+    def leaves(self, demand: Demand, *, ended: bool) -> bool | Int32s:  # noqa: ARG002
+        """Which rows of a batch leave right after it. False: none; True: those that are not granted a stay, and with
+        them, over the plans that are left, all that are idle; or positions of some. `ended`: no more will be read."""
+        return False
+
+    def keys(self, iteration: int, group: Group, count: int) -> Int64s:
+        """The order in which tenants make room, `count` of them now, lowest first: from 0 to HELD, which must stay.
+
+        If a policy has no keys, those leave first that are idle for longest.
         """
-        free = demand.group.slots
-        victims, evict_after = self.make_room(demand, max(0, demand.num_misses - free.num_free))
-        free.free(victims, -1)
-        free.take(slots, slot_after)
-        return victims, evict_after
-
-    def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
-        """The slots of so many rows that the batch does not use, and the last iteration that used any of them."""
-        assert needed == 0, f"iteration {demand.iteration} lacks {needed} slots of {demand.group.label}"
-        return NONE, -1
-
-    def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:
-        """A plan was made in which the batch's rows of this group are in these slots; if the policy `keeps`.
-
-        `stays` has the number of iterations until the next use of each, or KEEP, if `admit` has left `gaps` alone.
-        """
-
-    def leaving(self, iteration: int, group: Group, absent: Callable[[int], int]) -> Int32s:  # noqa: ARG002
-        """Slots whose rows leave with a plan that was just made, although no plan takes their slots yet; if `keeps`.
-
-        absent(y): how many rows of this group the window's batches up to y need that are not in the cache.
-        """
-        return NONE
-
-    def room(self, iteration: int, window: int, group: Group) -> int:  # noqa: ARG002
-        """Slots of a group that no plan will need before the next can make room; `window` batches begin with this."""
-        return 0
-
-    def lookahead_at(self, iteration: int, window: int) -> int:  # noqa: ARG002
-        """Rows of this batch used again in fewer iterations than this stay; `window` batches begin with it."""
-        return 1
-
-    def advance(self) -> None:
-        """A plan was emitted: set the target for the next."""
-
-
-class KeepingPolicy(Policy):
-    """Keeps every row until it must make room, or until the data ends."""
-
-    keeps = True
-
-    def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
-        """Begin a run."""
-        super().bind(groups, lookahead, ahead)
-        self.target = self.target_max = 2  # the second batch only tells whether the first is the last one
-
-
-class SlotFacts:
-    """What a policy knows of the tenants of one group's slots."""
-
-    def __init__(self, next_uses: Int32s) -> None:
-        capacity = len(next_uses)
-        self.next = next_uses
-        """When the window needs each tenant, or NEVER."""
-        self.last: Int32s = np.full(capacity, -1, np.int32)
-        """The iteration that last used each tenant; -1: the slot is free."""
-        self.uses: Int32s = np.zeros(capacity, np.int32)
-        """The number of batches that have used each tenant since it came."""
-        self.rank: Int32s = np.zeros(capacity, np.int32)
-        """How many rows are used more often than each tenant, for policies that sample."""
-        self.worth: Int64s = np.empty(capacity, np.int64)
-        """The keys made last."""
-
-    def keys(self, values: Int32s, largest_first: bool = False) -> Int64s:
-        """Keys by these values of slots, then by the last use; HELD for free slots. Valid until the next call."""
-        rank(values, largest_first, self.last, self.worth)
-        return self.worth
-
-
-class RankingPolicy(KeepingPolicy):
-    """Keeps everything; victims are the rows outside the batch with the smallest keys. A subclass says what those are.
-
-    Costs a few walks over the slots for each plan that needs victims.
-    """
-
-    foresees: ClassVar[bool] = False
-    """Whether keys depend on next uses."""
-
-    def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
-        """Begin a run."""
-        super().bind(groups, lookahead, ahead)
-        sizes = [group.slots.capacity for group in groups]
-        all_next: Int32s = np.full(sum(sizes), NEVER, np.int32)
-        self.facts = [SlotFacts(part) for part in np.split(all_next, np.cumsum(sizes)[:-1])]
-        self.next_uses = all_next if self.foresees else None
-
-    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
-        """Let the window tell each use when the next is, if the policy wants to know; nobody leaves for it."""
-        return self.foresees or super().admit(iteration, window, counts, gaps)
-
-    def keys(self, iteration: int, facts: SlotFacts) -> Int64s:
-        """How much each slot's tenant is worth: at least 0, less than HELD unless it must stay or there is none."""
         raise NotImplementedError
 
-    def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:
-        """As ever; the rows that come have not been used yet."""
-        result = super().assign(demand, slots, slot_after)
-        self.facts[demand.group.number].uses[slots] = 0
-        return result
+    def learn(self, sample: Sample) -> Hottest:
+        """How often each row of each table is used. Returns rows that the first plan brings along if there is room."""
+        raise NotImplementedError
 
-    def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
-        """The slots with the smallest keys."""
-        if not needed:
-            return NONE, -1
-        facts = self.facts[demand.group.number]
-        worth = self.keys(demand.iteration, facts)
-        worth[demand.hits] = HELD
-        victims = np.empty(needed, np.int32)
-        found = lowest(worth, needed, victims)
-        assert found == needed, f"iteration {demand.iteration} lacks slots of {demand.group.label}"
-        evict_after = int(facts.last[victims].max(initial=-1))
-        facts.last[victims] = -1
-        return victims, evict_after
+    def advance(self, iteration: int, window: int) -> int:  # noqa: ARG002
+        """A plan was made, with `window` batches that begin with it: set `window` for the next. Returns its lookahead:
+        rows used again in fewer iterations than this stay."""
+        return 1
 
-    def planned(self, iteration: int, group: Group, slots: Int32s, stays: Stays) -> None:
-        """Note the uses."""
-        facts = self.facts[group.number]
-        facts.last[slots] = np.where(stays == 0, -1, iteration)
-        facts.uses[slots] += 1
-        if self.foresees:
-            facts.next[slots] = np.where(stays == KEEP, NEVER, iteration + stays.astype(np.int32))
+
+def checked(lookahead: Lookahead, auto: int) -> int:
+    """A lookahead as a number of batches: `auto` stands for "auto"."""
+    if lookahead != "auto" and not 1 <= lookahead < KEEP:
+        raise ConfigError(f'lookahead is {lookahead}: give a number from 1 to {KEEP - 1}, or "auto"')
+    return auto if lookahead == "auto" else lookahead

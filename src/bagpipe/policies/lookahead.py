@@ -12,11 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bagpipe.errors import ConfigError
 from bagpipe.kernels.admit import admit
-from bagpipe.kernels.oracle import KEEP
 from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Int64s, Lookahead, Policy
+from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, Policy, checked
 
 RAMP = 4
 """Batches by which the window grows with each plan, so that the first one does not wait for a full window."""
@@ -28,55 +26,51 @@ class LookaheadPolicy(Policy):
     """Stays from one use to the next within `lookahead` batches, the current one included."""
 
     name = "lookahead"
+    early = True
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
-        if lookahead != "auto" and not 1 <= lookahead < KEEP:
-            raise ConfigError(f'lookahead is {lookahead}: give a number from 1 to {KEEP - 1}, or "auto"')
-        self._auto = self.idles = lookahead == "auto"
-        self._ahead = ahead
-        self.target_max = AUTO_MAX if lookahead == "auto" else lookahead
-        self.target = min(RAMP, self.target_max)
+        self.idles = lookahead == "auto"
+        self.window_max = checked(lookahead, AUTO_MAX)
+        self.window = min(RAMP, self.window_max)
         self._step, self._patience = RAMP, 0
         self._num_refused = 0
-        columns = 1 << (self.target_max + 1).bit_length()
-        self._loads = [np.zeros((2, columns), np.int64) for _ in groups]
-        self._shortest_refused = np.zeros(columns, np.int64)
+        self._shortest_refused = np.zeros(1 << (self.window_max + 1).bit_length(), np.int64)
+        for group in groups:
+            group.loads = np.zeros((2, len(self._shortest_refused)), np.int64)
 
-    def admit(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
+    def grant(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
         """Grant stays from the shortest to the longest while they fit, prefetches in flight included."""
         self._shortest_refused[iteration & (len(self._shortest_refused) - 1)] = 0
         num_refused = 0
-        for group, (load, total) in zip(self.groups, self._loads, strict=True):
-            need, capacity = int(counts[group.tables].sum()), group.slots.capacity
+        for group in self.groups:
+            need = int(counts[group.tables].sum())
             num_refused += admit(
-                group.tables, iteration, window, need, capacity, self._ahead, load, total, gaps, self._shortest_refused
-            )
+                group.tables, iteration, window, need, group.capacity, self.ahead, *group.loads, gaps,
+                self._shortest_refused,
+            )  # fmt: skip
         self._num_refused += num_refused
         return num_refused == 0
 
-    def room(self, iteration: int, window: int, group: Group) -> int:
-        """What the next batch, the rows that stay across it and the prefetches after it leave of the cache."""
-        total = self._loads[group.number][1]
-        return max(0, group.slots.capacity - int(total[(iteration + 1) & (len(total) - 1)])) if window > 1 else 0
+    def leaves(self, demand: Demand, *, ended: bool) -> bool | Int32s:
+        """All that are not granted a stay; with "auto" they are idle until the data ends."""
+        if ended or not self.idles:
+            return True
+        return False if demand.lone is None else demand.lone
 
-    def lookahead_at(self, iteration: int, window: int) -> int:
-        """The window, or the shortest stay of this batch's rows that was not granted."""
-        refused = int(self._shortest_refused[iteration & (len(self._shortest_refused) - 1)])
-        return min(window, refused) if refused else window
-
-    def advance(self) -> None:
+    def advance(self, iteration: int, window: int) -> int:
         """Let the window grow to its full length; "auto" grows while everything fits and shrinks when it does not.
 
         It waits a little before it grows again: where some batches fit and others do not, longer windows cost memory
-        and save next to nothing.
+        and save next to nothing. The lookahead is the window, or the shortest stay that was not granted.
         """
-        if self._auto and self._num_refused:
+        if self.idles and self._num_refused:
             self._step, self._patience = 1, RAMP
-            self.target = max(1, self.target - 1)
+            self.window = max(1, self.window - 1)
         elif self._patience > 0:
             self._patience -= 1
         else:
-            self.target = min(self.target_max, self.target + self._step)
+            self.window = min(self.window_max, self.window + self._step)
         self._num_refused = 0
+        return min(window, int(self._shortest_refused[iteration & (len(self._shortest_refused) - 1)]) or window)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bagpipe.kernels.victims import HELD, NEVER, hold
-from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
+from bagpipe.oracle.slots import HELD, NEVER, Group
+from bagpipe.policies.base import Int64s, Lookahead
+from bagpipe.policies.belady import ForesightedPolicy
 
 PAST = 3
 """Batches between planning and training."""
@@ -27,46 +27,44 @@ HOLD = HELD - 2**31
 """More than any key of a row that is not held."""
 
 
-class ScratchPipePolicy(RankingPolicy):
+class ScratchPipePolicy(ForesightedPolicy):
     """Keeps everything; victims are rows that no batch of the six holds."""
 
     name = "scratchpipe"
-    foresees = True
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
-        self.target = self.target_max = 1 + FUTURE
+        self.window = self.window_max = 1 + FUTURE
         self._warned: set[int] = set()
 
-    def make_room(self, demand: Demand, needed: int) -> tuple[Int32s, int]:
-        """The slots with the smallest keys; the first time that held rows are among them, say which cache has room."""
-        victims, evict_after = super().make_room(demand, needed)
-        group = demand.group
-        worth = self.facts[group.number].worth
-        if group.number not in self._warned and (worth[victims] >= HOLD).any():
-            self._warned.add(group.number)
-            of_batch = len(demand.hits) + demand.num_misses
-            held = of_batch + int(np.count_nonzero((worth >= HOLD) & (worth < HELD)))
-            logging.getLogger("bagpipe").warning(
-                "policy 'scratchpipe' holds %s rows of %s for the six batches around iteration %d, and the cache has "
-                "places for %s: held rows leave, and training waits for them; raise `cache` to at least %s rows of "
-                "this width; %s have room for any six batches like that one", f"{held:,}", group.label,
-                demand.iteration, f"{group.slots.capacity:,}", f"{held:,}", f"{(PAST + 1 + FUTURE) * of_batch:,}",
-            )  # fmt: skip
-        return victims, evict_after
-
-    def keys(self, iteration: int, facts: SlotFacts) -> Int64s:
+    def keys(self, iteration: int, group: Group, count: int) -> Int64s:
         """What the replacement policy says; of held rows, which leave only if nobody else can, the last use.
 
         The hold mask: as the batch of an iteration is planned, the slots of the past three and the next two batches.
         """
+        facts = group.facts
         if self.options.replacement == "random":
-            source = np.random.Philox(key=self.options.seed, counter=[0, 0, self.facts.index(facts), iteration])
-            draws = np.random.Generator(source).integers(0, NEVER, len(facts.last), np.int32)
-            worth = facts.keys(draws)
+            source = np.random.Philox(key=self.options.seed, counter=[0, 0, group.number, iteration])
+            values = np.random.Generator(source).integers(0, NEVER, group.capacity, np.int32)
         else:
-            worth = facts.keys(facts.uses if self.options.replacement == "lfu" else facts.last)
+            values = facts.uses if self.options.replacement == "lfu" else facts.last
+        keys = facts.keys(values)
         if self.options.pipelined:  # else fetches wait for the iteration before, and nothing needs to be held
-            hold(facts.last, facts.next, iteration - PAST, iteration + FUTURE, HOLD, worth)
-        return worth
+            held = (facts.last >= 0) & ((facts.last >= iteration - PAST) | (facts.next <= iteration + FUTURE))
+            keys[held] = HOLD + facts.last[held].astype(np.int64)
+            if count > np.count_nonzero(keys < HOLD) and group.number not in self._warned:
+                missing = count + group.slots.num_free
+                of_batch = missing + int(np.count_nonzero((facts.last >= 0) & (facts.next == iteration)))
+                self._warn(iteration, group, missing + int(np.count_nonzero(held)), of_batch)
+        return keys
+
+    def _warn(self, iteration: int, group: Group, held: int, of_batch: int) -> None:
+        """The first time that held rows must leave, say which cache has room."""
+        self._warned.add(group.number)
+        logging.getLogger("bagpipe").warning(
+            "policy 'scratchpipe' holds %s rows of %s for the six batches around iteration %d, and the cache has "
+            "places for %s: held rows leave, and training waits for them; raise `cache` to at least %s rows of "
+            "this width; %s have room for any six batches like that one", f"{held:,}", group.label, iteration,
+            f"{group.capacity:,}", f"{held:,}", f"{(PAST + 1 + FUTURE) * of_batch:,}",
+        )  # fmt: skip

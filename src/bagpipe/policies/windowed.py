@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bagpipe.errors import ConfigError
-from bagpipe.kernels.oracle import KEEP
-from bagpipe.kernels.victims import HELD, choose_ways
-from bagpipe.oracle.slots import AddressedSlots, Group
-from bagpipe.policies.base import Demand, Flags, Int32s, Int64s, Lookahead, RankingPolicy, SlotFacts
+from bagpipe.kernels.victims import choose_ways
+from bagpipe.oracle.slots import HELD, AddressedSlots, Group
+from bagpipe.policies.base import Demand, Flags, Int32s, Int64s, Lookahead, checked
+from bagpipe.policies.belady import ForesightedPolicy
 from bagpipe.policy_options import PolicyOptions
 
 WINDOW = 16
@@ -28,80 +27,54 @@ VICTIM_SHARE = 8
 """The victim table takes this part of the slots, and what sets and ways do not divide."""
 
 
-class WindowedPolicy(RankingPolicy):
+class WindowedPolicy(ForesightedPolicy):
     """Keeps the rows of the current window where their sets have ways, and others as long as nobody draws theirs."""
 
     name = "windowed"
-    foresees = True
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
         """Begin a run: lay out the sets of each table."""
-        if lookahead != "auto" and not 1 <= lookahead < KEEP:
-            raise ConfigError(f'lookahead is {lookahead}: give a number from 1 to {KEEP - 1}, or "auto"')
-        for group in groups:
-            group.slots = AddressedSlots(group.slots.capacity)
         super().bind(groups, lookahead, ahead)
-        self.length = WINDOW if lookahead == "auto" else lookahead
-        self.target = self.target_max = max(2, self.length)
+        self.length = checked(lookahead, WINDOW)
+        self.window = self.window_max = max(2, self.length)
         self._first = self._end = -1
         self.layouts = [SetLayout(group, self.options.ways) for group in groups]
+        for group, layout in zip(groups, self.layouts, strict=True):
+            group.slots = AddressedSlots(group.capacity, layout.end)
 
     @classmethod
     def is_exact(cls, options: PolicyOptions) -> bool:
         """Unless reads do not wait."""
         return options.mode == "strict"
 
-    def lookahead_at(self, iteration: int, window: int) -> int:
-        """What is left of the window."""
-        return max(1, min(window, self._end - iteration))
-
-    def assign(self, demand: Demand, slots: Int32s, slot_after: Int32s) -> tuple[Int32s, int]:
-        """Ways for those that get one, places in the victim table for the others."""
-        self._enter(demand.iteration)
-        number = demand.group.number
-        facts, layout, free = self.facts[number], self.layouts[number], demand.group.slots
-        assert isinstance(free, AddressedSlots)
-        pinned = self._pinned(facts, demand.hits)
-        if demand.num_misses:
-            source = np.random.Philox(key=self.options.seed, counter=[0, 0, number, demand.iteration])
-            draws = np.random.Generator(source).integers(0, 2**62, (2, demand.num_misses))
-            layout.choose(*demand.misses(), draws, pinned, slots)
-        demand.passing[:] = slots < 0
-        placed = slots[~demand.passing]
-        victims = placed[facts.last[placed] >= 0]
-        evict_after = int(facts.last[victims].max(initial=-1))
-        facts.last[victims] = -1
-        free.free(victims, -1)
-        slot_after[~demand.passing] = free.claim(placed)
-        num_conflicts = demand.num_misses - len(placed)
-        lacking = num_conflicts - free.num_free  # by so many the victim table is too small: even pinned rows make room
-        more, used = self.make_room(demand, max(0, lacking))
-        free.free(more, -1)
-        slots[demand.passing] = free.oldest(num_conflicts, layout.end)
-        slot_after[demand.passing] = free.claim(slots[demand.passing])
-        return np.concatenate([victims, more]), max(evict_after, used)
-
-    def keys(self, iteration: int, facts: SlotFacts) -> Int64s:  # noqa: ARG002 - next uses are known by their iteration
-        """The farthest next use first."""
-        return facts.keys(facts.next, largest_first=True)
-
-    def _enter(self, iteration: int) -> None:
-        """Begin the next window, if the last one is over."""
-        if iteration >= self._end:
-            self._first, self._end = iteration, iteration + self.length
-
-    def _pinned(self, facts: SlotFacts, hits: Int32s) -> Flags:
-        """The slots of rows that the window has used or will use."""
+    def place(self, demand: Demand) -> Int32s:
+        """Ways for those that get one, places in the victim table for the others: where that is too small, those make
+        room whose next use is farthest, be they of the window."""
+        if demand.iteration >= self._end:
+            self._first, self._end = demand.iteration, demand.iteration + self.length
+        number, facts = demand.group.number, demand.group.facts
         pinned: Flags = (facts.last >= self._first) | ((facts.last >= 0) & (facts.next < self._end))
-        pinned[hits] = True
-        return pinned
+        source = np.random.Philox(key=self.options.seed, counter=[0, 0, number, demand.iteration])
+        draws = np.random.Generator(source).integers(0, 2**62, (2, len(demand.missing)))
+        chosen = np.empty(len(demand.missing), np.int32)
+        self.layouts[number].choose(*demand.misses, draws, pinned, chosen)
+        self._conflicts = demand.missing[chosen < 0]
+        return chosen
+
+    def leaves(self, demand: Demand, *, ended: bool) -> Int32s:  # noqa: ARG002
+        """Conflict victims."""
+        return self._conflicts
+
+    def advance(self, iteration: int, window: int) -> int:
+        """The lookahead is what is left of the window."""
+        return max(1, min(window, self._end - iteration))
 
 
 class SetLayout:
     """Where the sets of each table of a group lie: slots 0 to `end`, the victim table behind them."""
 
     def __init__(self, group: Group, ways: int) -> None:
-        capacity = group.slots.capacity
+        capacity = group.capacity
         room = capacity - -(-capacity // VICTIM_SHARE)
         rows = [HELD if most is None else most for most in group.rows]
         while ways > 1 and _slots_of(rows, 2, ways).sum() > room:

@@ -22,7 +22,6 @@ from bagpipe.errors import ConfigError, ValueRangeError
 from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.plan import Plan
-from bagpipe.policies.scan import RowScan
 from bagpipe.trainer.read_ahead import Held, ReadAhead
 from bagpipe.trainer.reading import LookBack, Reading
 from bagpipe.types import Table
@@ -127,26 +126,40 @@ class Source:
             raise self._error
 
     def scan(self, oracle: AnyOracle) -> None:
-        """Count the rows of all data, where the oracle's policy wants to know; one more reading, and nothing is kept.
+        """Count rows for a policy that wants to know how often each is used: those of batches spread over all data, or
+        of all of them. One more reading, in stored order, and nothing is kept.
 
-        ConfigError if the loader is not known to give the same batches again.
+        A loader that is not known to give the same batches again shows what the oracle reads before the first plan;
+        ConfigError if that is not enough.
         """
-        if not oracle.scans:
+        count = oracle.to_count
+        if count is None:
             return
         if self._loader is None:
-            raise ConfigError(
-                f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: give "
-                "a bagpipe.data.Loader, or the number of batches to look at"
-            )
-        counts = RowScan([table.features for table in self.tables])
-        batches = self._loader.dataset.batches(self._loader.batch_size, workers=self._loader.workers)
-        for number, batch in enumerate(batches):
+            if count == 0:
+                raise ConfigError(
+                    f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: "
+                    "give a bagpipe.data.Loader, or the number of batches to look at"
+                )
+            return
+        for number, batch in self._spread(self._loader, count):
             if self.interrupted:
                 break
             ids = self.adapter.extract(batch, self.features, number)
             self._check(ids, number)
-            counts.add(ids)
-        oracle.know(counts.samples())
+            oracle.count([ids[name] for name in self.features])
+
+    @staticmethod
+    def _spread(loader: Loader, count: int) -> Iterator[tuple[int, Any]]:
+        """So many of a loader's batches, in stored order and evenly spread over the data; all of them if `count` is 0
+        or there are not more."""
+        data, size = loader.dataset, loader.batch_size
+        num_batches = -(-data.num_samples // size)
+        if not 0 < count < num_batches:
+            yield from enumerate(data.batches(size, workers=loader.workers))
+            return
+        for number in np.linspace(0, num_batches - 1, count).astype(np.int64).tolist():
+            yield number, next(data.part(number * size, min((number + 1) * size, data.num_samples)).batches(size))
 
     def close(self) -> None:
         """Let go of the loader, so that its worker processes can end."""

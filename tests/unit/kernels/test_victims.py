@@ -5,17 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bagpipe.kernels.oracle import HALF, KEEP, Rings, RowState
-from bagpipe.kernels.victims import (
-    HELD,
-    NEVER,
-    choose_ways,
-    count_absent,
-    hold,
-    lowest,
-    note_next_uses,
-    rank,
-)
+from bagpipe.kernels.oracle import HALF, Rings, RowState
+from bagpipe.kernels.victims import choose_ways, count_absent, note_next_uses
+from bagpipe.oracle.slots import HELD, NEVER, SlotFacts, lowest
 from definitions.victims import (
     define_choose_ways,
     define_count_absent,
@@ -33,9 +25,7 @@ def known(location: np.ndarray) -> RowState:
 def both_lowest(keys: list[int] | np.ndarray, count: int) -> list[int]:
     results = []
     for function in (lowest, define_lowest):
-        slots = np.full(count, -1, np.int32)
-        found = function(np.array(keys, np.int64), count, slots)
-        results.append(slots[:found].tolist())
+        results.append(function(np.array(keys, np.int64), count).tolist())
     assert results[0] == results[1]
     return results[0]
 
@@ -74,30 +64,15 @@ def test_keys_rank_tenants_and_leave_free_slots_out() -> None:
     random = np.random.default_rng(5)
     for largest_first in (False, True):
         values = np.array([0, 1, NEVER, NEVER - 1, *random.integers(0, NEVER, 200)], np.int32)
-        last = random.integers(-1, 5, len(values)).astype(np.int32)
-        keys = np.empty(len(values), np.int64)
-        rank(values, largest_first, last, keys)
+        facts = SlotFacts(np.full(len(values), NEVER, np.int32))
+        facts.last[:] = random.integers(-1, 5, len(values))
+        keys, last = facts.keys(values, largest_first=largest_first), facts.last
         assert ((keys == HELD) == (last < 0)).all()
         assert (keys >= 0).all()
         assert (keys <= HELD).all()
         tenants = np.flatnonzero(last >= 0)
         by_hand = sorted(tenants, key=lambda slot: ((-1 if largest_first else 1) * int(values[slot]), last[slot]))
         assert sorted(tenants, key=lambda slot: keys[slot]) == by_hand
-
-
-def test_holding_raises_keys_and_never_lowers_them_below_others() -> None:
-    random = np.random.default_rng(6)
-    for at_least in (HELD, HELD - 2**31):
-        last = random.integers(-1, 9, 300).astype(np.int32)
-        next_uses = random.choice([9, 10, 11, NEVER], 300).astype(np.int32)
-        keys = np.empty(300, np.int64)
-        rank(next_uses, False, last, keys)
-        keys[:5] = HELD
-        before = keys.copy()
-        hold(last, next_uses, 6, 10, at_least, keys)
-        held = ((last >= 6) | (next_uses <= 10)) & (before < HELD)
-        assert (keys[held] == np.minimum(HELD, at_least + last[held].astype(np.int64))).all()
-        assert (keys[~held] == before[~held]).all()
 
 
 def test_next_uses_are_noted_for_rows_that_are_cached_and_planned() -> None:
@@ -132,7 +107,7 @@ def test_absent_rows_of_several_batches_are_counted_once() -> None:
         begins[1, 3:7] = ends
         begins[0, 3:7] = [0, *ends[:-1]]
         stays = [
-            next((n - m for n in range(m + 1, 4) if row in batches[n]), KEEP)
+            next((n - m for n in range(m + 1, 4) if row in batches[n]), 0)
             for m, batch in enumerate(batches)
             for row in batch
         ]

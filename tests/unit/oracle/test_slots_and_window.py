@@ -21,8 +21,7 @@ def test_slots_are_a_queue(capacity: int) -> None:
     slots, twin, used = Slots(capacity), deque((slot, -1) for slot in range(capacity)), []
     for plan in range(200):
         count = int(random.integers(0, len(twin) + 1))
-        taken, freed_by = np.empty((2, count), np.int32)
-        slots.take(taken, freed_by)
+        taken, freed_by = slots.take(count)
         expected = [twin.popleft() for _ in range(count)]
         assert list(zip(taken.tolist(), freed_by.tolist(), strict=True)) == expected
         used += taken.tolist()
@@ -36,14 +35,14 @@ def test_slots_are_a_queue(capacity: int) -> None:
 @pytest.mark.parametrize("first", [0, 5, 17, 20])
 def test_addressed_slots_that_were_freed_longest_ago_come_first(first: int) -> None:
     random = np.random.default_rng(first)
-    slots, freed_by, used = AddressedSlots(20), dict.fromkeys(range(20), -1), set[int]()
+    slots, freed_by, used = AddressedSlots(20, first), dict.fromkeys(range(20), -1), set[int]()
     for plan in range(200):
         free = sorted(set(range(20)) - used, key=lambda slot: (slot < first, freed_by[slot], slot))
-        for count in range(len(free) + 1):
-            assert slots.oldest(count, first).tolist() == free[:count]
-        chosen = slots.oldest(int(random.integers(0, len(free) + 1)), first)
+        count = int(random.integers(0, len(free) + 1))
+        chosen, by = slots.take(count)
+        assert chosen.tolist() == free[:count]
         assert chosen.dtype == np.int32
-        assert slots.claim(chosen).tolist() == [freed_by[slot] for slot in chosen.tolist()]
+        assert by.tolist() == [freed_by[slot] for slot in chosen.tolist()]
         used |= set(chosen.tolist())
         leaving = random.permutation(sorted(used))[: random.integers(0, len(used) + 1)].astype(np.int32)
         slots.free(leaving, plan // 3)

@@ -159,7 +159,7 @@ def test_an_idle_row_that_a_batch_needs_again_stays_until_then() -> None:
 
 def test_the_idle_queue_is_a_queue_of_last_uses() -> None:
     random = np.random.default_rng(8)
-    queue, twin = IdleQueue(12), dict[int, int]()
+    queue, twin = IdleQueue(np.full(12, -1, np.int32)), dict[int, int]()
     for iteration in range(400):
         slots = random.permutation(12)[: random.integers(0, 6)].astype(np.int32)
         next_use = random.choice([3, KEEP], len(slots)).astype(np.uint16)

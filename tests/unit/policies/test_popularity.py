@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from bagpipe.config import parse_config
-from bagpipe.errors import ConfigError
+from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.reader import CutIds
-from bagpipe.oracle.sample import TableSample
-from bagpipe.oracle.slots import Group
+from bagpipe.oracle.slots import NEVER, Group
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions
-from bagpipe.policies.popularity import UNKNOWN, Popularity
-from bagpipe.policies.static import StaticPolicy
+from bagpipe.policies.sampled import Sample, StaticPolicy
 from bagpipe.policy_options import as_options
+from definitions.plan_contract import check_contract
 
 
 def plans_of(
@@ -36,15 +35,12 @@ def plans_of(
 
 
 def test_rows_are_ranked_over_the_tables_of_a_group_by_their_occurrences() -> None:
-    def sample(*rows: tuple[int, int, int]) -> TableSample:
-        return TableSample(*np.array(rows, np.int64).reshape(-1, 3).T)
-
-    samples = [sample((7, 2, 0), (9, 1, 0), (7, 2, 1)), sample((7, 9, 0)), sample((-5, 3, 0), (1, 1, 1))]
-    popularity = Popularity([Group(0, [0, 2], 10), Group(1, [1], 10)], samples)
-    tables, ids = popularity.hottest(0, 3)
-    assert list(zip(tables.tolist(), ids.tolist(), strict=True)) == [(0, 7), (2, -5), (0, 9)]
-    assert popularity.ranks(np.array([0, 0, 2]), np.array([9, 8, -5])).tolist() == [2, UNKNOWN, 1]
-    assert popularity.ranks(np.array([1]), np.array([7])).tolist() == [0]
+    sample = Sample([1, 1, 2])
+    sample.count([np.array([7, 9, 7, 7, 7]), np.array([7] * 9), np.array([-5, -5, 1]), np.array([-5])])
+    tables, ids = sample.rank([Group(0, [0, 2], 10), Group(1, [1], 10)])[0]
+    assert list(zip(tables.tolist(), ids.tolist(), strict=True)) == [(0, 7), (2, -5), (0, 9), (2, 1)]
+    assert sample.ranks(np.array([2, 0, 0]), np.array([-5, 9, 8])).tolist() == [1, 2, NEVER]
+    assert sample.ranks(np.array([1]), np.array([7])).tolist() == [0]
 
 
 @pytest.mark.parametrize("rows", [100, None])
@@ -104,6 +100,17 @@ def test_static_gives_up_its_coldest_rows_where_a_batch_needs_the_room() -> None
     assert oracle.policy.num_pinned == [4]
     assert plans[2].victims.ids.tolist() == [2, 3]
     assert plans[3].fetch.ids.tolist() == [2, 3]
+
+
+def test_static_pins_nothing_where_one_batch_fills_the_cache_and_a_smaller_cache_is_refused_by_name() -> None:
+    batches = [[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 1]]
+    plans, oracle = plans_of("static", batches, 3, sample=4)
+    assert isinstance(oracle.policy, StaticPolicy)
+    assert oracle.policy.num_pinned == [0]
+    assert [plan.fetch.ids.tolist() for plan in plans] == batches, "all rows pass"
+    check_contract(plans, [0], [3], [[batch] for batch in batches])
+    with pytest.raises(CapacityError, match=r"iteration 0 needs 3 rows of table 'only' .* 2: raise `cache` .* 3 rows"):
+        plans_of("static", batches, 2, sample=4)
 
 
 def some_batches(seed: int, num_batches: int = 40, rows: int = 30) -> list[list[int]]:

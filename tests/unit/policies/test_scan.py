@@ -6,16 +6,18 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from bagpipe.config import Config, Share, cache_size, parse_config
-from bagpipe.data import Generated, Loader, find_preset, write
+from bagpipe.data import Generated, Loader, find_preset, from_frame, write
 from bagpipe.errors import ConfigError
 from bagpipe.job import Job, prepare
 from bagpipe.oracle.oracle import Oracle
+from bagpipe.oracle.slots import Group
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions
-from bagpipe.policies.scan import RowScan
+from bagpipe.policies.sampled import Sample
 from bagpipe.table import Table
 from bagpipe.trainer.source import Source
 from bagpipe.training import train_accelerated, train_reference
@@ -24,19 +26,20 @@ from definitions.plan_contract import check_contract
 ALL = PolicyOptions(sample=0)
 
 
-def test_a_scan_counts_every_row_whatever_the_order() -> None:
+def test_a_scan_ranks_every_row_whatever_the_order() -> None:
     chance = np.random.default_rng(0)
-    batches = [{name: chance.zipf(1.3, 50) % 900 - 20 for name in "abc"} for _ in range(40)]
+    batches = [[chance.zipf(1.3, 50) % 900 - 20 for _ in "abc"] for _ in range(40)]
     for order in (1, -1):
-        scan = RowScan([("a", "b"), ("c",)])
+        sample = Sample([2, 1])
         for batch in batches[::order]:
-            scan.add(batch)
-        for sample, names in zip(scan.samples(), ("ab", "c"), strict=True):
-            ids, counts = np.unique(np.concatenate([b[name] for b in batches for name in names]), return_counts=True)
-            assert dict(zip(sample.ids.tolist(), sample.counts.tolist(), strict=True)) == dict(
-                zip(ids.tolist(), counts.tolist(), strict=True)
+            sample.count(batch)
+        ranked = sample.rank([Group(0, [0], 1), Group(1, [1], 1)])
+        for (_, found), features in zip(ranked, ((0, 1), (2,)), strict=True):
+            ids, counts = np.unique(
+                np.concatenate([batch[f] for batch in batches for f in features]), return_counts=True
             )
-    assert [len(sample.ids) for sample in RowScan([("a",)]).samples()] == [0]
+            assert found.tolist() == ids[np.argsort(-counts, kind="stable")].tolist()
+    assert [len(ids) for _, ids in Sample([1]).rank([Group(0, [0], 1)])] == [0]
 
 
 @pytest.mark.parametrize("policy", ["frequency", "static"])
@@ -65,19 +68,33 @@ def test_the_first_plan_brings_the_hottest_rows_of_all_data(policy: str) -> None
     assert second.iteration == 1
 
 
+@pytest.mark.parametrize("policy", ["frequency", "static"])
+def test_a_sample_is_spread_over_all_data(policy: str) -> None:
+    """Rows 0 to 4 are in the first tenth only, and 50 to 54 in the rest: the first plan brings these along."""
+    ids = [number % 5 + (0 if number < 60 else 50) for number in range(600)]
+    data = from_frame(pa.table({"label": [0] * 600, "item": ids}), label="label", categorical=["item"])
+    source = Source(Loader(data, 4))
+    source.tables = data.tables
+    oracle = Oracle([OracleTable("item", 100)], [9], policy=policy, options=PolicyOptions(sample=7), ahead=0)
+    plans = source.planned(oracle)
+    came = set(next(plans)[0].fetch.ids.tolist())
+    plans.close()
+    assert {51, 52, 53, 54} <= came
+
+
 def test_rows_without_an_array_are_brought_along_only_if_the_window_has_them() -> None:
     chance = random.Random(1)
     batches = [[[chance.randrange(40) for _ in range(5)]] for _ in range(90)]
     batches[80:] = [[[99, 98, 97, 99, 98, 97]] for _ in range(10)]
-    scan = RowScan([("only",)])
-    for batch in batches:
-        scan.add({"only": np.array(batch[0])})
     brought = []
     for rows_direct_max in (100, 0):
         oracle = Oracle(
             [OracleTable("only", 100)], [20], policy="frequency", options=ALL, rows_direct_max=rows_direct_max
         )
-        oracle.policy.know(scan.samples())
+        assert oracle.sample is not None
+        for batch in batches:
+            oracle.sample.count([np.array(batch[0])])
+        oracle.sample.whole = True
         plans = [plan for plan, _ in oracle.plans(([np.array(batch[0])], None) for batch in batches)]
         check_contract(plans, [0], [20], batches)
         brought.append(set(plans[0].fetch.ids.tolist()))
@@ -129,8 +146,9 @@ def test_a_scan_in_small_and_large_caches_gives_the_bits_of_the_reference(shards
     assert 0.2 < hit_rates["0.3%"] < hit_rates["64%"]
 
 
-def test_several_trainers_scan_too(shards: Path, tmp_path: Path) -> None:
-    settings = {"trainers": 2, "cache": "1.5%", "policy": "static", "policy_options": {"sample": 0}}
+@pytest.mark.parametrize("sample", [0, 3])
+def test_several_trainers_scan_too(shards: Path, tmp_path: Path, sample: int) -> None:
+    settings = {"trainers": 2, "cache": "1.5%", "policy": "static", "policy_options": {"sample": sample}}
     expected, _ = train_reference(job_of(shards, tmp_path, **settings), ignore)
     found, _ = train_accelerated(job_of(shards, tmp_path / "again", **settings), ignore, hold=True)
     assert not expected.differing(found)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from bagpipe.kernels.victims import HELD
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
+from bagpipe.oracle.slots import HELD
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions, scratchpipe
 from bagpipe.policies.scratchpipe import FUTURE, HOLD, PAST, ScratchPipePolicy
@@ -72,7 +72,7 @@ def test_the_hold_mask_shows_three_past_and_two_future_batches() -> None:
     slot_of: dict[int, int] = {}
     for x in range(5):
         if x:
-            worth = policy.keys(x, policy.facts[0])
+            worth = policy.keys(x, oracle.groups[0], 0)
             held = (worth >= HOLD) & (worth < HELD)
             around = {row for batch in FIGURE_11[max(0, x - 3) : x] for row in batch}
             around |= {row for batch in FIGURE_11[x + 1 : x + 3] for row in batch if row in slot_of}

@@ -31,7 +31,7 @@ def plans(batches, policy):
     oracle = Oracle([OracleTable("only", ROWS)], [SLOTS], lookahead=3, policy=policy)
     waiting, left, source = 0, len(batches), iter(batches)
     while left:
-        while waiting < oracle.policy.target and (batch := next(source, None)) is not None:
+        while waiting < oracle.policy.window and (batch := next(source, None)) is not None:
             oracle.read([batch])
             waiting += 1
         waiting, left = waiting - 1, left - 1
