@@ -6,7 +6,7 @@ owners of rows that were fetched while it was short are chosen with less to go b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import tee
 from typing import Any
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from bagpipe.data.generator import generated
 from bagpipe.data.presets import find_preset
+from bagpipe.kernels.partition import FETCHED, LATER, NEXT, NOW
 from bagpipe.oracle.assign import ASSIGNERS, Assigner
-from bagpipe.oracle.division import Division
 from bagpipe.oracle.oracle import Oracle
-from bagpipe.oracle.partition import DESIGNS, Design, Partition
+from bagpipe.oracle.partition import DESIGNS, Design, Division, Partition
 from bagpipe.oracle.reader import CutIds
-from bagpipe.oracle.sync_plan import Lists
+from bagpipe.oracle.sync_plan import Routes
 from bagpipe.oracle.tables import OracleTable
 from benchmarks import Benchmark, Results
 
@@ -30,9 +30,10 @@ TRAINERS = 8
 VECTOR_FLOATS = 48
 """Gradients have as many, whatever the optimizer."""
 VECTOR_BYTES = 4 * VECTOR_FLOATS
-PAPER: dict[str, dict[str, float]] = {
-    "replicated": {"paper_rows": 65_000},
-    "lrpp": {"paper_rows": 48_000, "paper_rows_critical": 22_700},
+PAPER: dict[tuple[str, str], dict[str, float]] = {
+    ("contiguous", "replicated"): {"paper_rows": 65_000},
+    ("contiguous", "lrpp"): {"paper_rows": 48_000, "paper_rows_critical": 22_700},
+    ("aware", "partitioned"): {"paper_rows": 21_000},
 }
 STATES: dict[str, int] = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": VECTOR_FLOATS, "adam": 2 * VECTOR_FLOATS}
 """Floats of a row's state, which go with it where it changes its owner."""
@@ -61,23 +62,30 @@ class _Size:
 
 
 FULL = _Size(1, 16_384, 200, 4_000_000, (25, 50, 100, 200, 300, 400), 20)
+SHORT = _Size(1, 16_384, 50, 4_000_000, (60,), 4)
 QUICK = _Size(0.01, 1_024, 4, 100_000, (2, 8), 2)
+SEVERAL = (2, 4, 8, 16, 32)
 
 
 def run(quick: bool) -> Results:
-    """Every assignment and design, and every size of optimizer state where it makes a difference; three minutes."""
-    size = QUICK if quick else FULL
-    return [result for assign in ASSIGNERS for result in _count(assign, size)]
+    """Every assignment and design, and every size of optimizer state where it makes a difference; three minutes.
+
+    Then the designs for other numbers of trainers, with a shorter window.
+    """
+    size, short = (QUICK, QUICK) if quick else (FULL, SHORT)
+    found = [result for assign in ASSIGNERS for result in count(assign, size)]
+    numbers = [number for number in SEVERAL if not quick or number != TRAINERS]
+    return found + [result for number in numbers for result in count("contiguous", short, number, VARIANTS[:5])]
 
 
-def _count(assign: str, size: _Size) -> Results:
+def count(assign: str, size: _Size, trainers: int = TRAINERS, variants: Sequence[Variant] = VARIANTS) -> Results:
     """Divide the same plans by each design."""
     preset = find_preset(PRESET).scaled(size.scale) if size.scale != 1 else find_preset(PRESET)
     iterations = size.points[-1] + size.counted
     source = generated(preset, (iterations + size.lookahead) * size.batch_size)
     tables = [OracleTable(table.name, table.rows, table.features) for table in source.tables]
     features = [feature for table in tables for feature in table.features]
-    assigner = Assigner(assign, TRAINERS, tables=[table.features for table in tables])
+    assigner = Assigner(assign, trainers, tables=[table.features for table in tables])
 
     def batches() -> Iterator[tuple[CutIds, None]]:
         for batch in source.batches(size.batch_size, workers=2):
@@ -87,46 +95,51 @@ def _count(assign: str, size: _Size) -> Results:
                 ids = [own[assigned.order] for own in ids]
             yield CutIds(ids, np.tile(np.array(assigned.bounds, np.int64), (len(ids), 1))), None
 
-    oracle = Oracle(tables, [size.capacity], size.lookahead, threads=2, trainers=TRAINERS, uses_ahead=2)
-    plans = tee(oracle.plans(batches()), len(VARIANTS))
+    oracle = Oracle(tables, [size.capacity], size.lookahead, threads=2, trainers=trainers, uses_ahead=2)
+    plans = tee(oracle.plans(batches()), len(variants))
     divided = [
-        Partition(TRAINERS, tables, [size.capacity], design=design, move_costs=_costs(len(tables), optimizer)).plans(
+        Partition(trainers, tables, [size.capacity], design=design, move_costs=_costs(len(tables), optimizer)).plans(
             own
         )
-        for (design, optimizer), own in zip(VARIANTS, plans, strict=True)
+        for (design, optimizer), own in zip(variants, plans, strict=True)
     ]
     counts: dict[tuple[Variant, int], list[_Counts]] = {}
     for iteration, divisions in zip(range(iterations), zip(*divided, strict=True), strict=False):
         for point in size.points:
             if point <= iteration < point + size.counted:
-                for variant, (division, _) in zip(VARIANTS, divisions, strict=True):
+                for variant, (division, _) in zip(variants, divisions, strict=True):
                     state = STATES.get(variant[1] or "", 0)
                     counts.setdefault((variant, point), []).append(_Counts.of(division, state))
     oracle.close()
-    return [_result(assign, variant, size, counts) for variant in VARIANTS]
+    return [_result(assign, trainers, variant, size, counts) for variant in variants]
 
 
 def _result(
-    assign: str, variant: Variant, size: _Size, counts: dict[tuple[Variant, int], list[_Counts]]
+    assign: str, trainers: int, variant: Variant, size: _Size, counts: dict[tuple[Variant, int], list[_Counts]]
 ) -> dict[str, Any]:
     design, optimizer = variant
     means = {point: _Counts.mean(counts[variant, point]) for point in size.points}
     last = means[size.points[-1]]
     result: dict[str, Any] = {
         "assign": assign,
+        "trainers": trainers,
         "design": design,
         "moving": optimizer is not None,
         "row_optimizer": optimizer,
         "unique_rows": last.unique_rows,
         "rows": last.rows,
         "rows_critical": last.rows_critical,
+        "rows_elsewhere": last.rows_elsewhere,
+        "vectors_elsewhere": last.vectors_elsewhere,
         "rows_moved": last.rows_moved,
         "bytes_a_trainer": last.sent,
         "bytes_a_trainer_critical": last.sent_critical,
+        "bytes_a_trainer_all_reduce": 2 * (trainers - 1) / trainers * VECTOR_BYTES * last.rows,
         "bytes_by_iteration": {str(point): mean.sent for point, mean in means.items()},
-        **PAPER.get(design, {}),
     }
-    if asked := ASKED.get((assign, variant)):
+    if trainers == TRAINERS:
+        result |= PAPER.get((assign, design), PAPER.get(("contiguous", design), {}))
+    if trainers == TRAINERS and (asked := ASKED.get((assign, variant))):
         result["bytes_a_trainer_asked"] = asked
     return result
 
@@ -140,6 +153,10 @@ class _Counts:
     """Rows with a user that does not update them alone: their gradients are sent, or reduced over all trainers."""
     rows_critical: float
     """Those that the next iteration uses."""
+    rows_elsewhere: float
+    """Those with a user that does not update them: their vector comes from another trainer, or from the store."""
+    vectors_elsewhere: float
+    """The same, counted for each such user: what the paper's program minimises the sum of, were all of them sent."""
     rows_moved: float
     """Those that change their owner."""
     sent: float
@@ -148,24 +165,28 @@ class _Counts:
 
     @classmethod
     def of(cls, division: Division, state: int) -> _Counts:
-        """Count what is in the trainers' parts, where rows that change their owner have so many floats of state."""
-        rows, sent, moved = [0.0, 0.0], [0.0, 0.0], 0
-        for rank in range(TRAINERS):
-            sync = division.part(rank, (0,) * TRAINERS).sync
-            assert sync is not None
-            phases = (sync.gradients, (sync.fetched, sync.values)), (sync.later_gradients, (sync.later_values,))
-            for phase, (gradients, vectors) in enumerate(phases):
-                others = sum(_length_of_others(values.send, rank) for values in vectors)
-                sent[phase] += VECTOR_BYTES * (others + _length_of_others(gradients.send, rank)) / TRAINERS
-                given = sum(len(values.give) for values in vectors)
-                sent[phase] += 4 * (state + 1) * given / TRAINERS
-                moved += given
-                rows[phase] += _rows_of_others(gradients.add, rank, len(gradients.rows), gradients.rows.bounds)
-                shared = len(gradients.shared) / TRAINERS  # each trainer lists them all
-                rows[phase] += shared
-                # a ring: each trainer sends a share of 1/N to its neighbour N - 1 times, to add up and to spread sums
-                sent[phase] += 2 * (TRAINERS - 1) / TRAINERS * VECTOR_BYTES * shared
-        return cls(len(division.plan.rows), sum(rows), rows[0], moved, sum(sent), sent[0])
+        """Count what goes from trainer to trainer, where rows that change their owner have so many floats of state."""
+        uses, trainers = division.uses, division.trainers
+        users, updaters = uses.sharing.users, uses.found.updaters
+        several = users | updaters
+        exchanged = several & (several - 1) != 0
+        now = uses.found.phase == NOW
+        gradients = _between(uses.gradients, trainers)
+        vectors = np.zeros(3)
+        moved = np.zeros(3)
+        for when, later in ((FETCHED, uses), (NEXT, division.next), (LATER, division.after)):
+            if later is not None:
+                vectors[when] = _between(later.vectors, trainers)[when]
+                found = later.found
+                moves = (found.updaters != found.held) & (later.sent_at[found.arrival] == when)
+                moved[when] = np.count_nonzero(moves)
+        sent = VECTOR_BYTES * (gradients + np.array([vectors[FETCHED] + vectors[NEXT], vectors[LATER]]))
+        sent += 4 * (state + 1) * np.array([moved[FETCHED] + moved[NEXT], moved[LATER]])
+        pairs = sum(np.count_nonzero(users & ~updaters & bit) for bit in uses.bits[:-1])
+        return cls(
+            len(division.plan.rows), np.count_nonzero(exchanged), np.count_nonzero(exchanged & now),
+            np.count_nonzero(users & ~updaters), pairs, moved.sum(), sent.sum() / trainers, sent[0] / trainers,
+        )  # fmt: skip
 
     @classmethod
     def mean(cls, counts: list[_Counts]) -> _Counts:
@@ -179,17 +200,10 @@ def _costs(tables: int, optimizer: str | None) -> list[float]:
     return [] if optimizer is None else [(STATES[optimizer] + 1) / VECTOR_FLOATS] * tables
 
 
-def _length_of_others(lists: Lists, rank: int) -> int:
-    return len(lists) - int(lists.bounds[rank, -1] - lists.bounds[rank, 0])
-
-
-def _rows_of_others(lists: Lists, rank: int, num_rows: int, bounds: NDArray[np.int64]) -> int:
-    """How many of a trainer's rows get gradients from other trainers."""
-    reached = np.zeros(num_rows, np.bool_)
-    for other in range(TRAINERS):
-        for table, items in lists.of(other) if other != rank else ():
-            reached[bounds[table] + items] = True
-    return int(reached.sum())
+def _between(routes: Routes, trainers: int) -> NDArray[np.int64]:
+    """How many rows go from a trainer to another, by time."""
+    pairs = (routes.bounds[:, -1] - routes.bounds[:, 0]).reshape(-1, trainers, trainers)
+    return pairs.sum((1, 2)) - np.trace(pairs, axis1=1, axis2=2)
 
 
 BENCHMARK = Benchmark("sync", "rows and bytes that trainers exchange, by design and assignment, from plans alone", run)

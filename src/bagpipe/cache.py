@@ -113,7 +113,7 @@ class RowCache:
         self.tenant_table = [np.full(slots, VACANT, np.int32) for slots in capacity]
         self.tenant_id = [np.zeros(slots, np.int64) for slots in capacity]
         self.dirty = [np.zeros(slots, np.bool_) for slots in capacity]
-        self._shared: list[npt.NDArray[np.bool_]] = []
+        self._alone: list[npt.NDArray[np.bool_]] = []
         self._rank, self._copies = 0, 1
         # Held while tenants change outside of training, so that a flush sees all of a change or nothing.
         self.moving = threading.Lock()
@@ -140,28 +140,29 @@ class RowCache:
         self.tenant_table[group][slots] = table
         self.tenant_id[group][slots] = ids
         self.dirty[group][slots] = False
+        if self._alone:
+            self._alone[group][slots] = False
 
     def share(self, rank: int, trainers: int) -> None:
         """So many trainers have copies of rows, and each of them a part of the slots that it flushes for all."""
         self._rank, self._copies = rank, trainers
-        self._shared = [np.zeros(slots, np.bool_) for slots in self.capacity]
+        self._alone = [np.zeros(slots, np.bool_) for slots in self.capacity]
 
-    def mark_updated(self, table: int, slots: Slots, shared: bool = False) -> None:
-        """The rows in these slots differ from the store from now on; not those that another trainer will write.
+    def flushes(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Whether this trainer flushes what is in these slots, for all that have copies."""
+        return slots % self._copies == self._rank
 
-        `shared`: all trainers do the same to their copies.
-        """
+    def mark_updated(self, table: int, slots: Slots) -> None:
+        """The rows in these slots differ from the store from now on; not those that another trainer will write."""
         group = self.group[table]
         self.dirty[group][slots] = self.tenant_table[group][slots] != VACANT
-        if self._shared:
-            self._shared[group][slots] = shared
 
     def keep_alone(self, table: int, ids: Ids, slots: Slots) -> None:
         """Others give up their copies of these rows, if they are there: they are this trainer's to write."""
         group = self.group[table]
-        if self._shared:
+        if self._alone:
             there = (self.tenant_table[group][slots] == table) & (self.tenant_id[group][slots] == ids)
-            self._shared[group][slots[there]] = False
+            self._alone[group][slots[there]] = True
 
     def copy_out(self, table: int, ids: Ids, slots: Slots) -> TableRows:
         """Rows leave their slots; those that were updated since they were last written are returned."""
@@ -229,8 +230,8 @@ class RowCache:
         """Those in a range of slots."""
         dirty = self.dirty[group]
         slots = (first + np.flatnonzero(dirty[first:stop])).astype(np.int32)
-        if self._shared:
-            others = self._shared[group][slots] & (slots % self._copies != self._rank)
+        if self._alone:
+            others = ~(self._alone[group][slots] | self.flushes(slots))
             dirty[slots[others]] = False
             slots = slots[~others]
         tables = self.tenant_table[group][slots]

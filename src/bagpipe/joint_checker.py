@@ -17,7 +17,7 @@ from bagpipe.checker import Checker, Ids, Key, Place, Slots, fingerprint
 from bagpipe.errors import ConsistencyError
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.plan import Plan
-from bagpipe.oracle.sync_plan import Lists
+from bagpipe.oracle.sync_plan import Routes
 
 if TYPE_CHECKING:
     from bagpipe.trainer.sync import Peers
@@ -155,7 +155,7 @@ class JointChecker:
                     self._fail(None, theirs.key, f"came from trainer {sender} with other bits than it has there")
                 self._settle(None, place, Copy(theirs.key, newest.version, vector, None))
 
-    def gave(self, moved: Lists) -> None:
+    def gave(self, moved: Routes) -> None:
         """Rows go to other owners: this trainer had them, and does not write them any more."""
         ledger = self._ledger
         with ledger.lock:
@@ -169,7 +169,7 @@ class JointChecker:
                     ledger.given[copy.key] = copy.dirty
                     copy.dirty = False
 
-    def took(self, moved: Lists, ids: Ids) -> None:
+    def took(self, moved: Routes, ids: Ids) -> None:
         """Rows have come with their state, as their owner left them, and are this trainer's to write."""
         ledger, rows = self._ledger, iter(ids.tolist())
         with ledger.lock:
@@ -374,7 +374,7 @@ class JointChecker:
         )
 
 
-def _all_of(lists: Lists) -> Iterator[tuple[int, Slots]]:
+def _all_of(lists: Routes) -> Iterator[tuple[int, Slots]]:
     """The parts of all trainers' lists: table, slots."""
     for rank in range(len(lists.bounds)):
         yield from lists.of(rank)

@@ -24,7 +24,7 @@ from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.partition import Partition, uses_ahead
+from bagpipe.oracle.partition import RULES, Partition, uses_ahead
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.collective import memory_groups
@@ -85,7 +85,7 @@ class Trainers:
         )  # fmt: skip
         plans = SharedPlans(source, oracle, partition)
         stores = open_stores(layouts, [driver.notify for driver in self._drivers])
-        ledger = Ledger(trainers, owned=sync.design in ("owned", "partitioned")) if config.check else None
+        ledger = Ledger(trainers, owned=not RULES[sync.design].copies) if config.check else None
         self.batches = [
             Batches(
                 model, own, row_layouts[0].optimizer, row_layouts, plans.of(rank),

@@ -4,12 +4,13 @@ import pytest
 
 from bagpipe.oracle.assign import ASSIGNERS
 from bagpipe.oracle.partition import DESIGNS
-from benchmarks.sync import BENCHMARK, STATES, TRAINERS, VARIANTS, VECTOR_BYTES
+from benchmarks.sync import BENCHMARK, STATES, TRAINERS, VARIANTS, _Size, count
 
 
 @pytest.fixture(scope="module")
 def results():
-    return {(result["assign"], result["design"], result["row_optimizer"]): result for result in BENCHMARK.run(True)}
+    found = [result for result in BENCHMARK.run(True) if result["trainers"] == TRAINERS]
+    return {(result["assign"], result["design"], result["row_optimizer"]): result for result in found}
 
 
 def test_every_assignment_and_design_is_counted(results):
@@ -38,11 +39,15 @@ def test_rows_that_change_their_owners_cost_less_the_less_state_they_have(result
     assert [result["rows_moved"] > 0 for result in of_states] == [True, True, True, True, False]
 
 
-def test_a_replicated_row_costs_what_a_ring_sends(results):
-    result = results["contiguous", "replicated", None]
-    ring = 2 * (TRAINERS - 1) / TRAINERS * VECTOR_BYTES
-    assert result["bytes_a_trainer"] == pytest.approx(ring * result["rows"])
-    assert result["bytes_a_trainer_critical"] == pytest.approx(ring * result["rows_critical"])
+def test_copies_cost_more_than_an_all_reduce_where_there_are_many_trainers():
+    """Every user of a row sends its gradient to all others; with an all-reduce every trainer sends what it would."""
+    small = _Size(0.01, 1_024, 4, 100_000, (4,), 2)
+    ratios = [
+        result["bytes_a_trainer"] / result["bytes_a_trainer_all_reduce"]
+        for trainers in (2, 32)
+        for result in count("contiguous", small, trainers, [("replicated", None)])
+    ]
+    assert ratios[0] < 1 < ratios[1]
 
 
 def test_placing_samples_by_their_rows_makes_fewer_of_them_change_hands(results):

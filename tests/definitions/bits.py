@@ -36,15 +36,3 @@ def define_unpack_bits(words: Words, bounds: Int64s, rising: bool, mask: Any, wi
             last = int(unsigned[i]) if rising else 0
             everything >>= width
     return everything
-
-
-def define_flag_chosen(numbers: Numbers, bounds: Int64s, chosen: Numbers, chosen_bounds: Int64s, flags: Any) -> bool:
-    """Twin of `flag_chosen`."""
-    every = True
-    for s in range(len(bounds) - 1):
-        left = chosen[chosen_bounds[s] : chosen_bounds[s + 1]].tolist()
-        for i in range(bounds[s], bounds[s + 1]):
-            flags[i] = left[:1] == [numbers[i]]
-            left = left[1:] if flags[i] else left
-        every &= not left
-    return every

@@ -11,6 +11,9 @@ from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.row_list import RowList
 
+ROWS = {"gradients": "updated", "later_gradients": "later_updated"}
+"""The rows that are updated with which."""
+
 
 def cut(parts, num_features):
     """A batch from what each trainer has: for each of its samples one id a feature."""
@@ -117,43 +120,30 @@ class Trainers:
         return users
 
     def update(self, parts, phase, users):
-        """Every user's gradient reaches every updater once, in order of rank; updaters agree."""
+        """Every user's gradient reaches every updater once, in order of rank."""
         arrived = defaultdict(list)
-        all_shared = [listed(getattr(part.sync, phase).shared, self.tables) for part in parts]
-        assert all(shared == all_shared[0] for shared in all_shared), "trainers differ in what they share"
+        own = [listed(getattr(part.sync, ROWS[phase]), self.tables) for part in parts]
         for rank, part in enumerate(parts):
-            gradients = getattr(part.sync, phase)
-            own = listed(gradients.rows, self.tables)
-            starts = gradients.rows.bounds
+            starts, gradients = getattr(part.sync, ROWS[phase]).bounds, getattr(part.sync, phase)
             for sender in range(self.trainers):
                 names = self.named(parts[sender].rows, getattr(parts[sender].sync, phase).send, rank)
-                targets = [own[starts[t] + k][0] for t, items in gradients.add.of(sender) for k in items.tolist()]
+                targets = [
+                    own[rank][starts[t] + k][0] for t, items in gradients.receive.of(sender) for k in items.tolist()
+                ]
                 assert names == targets, "what is sent is not what is added"
                 for row in names:
                     arrived[row, rank].append(sender)
                 self.sent += len(names) * (sender != rank)
-            names = self.named(part.rows, gradients.own, 0)
-            shared = all_shared[rank]
-            tables = [t for t, items in gradients.own.of(0) for _ in items]
-            assert names == [
-                shared[gradients.shared.bounds[t] + k][0]
-                for t, k in zip(tables, gradients.own_at.tolist(), strict=True)
-            ]
-            for row in names:
-                for updater in range(self.trainers):
-                    arrived[row, updater].append(rank)
         updated = set()
-        for rank, part in enumerate(parts):
-            gradients = getattr(part.sync, phase)
-            for row, place in listed(gradients.rows, self.tables) + all_shared[rank]:
-                assert sorted(arrived.pop((row, rank))) == sorted(users[row])
+        for rank, rows in enumerate(own):
+            for row, place in rows:
+                assert arrived.pop((row, rank)) == sorted(users[row])
                 assert self.slots[rank][place] == [row, self.version[row]], "an update of a stale row"
                 assert place not in self.narrow[rank], "an update of a row without its state"
                 updated.add(row)
         assert not arrived, "a gradient was sent to somebody who does not use it"
-        for rank, part in enumerate(parts):
-            gradients = getattr(part.sync, phase)
-            for row, place in listed(gradients.rows, self.tables) + all_shared[rank]:
+        for rank, rows in enumerate(own):
+            for row, place in rows:
                 self.slots[rank][place] = [row, self.version[row] + 1]
                 self.dirty[rank].add(row)
         for row in updated:
@@ -190,11 +180,11 @@ class Trainers:
 
     def move(self, sender, receiver, values, theirs):
         """Rows change their owner: the new one has what there is to write; their tables and slots."""
-        given = [(t, s) for t, items in values.give.of(receiver) for s in items.tolist()]
-        taken = [(t, s) for t, items in theirs.take.of(sender) for s in items.tolist()]
-        start = theirs.take.bounds[sender, 0]
+        given = [(t, s) for t, items in values.send.moved().of(receiver) for s in items.tolist()]
+        take = theirs.receive.moved()
+        taken = [(t, s) for t, items in take.of(sender) for s in items.tolist()]
         assert given == taken
-        for (t, slot), row in zip(taken, theirs.taken[start:].tolist(), strict=False):
+        for (t, slot), row in zip(taken, theirs.ids[take.bounds[sender, 0] :].tolist(), strict=False):
             place = (self.tables[t].group, slot)
             assert self.slots[sender][place][0] == (t, row)
             assert place not in self.narrow[sender], "who gives a row away has its state"

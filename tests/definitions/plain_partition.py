@@ -13,7 +13,7 @@ import numpy as np
 
 from bagpipe.oracle.plan import Fetch, Plan, Victims
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sync_plan import Gradients, Lists, Sync, Values
+from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
 from bagpipe.oracle.tables import OracleTable
 
 Place = tuple[int, int]
@@ -139,8 +139,8 @@ class SimplePartition:
         drops = {name: [self.replicas and by != rank for by in who[name]] for name in ("evict", "victims")}
         sync = Sync(
             rank, (samples,), self.values(uses[0], rank, ("fetched",) if self.design == "partitioned" else ()),
-            self.gradients(plan, uses[0], rank, True), self.values(uses[1], rank, delayed_kinds),
-            self.gradients(plan, uses[0], rank, False), self.values(uses[2] if self.delayed else [], rank, ("later",)),
+            *self.gradients(plan, uses[0], rank, True), self.values(uses[1], rank, delayed_kinds),
+            *self.gradients(plan, uses[0], rank, False), self.values(uses[2] if self.delayed else [], rank, ("later",)),
             self.rows(plan.evict, drops["evict"]), self.rows(plan.victims, drops["victims"]),
         )  # fmt: skip
         whole = np.array([use.owner == rank for use in uses[0] if use.kind == "fetched"], bool)
@@ -168,47 +168,44 @@ class SimplePartition:
             own.append(np.array([numbers.index(i) for i in inverse[cuts[rank] : cuts[rank + 1]]], np.int32))
         return tuple(own)
 
-    def gradients(self, plan: Plan, uses: list[_Use], rank: int, now: bool) -> Gradients:
+    def gradients(self, plan: Plan, uses: list[_Use], rank: int, now: bool) -> tuple[Exchange, RowList]:
         """Who adds what to what, in a phase."""
         mine = [use for use in uses if rank in use.users]
-        updated = [use for use in uses if use.now == now and use.owner == rank]
-        shared = [use for use in uses if use.now == now and use.owner is None]
+        updated = [use for use in uses if use.now == now and use.owner in (rank, None)]
 
         def positions(among: list[_Use], chosen: Callable[[_Use], bool]) -> list[tuple[int, int]]:
             """Table, and index among those of the table, of some of the rows."""
             of_table = {use.index: [o.index for o in among if o.table == use.table] for use in among}
             return [(use.table, of_table[use.index].index(use.index)) for use in among if chosen(use)]
 
-        def send_to(owner: int | None) -> list[tuple[int, int]]:
-            return positions(mine, lambda use: use.now == now and use.owner == owner)
-
         ranks = range(self.trainers)
-        return Gradients(
-            self.rows(plan.rows, [use in updated for use in uses]),
-            self.lists([send_to(owner) for owner in ranks]),
+        exchange = Exchange(
+            self.lists(
+                [positions(mine, lambda use, o=owner: use.now == now and use.owner in (o, None)) for owner in ranks]
+            ),
             self.lists([positions(updated, lambda use, sender=sender: sender in use.users) for sender in ranks]),
-            self.rows(plan.rows, [use in shared for use in uses]),
-            self.lists([send_to(None)]),
-            self.lists([positions(shared, lambda use: rank in use.users)]).items,
         )
+        return exchange, self.rows(plan.rows, [use in updated for use in uses])
 
-    def values(self, uses: list[_Use], rank: int, kinds: tuple[str, ...]) -> Values:
+    def values(self, uses: list[_Use], rank: int, kinds: tuple[str, ...]) -> Exchange:
         """Vectors of rows that come to their users in these ways."""
 
         def sent(holder: int, user: int) -> list[_Use]:
             return [u for u in uses if u.kind in kinds and u.holder == holder != user and user in u.users]
 
+        def listed(pairs: list[tuple[int, int]]) -> Routes:
+            found = [[(use, use.owner == user) for use in sent(holder, user)] for holder, user in pairs]
+            routes = self.lists([[(use.table, use.slot) for use, _ in uses] for uses in found])
+            whole = np.array([moves for uses in found for _, moves in uses], bool)
+            return replace(routes, whole=whole if whole.any() else None)
+
         ranks = range(self.trainers)
-        give = [[use for use in sent(rank, user) if use.owner == user] for user in ranks]
-        take = [[use for use in sent(holder, rank) if use.owner == rank] for holder in ranks]
-        return Values(
-            self.lists([[(use.table, use.slot) for use in sent(rank, user)] for user in ranks]),
-            self.lists([[(use.table, use.slot) for use in sent(holder, rank)] for holder in ranks]),
-            max([use.freed for holder in ranks for use in sent(holder, rank)], default=-1),
-            self.lists([[(use.table, use.slot) for use in uses] for uses in give]),
-            self.lists([[(use.table, use.slot) for use in uses] for uses in take]),
-            np.array([use.id for uses in take for use in uses], np.int64),
-        )
+        received = [use for holder in ranks for use in sent(holder, rank)]
+        return Exchange(
+            listed([(rank, user) for user in ranks]), listed([(holder, rank) for holder in ranks]),
+            max([use.freed for use in received], default=-1),
+            np.array([use.id for use in received if use.owner == rank], np.int64),
+        )  # fmt: skip
 
     def rows(self, rows: RowList, flags: list[bool]) -> RowList:
         """Those whose flag is set."""
@@ -216,11 +213,11 @@ class SimplePartition:
         bounds = [int(chosen[:bound].sum()) for bound in rows.bounds]
         return RowList(rows.ids[chosen], rows.slots[chosen], np.array(bounds, np.int64))
 
-    def lists(self, lists: list[list[tuple[int, int]]]) -> Lists:
+    def lists(self, lists: list[list[tuple[int, int]]]) -> Routes:
         """Lists of (table, item), end to end."""
         bounds, end = [], 0
         for items in lists:
             bounds.append([end + sum(table < t for table, _ in items) for t in range(len(self.tables) + 1)])
             end += len(items)
         flat = [item for items in lists for _, item in items]
-        return Lists(np.array(flat, np.int32), np.array(bounds, np.int64))
+        return Routes(np.array(flat, np.int32), np.array(bounds, np.int64))

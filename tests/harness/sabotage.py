@@ -19,7 +19,7 @@ import numpy as np
 
 from bagpipe import api, together
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sync_plan import Lists
+from bagpipe.oracle.sync_plan import Routes
 from bagpipe.server.watermark import Watermark
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.pipeline import Pipeline
@@ -178,8 +178,8 @@ def copies_are_not_given_up(_, plan):
 def delayed_vectors_are_not_sent(_, plan):
     """Trainers agree that nothing is to be sent beside the next iteration."""
     values = plan.sync.later_values
-    parts = {name: _no_entries(getattr(values, name)) for name in ("send", "receive", "give", "take")}
-    values = replace(values, **parts, taken=values.taken[:0])
+    parts = {name: _no_entries(getattr(values, name)) for name in ("send", "receive")}
+    values = replace(values, **parts, ids=values.ids[:0])
     return replace(plan, sync=replace(plan.sync, later_values=values))
 
 
@@ -188,13 +188,14 @@ def one_owner_leaves_out_updates(rank, plan):
     """A trainer does not ask for gradients of rows that it owns, and the others send none."""
 
     def without(gradients):
-        rows = _emptied(gradients.rows) if rank == 1 else gradients.rows
-        add = _no_entries(gradients.add) if rank == 1 else gradients.add
-        return replace(gradients, rows=rows, add=add, send=_without_list(gradients.send, 1))
+        receive = _no_entries(gradients.receive) if rank == 1 else gradients.receive
+        return replace(gradients, receive=receive, send=_without_list(gradients.send, 1))
 
     sync = plan.sync
     if plan.iteration < 2:
         return plan
+    if rank == 1:
+        sync = replace(sync, updated=_emptied(sync.updated), later_updated=_emptied(sync.later_updated))
     gradients, later = without(sync.gradients), without(sync.later_gradients)
     return replace(plan, sync=replace(sync, gradients=gradients, later_gradients=later))
 
@@ -202,7 +203,9 @@ def one_owner_leaves_out_updates(rank, plan):
 @each_plan
 def rows_are_updated_twice(_, plan):
     """The gradients of an iteration are added up and applied again beside the next one."""
-    return replace(plan, sync=replace(plan.sync, later_gradients=plan.sync.gradients)) if plan.iteration == 3 else plan
+    sync = plan.sync
+    twice = replace(sync, later_gradients=sync.gradients, later_updated=sync.updated)
+    return replace(plan, sync=twice) if plan.iteration == 3 else plan
 
 
 @each_plan
@@ -210,10 +213,9 @@ def one_copy_is_not_updated(rank, plan):
     """One of all the trainers that have copies of rows leaves them as they are."""
     if rank != 2:
         return plan
-    gradients = plan.sync.gradients
-    own = _no_entries(gradients.own)
-    gradients = replace(gradients, shared=_emptied(gradients.shared), own=own, own_at=gradients.own_at[:0])
-    return replace(plan, sync=replace(plan.sync, gradients=gradients))
+    sync = plan.sync
+    gradients = replace(sync.gradients, receive=_no_entries(sync.gradients.receive))
+    return replace(plan, sync=replace(sync, gradients=gradients, updated=_emptied(sync.updated)))
 
 
 def _rows_leave_an_iteration_early(_, items):
@@ -267,7 +269,7 @@ def _emptied(rows):
 
 
 def _no_entries(lists):
-    return Lists(lists.items[:0], np.zeros_like(lists.bounds))
+    return Routes(lists.items[:0], np.zeros_like(lists.bounds))
 
 
 def _without_list(lists, rank):
@@ -278,7 +280,7 @@ def _without_list(lists, rank):
         parts.append(lists.items[own[0] : own[0] + length])
         bounds[number] = start + (0 if number == rank else own - own[0])
         start += length
-    return Lists(np.concatenate(parts), bounds)
+    return Routes(np.concatenate(parts), bounds)
 
 
 # Stores
@@ -439,7 +441,7 @@ class FaultyGroup:
     def __init__(self, group, change, about):
         self.rank, self.size = group.rank, group.size
         self._group, self._change, self._about = group, change, about
-        self._memory = {}
+        self._before = None
 
     def exchange(self, send, receive, what):
         pending = self._group.exchange(send, receive, what)
@@ -448,9 +450,8 @@ class FaultyGroup:
         return _Changed(pending, lambda: self._change(self, receive))
 
     def old(self, receive):
-        """What came at the exchange before of as many numbers from each, if there was one; this one is kept."""
-        key = tuple(map(len, receive))
-        before, self._memory[key] = self._memory.get(key), [part.clone() for part in receive]
+        """What came at the exchange before, if there was one; this one is kept."""
+        before, self._before = self._before, [part.clone() for part in receive]
         return before
 
     def __getattr__(self, name):
@@ -518,14 +519,14 @@ def swaps(about, rank=1):
 
 
 def delivers_old(about, rank=1):
-    """What came at an earlier exchange comes again."""
+    """What came at an earlier exchange comes again, as far as it is as long."""
 
     @received(about)
     def change(group, receive):
         before = group.old(receive)
         if group.rank == rank and before is not None:
             for part, old in zip(receive, before, strict=True):
-                part.copy_(old)
+                part[: len(old)] = old[: len(part)]
 
     return change
 

@@ -41,7 +41,7 @@ def test_every_trainer_always_has_the_newest_value(design, delayed, trace, polic
     Trainers(TABLES, trainers, replicas=design in ("replicated", "lrpp")).run(found, batches)
     if not delayed:
         for _, parts in found:
-            assert all(not len(part.sync.later_gradients.rows) and part.sync.later_values.empty for part in parts)
+            assert all(not len(part.sync.later_updated) and part.sync.later_values.empty for part in parts)
 
 
 @given(
@@ -66,11 +66,11 @@ def test_a_row_whose_next_uses_are_another_trainers_goes_there_with_its_state():
     found, batches = exclusive("owned", uses, lookahead=2, costs=[2.1])
     system = Trainers([OracleTable("only", 8)], 3)
     system.run(found, batches)
-    moved = [[len(part.sync.values.take) for part in parts] for _, parts in found]
+    moved = [[len(part.sync.values.ids) for part in parts] for _, parts in found]
     assert moved[1] == [0, 1, 0], "trainer 1 uses it next, and after that"
     assert sum(map(sum, moved)) == 1
     staying, _ = exclusive("owned", uses, lookahead=2)
-    assert not any(len(part.sync.values.take) for _, parts in staying for part in parts)
+    assert not any(len(part.sync.values.ids) for _, parts in staying for part in parts)
 
 
 @given(trace=traces(), lookahead=st.sampled_from([2, 5, "auto"]))
@@ -105,11 +105,11 @@ def test_a_row_that_one_trainer_uses_and_that_leaves_is_its_own_in_lrpp():
     first = [part.fetch.ids.tolist() for part in found[0][1]]
     assert first == [[0], [0, 1]], "row 0 stays and is everybody's; row 1 is used once"
     assert [part.evict.ids.tolist() for part in found[0][1]] == [[], [1]]
-    assert [part.sync.gradients.shared.ids.tolist() for part in found[0][1]] == [[0], [0]]
+    assert [part.sync.updated.ids.tolist() for part in found[0][1]] == [[0], [0]]
 
 
 def test_the_trainer_that_uses_a_row_most_owns_it():
     found, _ = exclusive("owned", [{0, 1}, {2}, {1, 2}, {2}], lookahead=4)
-    takers = [rank for rank, part in enumerate(found[0][1]) if 0 in part.sync.gradients.rows.ids]
+    takers = [rank for rank, part in enumerate(found[0][1]) if 0 in part.sync.updated.ids]
     assert takers == [2], "used three times by trainer 2, though not in the first batch"
     assert [part.fetch.ids.tolist() for part in found[0][1]][2] == [0, 1]

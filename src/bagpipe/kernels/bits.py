@@ -103,19 +103,6 @@ def first_outside(numbers: Numbers, bounds: Int64s, ends: Int64s) -> int:
     return int(wrong.argmax()) if wrong.any() else -1
 
 
-@kernel
-def flag_chosen(numbers: Numbers, bounds: Int64s, chosen: Numbers, chosen_bounds: Int64s, flags: Any) -> bool:
-    """Flag the numbers of each segment that are chosen, which come in their order; whether all of these were met."""
-    every = True
-    for s in range(bounds.shape[0] - 1):
-        k = chosen_bounds[s]
-        for i in range(bounds[s], bounds[s + 1]):
-            flags[index(i)] = k < chosen_bounds[s + 1] and chosen[index(k)] == numbers[index(i)]
-            k += flags[index(i)]
-        every &= k == chosen_bounds[s + 1]
-    return every
-
-
 def _parts(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any) -> list[list[int]]:
     """What is kept of each number, segment by segment."""
     segments = [numbers[bounds[s] : bounds[s + 1]].tolist() for s in range(len(bounds) - 1)]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from bagpipe.data.batch_wire import pack_batch, unpack_batch
 from bagpipe.errors import WireError
 from bagpipe.kernels.bits import first_outside
+from bagpipe.oracle.partition import RULES
 from bagpipe.oracle.plan import Fetch, Plan, Victims
 from bagpipe.oracle.plan_shape import PlanShape, check_range, pack_rows, unpack_rows
 from bagpipe.oracle.row_list import RowList
@@ -92,7 +93,7 @@ def unpack_plan_of(
     if head is not None:
         sync = unpack_sync(head, unpacking, shape, name, iteration, plan.rows, record.batches)
         plan = replace(plan, sync=sync)
-    if shape.division is not None and shape.division.design == "owned":
+    if shape.division is not None and RULES[shape.division.design].users_read:
         whole = unpack_flags(unpacking, len(plan.fetch), f"{name}, rows to fetch whole")
         plan = replace(plan, fetch=replace(plan.fetch, whole=whole))
     unpacking.finish()

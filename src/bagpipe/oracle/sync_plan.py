@@ -1,13 +1,14 @@
 """What one trainer exchanges with the others in an iteration: lists that both sides know, so that only values travel.
 
-Gradients go to who updates a row, new vectors to who uses it next. What the next iteration uses is exchanged before it
-(critical), the rest beside it (delayed). A row may change its owner with a vector: its state goes with it then.
+Gradients go to all who update a row, new vectors to who uses it next and does not update it. What the next iteration
+uses is exchanged before it (critical), the rest beside it (delayed). A row may change its owner with a vector: its
+state goes with it then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,14 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lists:
-    """One list for each trainer, each table by table, end to end."""
+class Routes:
+    """Rows that go from trainer to trainer: lists for some pairs of them, each table by table, end to end."""
 
     items: Int32s
     bounds: Int64s
-    """[r, t]: where table t of trainer r begins; one more for its end."""
+    """[k, t]: where table t of list k begins; one more for its end. A trainer's exchange has a list for each other."""
+    whole: NDArray[np.bool_] | None = None
+    """Of each item: the row goes with its state, and its receiver updates it from then on. None: not one does."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -36,44 +39,41 @@ class Lists:
             yield table, self.items[bounds[table] : bounds[table + 1]]
 
     def counts(self) -> Int64s:
-        """[r, t]: how many."""
+        """[k, t]: how many."""
         return np.diff(self.bounds, axis=1)
 
+    def lists(self, chosen: slice) -> Routes:
+        """Some of the lists."""
+        bounds = self.bounds[chosen]
+        ends = np.cumsum(bounds[:, -1] - bounds[:, 0])
+        items = np.concatenate([self.items[own[0] : own[-1]] for own in bounds])
+        return Routes(items, bounds - bounds[:, -1:] + ends[:, None])
+
+    def only(self, flags: NDArray[np.bool_] | None) -> Routes:
+        """The same lists, with those of the items alone whose flag is set."""
+        if flags is None:
+            return Routes(self.items[:0], np.zeros_like(self.bounds))
+        return Routes(self.items[flags], np.concatenate([[0], np.cumsum(flags)])[self.bounds])
+
+    def moved(self) -> Routes:
+        """Those of the rows that are whole."""
+        return self.only(self.whole)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradients:
-    """Gradients that are added up at one time, and the rows that they update."""
+class Exchange:
+    """What this trainer sends to each trainer at one time and receives from each, itself included.
 
-    rows: RowList
-    """Rows that this trainer alone updates."""
-    send: Lists
-    """For each trainer, itself included: which of its rows of the table (by index) it sends the gradients of."""
-    add: Lists
-    """For each trainer, itself included: to which of `rows` of the table its gradients are added; in order of rank."""
-    shared: RowList
-    """Rows that every trainer updates, with the sum of everyone's gradients."""
-    own: Lists
-    """A single list: which of its rows of the table are shared."""
-    own_at: Int32s
-    """To which of `shared` of the table each of `own` is added."""
+    Vectors by the slots of their rows. Gradients by index: what is sent among its rows of the table, what is received
+    among those of the table that it updates then, to which gradients are added in order of rank.
+    """
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Values:
-    """Vectors that are sent at one time."""
-
-    send: Lists
-    """For each trainer the slots of the rows that it is sent."""
-    receive: Lists
-    """For each trainer the slots of the rows that it sends."""
-    slot_after: int
-    """They are received once this plan's evictions are copied out; -1: no wait."""
-    give: Lists
-    """For each trainer the slots of those among the rows it is sent that it owns from then on."""
-    take: Lists
-    """For each trainer the slots of those among the rows it sends that this one owns from then on."""
-    taken: Int64s
-    """The ids of the rows to take."""
+    send: Routes
+    receive: Routes
+    slot_after: int = -1
+    """Vectors are received once this plan's evictions are copied out; -1: no wait."""
+    ids: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
+    """Of the rows that are received whole."""
 
     @property
     def empty(self) -> bool:
@@ -88,15 +88,17 @@ class Sync:
     rank: int
     samples: tuple[tuple[int, ...], ...]
     """[m][r]: of trainer r in micro-batch m of this iteration, usually the only one."""
-    fetched: Values
-    """Rows that their owner has fetched, before the iteration begins."""
-    gradients: Gradients
-    """Right after the backward pass."""
-    values: Values
-    """Right after the update."""
-    later_gradients: Gradients
+    fetched: Exchange
+    """Vectors of rows that their owner has fetched, before the iteration begins."""
+    gradients: Exchange
+    """Right after the backward pass; the rows that this trainer updates with them."""
+    updated: RowList
+    values: Exchange
+    """Vectors, right after the update."""
+    later_gradients: Exchange
     """Beside the next iteration."""
-    later_values: Values
+    later_updated: RowList
+    later_values: Exchange
     """After those; used by the iteration after the next."""
     drop: RowList
     """Rows that leave with this plan and that another trainer writes back, where all have copies that were updated."""

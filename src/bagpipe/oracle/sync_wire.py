@@ -8,59 +8,58 @@ Rows that change their owner are among those that are sent: a bit for each of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.errors import WireError
-from bagpipe.kernels.bits import first_outside, flag_chosen
+from bagpipe.kernels.bits import first_outside
+from bagpipe.oracle.partition import RULES
 from bagpipe.oracle.plan_shape import PlanShape, check_range, pack_rows, unpack_rows
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sync_plan import Gradients, Lists, Sync, Values
+from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
 from bagpipe.wire.arrays import Packing, Unpacking, pack_flags, unpack_flags
 from bagpipe.wire.plan_messages import BatchHead, DividedBy, SyncHead
 
 Int64s = NDArray[np.int64]
 
-OWNED = ("owned", "partitioned")
-"""Designs in which one trainer updates a row; in the others all do, each its own copy."""
-
 
 def pack_sync(sync: Sync, packing: Packing) -> SyncHead:
     """Put the arrays behind the others."""
     sizes: list[int] = []
-    for values in (sync.fetched, sync.values, sync.later_values):
-        sizes += [_pack_lists(lists, packing, rising=False) for lists in (values.send, values.receive)]
-        moves = (values.give, values.send), (values.take, values.receive)
-        sizes += [_pack_moved(moved, among, packing) for moved, among in moves]
-        packing.add_packed(values.taken, flat_bounds(values.take))
-    for part in _parts(sync):
-        sizes.append(len(part))
-        if isinstance(part, Lists):
-            _pack_lists(part, packing, rising=True)
-        elif len(part):
-            pack_rows(part, packing)
+    for values in _vectors(sync):
+        sizes += [_pack_routes(routes, packing, rising=False) for routes in (values.send, values.receive)]
+        sizes += [_pack_moved(routes, packing) for routes in (values.send, values.receive)]
+        packing.add_packed(values.ids, flat_bounds(values.receive.moved()))
+    for rows, gradients in _phases(sync):
+        sizes.append(_pack_rows(rows, packing))
+        sizes += [_pack_routes(routes, packing, rising=True) for routes in (gradients.send, gradients.receive)]
+    sizes += [_pack_rows(rows, packing) for rows in (sync.drop, sync.drop_victims)]
     return SyncHead(
-        sync.rank, [list(samples) for samples in sync.samples], sync.fetched.slot_after, sync.values.slot_after,
-        sync.later_values.slot_after, sizes,
-    )  # fmt: skip
+        sync.rank, [list(samples) for samples in sync.samples], *[values.slot_after for values in _vectors(sync)], sizes
+    )
 
 
-def _pack_lists(lists: Lists, packing: Packing, rising: bool) -> int:
-    if len(lists):
-        packing.add_packed(lists.counts().astype(np.int32).reshape(-1))
-        packing.add_packed(lists.items, flat_bounds(lists), rising=rising)
-    return len(lists)
+def _pack_routes(routes: Routes, packing: Packing, rising: bool) -> int:
+    if len(routes):
+        packing.add_packed(routes.counts().astype(np.int32).reshape(-1))
+        packing.add_packed(routes.items, flat_bounds(routes), rising=rising)
+    return len(routes)
 
 
-def _pack_moved(moved: Lists, among: Lists, packing: Packing) -> int:
-    if len(moved):
-        flags = np.empty(len(among), np.bool_)
-        met = flag_chosen(among.items, flat_bounds(among), moved.items, flat_bounds(moved), flags)
-        assert met, "a row changes its owner without its vector"
-        packing.add(pack_flags(flags))
-    return len(moved)
+def _pack_moved(routes: Routes, packing: Packing) -> int:
+    if routes.whole is None:
+        return 0
+    packing.add(pack_flags(routes.whole))
+    return int(routes.whole.sum())
+
+
+def _pack_rows(rows: RowList, packing: Packing) -> int:
+    if len(rows):
+        pack_rows(rows, packing)
+    return len(rows)
 
 
 def unpack_sync(
@@ -82,54 +81,51 @@ def unpack_sync(
     fetched, values, later_values = (
         reading.values(what, after) for what, after in zip(("fetched", "values", "later values"), afters, strict=True)
     )
-    gradients, later = (reading.gradients(what, rows) for what in ("gradients", "later gradients"))
+    (updated, gradients), (later_updated, later_gradients) = (
+        reading.gradients(what, rows) for what in ("gradients", "later gradients")
+    )
     drop, drop_victims = (reading.rows(what) for what in ("drop", "drop_victims"))
-    samples = tuple(map(tuple, head.samples))
-    sync = Sync(head.rank, samples, fetched, gradients, values, later, later_values, drop, drop_victims)
-    _check_design(sync, division, name)
+    sync = Sync(
+        head.rank, tuple(map(tuple, head.samples)), fetched, gradients, updated, values, later_gradients, later_updated,
+        later_values, drop, drop_victims,
+    )  # fmt: skip
+    _check_design(sync, division, len(rows), name)
     return sync
 
 
 class _Reading:
-    """Takes lists from the buffers, one by one, as `_parts` names them."""
+    """Takes lists from the buffers, one by one, as `pack_sync` puts them there."""
 
     def __init__(self, head: SyncHead, unpacking: Unpacking, shape: PlanShape, trainers: int, name: str) -> None:
         self._rank, self._sizes, self._next = head.rank, head.sizes, 0
         self._unpacking, self._shape, self._trainers, self._name = unpacking, shape, trainers, name
 
-    def values(self, what: str, slot_after: int) -> Values:
+    def values(self, what: str, slot_after: int) -> Exchange:
         slots = self._shape.slots
-        send, receive = (self._lists(f"{what} to {verb}", self._trainers, slots) for verb in ("send", "receive"))
+        send, receive = (self._routes(f"{what} to {verb}", slots) for verb in ("send", "receive"))
         self._check_own(what, send, receive)
-        give, take = self._moved(f"{what} to give", send), self._moved(f"{what} to take", receive)
-        bounds = flat_bounds(take)
-        taken = self._unpacking.packed_int64s(bounds, f"{what}, ids of rows to take")
-        self._shape.check_ids(f"{self._name}, {what} to take", taken, bounds)
-        return Values(send, receive, slot_after, give, take, taken)
+        send, receive = self._moved(f"{what} to give", send), self._moved(f"{what} to take", receive)
+        bounds = flat_bounds(receive.moved())
+        ids = self._unpacking.packed_int64s(bounds, f"{what}, ids of rows to take")
+        self._shape.check_ids(f"{self._name}, {what} to take", ids, bounds)
+        return Exchange(send, receive, slot_after, ids)
 
-    def _moved(self, what: str, among: Lists) -> Lists:
-        """Those of the entries whose bit is set."""
+    def _moved(self, what: str, among: Routes) -> Routes:
+        """The same with a bit for each item, if any is set."""
         size = self._size()
         if not size:
-            return Lists(among.items[:0], np.zeros_like(among.bounds))
+            return among
         flags = unpack_flags(self._unpacking, len(among), f"{self._name}, {what}")
-        before = np.concatenate([[0], np.cumsum(flags)])
-        if before[-1] != size:
-            raise WireError(f"{self._name}, {what}: {before[-1]} rows are flagged, and {size} announced")
-        return Lists(among.items[flags], before[among.bounds])
+        if (flagged := int(flags.sum())) != size:
+            raise WireError(f"{self._name}, {what}: {flagged} rows are flagged, and {size} announced")
+        return replace(among, whole=flags)
 
-    def gradients(self, what: str, used: RowList) -> Gradients:
-        of_used = _counts(used)
+    def gradients(self, what: str, used: RowList) -> tuple[RowList, Exchange]:
         rows = self.rows(f"rows of {what}")
-        send = self._lists(f"{what} to send", self._trainers, of_used, rising=True)
-        add = self._lists(f"{what} to add", self._trainers, _counts(rows), rising=True)
-        self._check_own(what, send, add)
-        shared = self.rows(f"shared rows of {what}")
-        own = self._lists(f"shared {what}", 1, of_used, rising=True)
-        own_at = self._lists(f"places of shared {what}", 1, _counts(shared), rising=True)
-        if not np.array_equal(own.bounds, own_at.bounds):
-            raise WireError(f"{self._name}, shared {what}: there are more of them, or fewer, than of their places")
-        return Gradients(rows, send, add, shared, own, own_at.items)
+        send = self._routes(f"{what} to send", np.diff(used.bounds), rising=True)
+        receive = self._routes(f"{what} to add", np.diff(rows.bounds), rising=True)
+        self._check_own(what, send, receive)
+        return rows, Exchange(send, receive)
 
     def rows(self, what: str) -> RowList:
         size = self._size()
@@ -137,20 +133,19 @@ class _Reading:
             return unpack_rows(self._unpacking, self._shape, f"{self._name}, {what}", size)
         return RowList(np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(len(self._shape.tables) + 1, np.int64))
 
-    def _lists(self, what: str, lists: int, ends: Int64s, rising: bool = False) -> Lists:
-        """So many lists, whose entries of each table are less than its `ends`."""
-        tables, size = len(self._shape.tables), self._size()
-        bounds = np.zeros((lists, tables + 1), np.int64)
+    def _routes(self, what: str, ends: Int64s, rising: bool = False) -> Routes:
+        """A list for each trainer, whose entries of each table are less than its `ends`."""
+        trainers, tables, size = self._trainers, len(self._shape.tables), self._size()
+        bounds = np.zeros((trainers, tables + 1), np.int64)
         if not size:
-            return Lists(np.empty(0, np.int32), bounds)
-        counts = self._unpacking.packed_int32s(np.array([0, lists * tables]), f"{what}, by trainer and table")
+            return Routes(np.empty(0, np.int32), bounds)
+        counts = self._unpacking.packed_int32s(np.array([0, trainers * tables]), f"{what}, by trainer and table")
         if counts.min() < 0 or int(counts.sum(dtype=np.int64)) != size:
             raise WireError(f"{self._name}, {what}: the entries of all trainers and tables must be {size}")
-        ends_of = np.cumsum(counts, dtype=np.int64).reshape(lists, tables)
-        bounds[:, 1:] = ends_of
-        bounds[1:, 0] = ends_of[:-1, -1]
-        found = Lists(np.empty(0, np.int32), bounds)
-        found = Lists(self._unpacking.packed_int32s(flat_bounds(found), what, rising=rising), bounds)
+        bounds[:, 1:] = np.cumsum(counts, dtype=np.int64).reshape(trainers, tables)
+        bounds[1:, 0] = bounds[:-1, -1]
+        flat = flat_bounds(Routes(np.empty(0, np.int32), bounds))
+        found = Routes(self._unpacking.packed_int32s(flat, what, rising=rising), bounds)
         self._check(what, found, ends)
         return found
 
@@ -158,32 +153,28 @@ class _Reading:
         self._next += 1
         return self._sizes[self._next - 1]
 
-    def _check(self, what: str, lists: Lists, ends: Int64s) -> None:
-        bounds = flat_bounds(lists)
-        if (first := first_outside(lists.items, bounds, np.tile(ends, len(lists.bounds)))) >= 0:
+    def _check(self, what: str, routes: Routes, ends: Int64s) -> None:
+        bounds = flat_bounds(routes)
+        if (first := first_outside(routes.items, bounds, np.tile(ends, len(routes.bounds)))) >= 0:
             end = ends[(int(np.searchsorted(bounds, first, "right")) - 1) % len(ends)]
-            raise WireError(f"{self._name}, {what}: {lists.items[first]} is there, 0 to {end - 1} are allowed")
+            raise WireError(f"{self._name}, {what}: {routes.items[first]} is there, 0 to {end - 1} are allowed")
 
-    def _check_own(self, what: str, sent: Lists, received: Lists) -> None:
+    def _check_own(self, what: str, sent: Routes, received: Routes) -> None:
         if not np.array_equal(sent.counts()[self._rank], received.counts()[self._rank]):
             raise WireError(f"{self._name}, {what}: trainer {self._rank} sends itself another number than it receives")
 
 
-def _parts(sync: Sync) -> Iterator[RowList | Lists]:
-    """The lists behind those of vectors, in the order in which they travel."""
-    for phase in (sync.gradients, sync.later_gradients):
-        yield from (phase.rows, phase.send, phase.add, phase.shared)
-        yield from (phase.own, Lists(phase.own_at, phase.own.bounds))
-    yield from (sync.drop, sync.drop_victims)
+def _vectors(sync: Sync) -> tuple[Exchange, Exchange, Exchange]:
+    return sync.fetched, sync.values, sync.later_values
 
 
-def flat_bounds(lists: Lists) -> Int64s:
+def _phases(sync: Sync) -> tuple[tuple[RowList, Exchange], tuple[RowList, Exchange]]:
+    return (sync.updated, sync.gradients), (sync.later_updated, sync.later_gradients)
+
+
+def flat_bounds(routes: Routes) -> Int64s:
     """Where the parts of all trainers and tables begin; one more for the end."""
-    return np.append(lists.bounds[:, :-1].reshape(-1), lists.bounds[-1, -1])
-
-
-def _counts(rows: RowList) -> Int64s:
-    return np.diff(rows.bounds)
+    return np.append(routes.bounds[:, :-1].reshape(-1), routes.bounds[-1, -1])
 
 
 def _check_samples(head: SyncHead, division: DividedBy, trainer: int, name: str, batches: Sequence[BatchHead]) -> None:
@@ -202,27 +193,24 @@ def _check_samples(head: SyncHead, division: DividedBy, trainer: int, name: str,
             )
 
 
-def _check_design(sync: Sync, division: DividedBy, name: str) -> None:
+def _check_design(sync: Sync, division: DividedBy, num_rows: int, name: str) -> None:
     """WireError if there is something that trainers of this design never exchange, and would not look at."""
-    phases = (sync.gradients, sync.later_gradients)
-    vectors = (sync.fetched, sync.values, sync.later_values)
+    rules = RULES[division.design]
+    vectors, later = _vectors(sync), (sync.later_updated, sync.later_gradients.send, sync.later_gradients.receive)
+    sent = sum(len(gradients.send) for _, gradients in _phases(sync))
     unknown: dict[str, int] = {}
-    if division.design in OWNED:
-        unknown["shared rows"] = sum(len(phase.shared) + len(phase.own) for phase in phases)
+    if rules.copies:
+        unknown["vectors"] = sum(not each.empty for each in vectors)
     else:
-        unknown["vectors"] = sum(len(each.send) + len(each.receive) for each in vectors)
-        lists = [each for phase in phases for each in (phase.send, phase.add)]
-        unknown["gradients of one trainer for another"] = sum(
-            len(each) - int(each.counts()[sync.rank].sum()) for each in lists
-        )
-    if division.design != "partitioned":
-        unknown["fetched vectors"] = len(sync.fetched.send) + len(sync.fetched.receive)
-    if not division.moving or division.design != "owned":
-        unknown["rows that change their owner"] = sum(len(each.give) + len(each.take) for each in vectors)
+        unknown["gradients of a row for several trainers"] = max(0, sent - num_rows)
+    if rules.copies or rules.users_read:
+        unknown["fetched vectors"] = not sync.fetched.empty
+    if not division.moving or not rules.moves:
+        moved = [routes.whole is not None for each in vectors for routes in (each.send, each.receive)]
+        unknown["rows that change their owner"] = sum(moved)
     if not division.delayed:
-        later = sync.later_gradients
-        unknown["later gradients"] = len(later.rows) + len(later.send) + len(later.add) + len(later.shared)
-        unknown["later vectors"] = len(sync.later_values.send) + len(sync.later_values.receive)
+        unknown["later gradients"] = sum(map(len, later))
+        unknown["later vectors"] = not sync.later_values.empty
     for what, count in unknown.items():
         if count:
             raise WireError(

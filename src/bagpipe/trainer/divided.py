@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bagpipe.oracle.division import Division
 from bagpipe.oracle.fan_out import fan_out
 from bagpipe.oracle.oracles import AnyOracle
-from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.partition import Division, Partition
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.reader import CutIds
 from bagpipe.trainer.read_ahead import Held

@@ -128,7 +128,7 @@ class JointUpdate(OwnUpdate):
         super().__init__(update, cache, pipeline)
         points, self._groups = pipeline.points, peers.groups
         self.rank, self.trainers = peers.rank, peers.trainers
-        if peers.design in ("replicated", "lrpp"):
+        if peers.rules.copies:
             cache.share(peers.rank, peers.trainers)
         self.sync = RowSync(peers, layouts, cache, driver, pipeline.updated, lambda: points.copied_out, checker)
         pipeline.add_stage("sync", self.sync.stage())
@@ -208,7 +208,7 @@ class JointUpdate(OwnUpdate):
     def squared_norm(self, plan: Plan, views: Views) -> float:
         """Of the means over all trainers, each row once."""
         self.sync.reduce(plan, self._update.collect(views))
-        return self.sync.squared_norm()
+        return self.sync.squared_norm(plan)
 
     def settle(self) -> None:
         """Return when delayed updates are over."""

@@ -18,7 +18,7 @@ from bagpipe.kernels import move
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sync_plan import Lists
+from bagpipe.oracle.sync_plan import Routes
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -35,51 +35,35 @@ class Packing:
         """Rows that are not updated have none."""
         self._states: Int64s = np.array([layout.width - layout.dim for layout in layouts], np.int64)
 
-    def room_for_gradients(self, lists: Lists) -> list[Tensor]:
+    def room_for_gradients(self, lists: Routes) -> list[Tensor]:
         """An unfilled buffer for each trainer's list."""
-        return self._room(lists.counts(), self._gradients)
+        return self._empty(lists.counts() @ self._gradients)
 
-    def room_for_vectors(self, lists: Lists, moved: Lists) -> list[Tensor]:
+    def room_for_vectors(self, lists: Routes, moved: Routes) -> list[Tensor]:
         """An unfilled buffer for each trainer's list, and behind it for what else belongs to those rows that move."""
         return self._empty(lists.counts() @ self._vectors + moved.counts() @ (self._states + 1))
 
-    def gradients(self, lists: Lists, gradients: Mapping[int, Tensor], samples: float) -> list[Tensor]:
+    def gradients(self, lists: Routes, gradients: Mapping[int, Tensor], samples: float) -> list[Tensor]:
         """For each trainer the gradients that its list names, times the number of samples."""
         buffers = self.room_for_gradients(lists)
         for rank, buffer in enumerate(buffers):
             for table, index, part in self._parts(lists, rank, buffer, self._gradients):
-                self._scale(gradients[table], index, samples, part, _places(len(index)))
+                if self._host:
+                    np.multiply(gradients[table].numpy()[index], np.float32(samples), out=part.numpy())
+                else:
+                    part.copy_(gradients[table].index_select(0, self._index(index)) * float(samples))
         return buffers
 
-    def shared(
-        self, rows: RowList, own: Lists, own_at: Int32s, gradients: Mapping[int, Tensor], samples: float
-    ) -> Tensor:
-        """The gradients of shared rows, times the number of samples; zeros for those that this trainer does not use."""
-        buffer = torch.zeros(int(np.diff(rows.bounds) @ self._gradients), device=self._cache.device)
-        parts = dict(self.tables(rows, buffer))
-        bounds = own.bounds[0]
-        for table, index in own.of(0):
-            if table in parts:
-                at = own_at[bounds[table] : bounds[table + 1]]
-                self._scale(gradients[table], index, samples, parts[table], at)
-        return buffer
-
-    def sums(self, rows: RowList, lists: Lists, received: Sequence[Tensor | None], total: int) -> Tensor:
+    def sums(self, rows: RowList, lists: Routes, received: Sequence[Tensor], total: int) -> Tensor:
         """What trainers have sent for rows, added up in order of rank from +0.0, over the number of samples in all."""
         sums = torch.zeros(int(np.diff(rows.bounds) @ self._gradients), device=self._cache.device)
         tables = dict(self.tables(rows, sums))
         for rank, buffer in enumerate(received):
-            if buffer is None:
-                continue
             for table, index, part in self._parts(lists, rank, buffer, self._gradients):
                 if self._host:
                     tables[table].numpy()[index] += part.numpy()
                 else:
                     tables[table].index_add_(0, self._index(index), part)
-        return self.divided(sums, total)
-
-    def divided(self, sums: Tensor, total: int) -> Tensor:
-        """Sums of gradients over the number of samples."""
         if self._host:
             values = sums.numpy()
             np.divide(values, np.float32(total), out=values)
@@ -95,7 +79,7 @@ class Packing:
                 yield table, buffer[done : done + count * dim].view(count, dim)
                 done += count * dim
 
-    def vectors(self, lists: Lists, moved: Lists) -> list[Tensor]:
+    def vectors(self, lists: Routes, moved: Routes) -> list[Tensor]:
         """For each trainer the vectors in the slots that its list names, and room for what moves to it."""
         buffers = self.room_for_vectors(lists, moved)
         for rank, buffer in enumerate(buffers):
@@ -107,7 +91,7 @@ class Packing:
                     part.copy_(rows[:, : part.shape[1]].index_select(0, self._index(slots)))
         return buffers
 
-    def put_vectors(self, lists: Lists, buffers: Sequence[Tensor]) -> None:
+    def put_vectors(self, lists: Routes, buffers: Sequence[Tensor]) -> None:
         """Vectors from other trainers take their slots; the state beside them stays as it is."""
         for rank, buffer in enumerate(buffers):
             for table, slots, part in self._parts(lists, rank, buffer, self._vectors):
@@ -117,7 +101,7 @@ class Packing:
                 else:
                     rows[:, : part.shape[1]].index_copy_(0, self._index(slots), part)
 
-    def give(self, moved: Lists, buffers: Sequence[Tensor]) -> None:
+    def give(self, moved: Routes, buffers: Sequence[Tensor]) -> None:
         """Rows go to other trainers with their state and whether the store has them: they are no longer this one's."""
         for table, slots, part in self._tails(moved, buffers):
             state, dim = int(self._states[table]), int(self._vectors[table])
@@ -128,7 +112,7 @@ class Packing:
                 part[:, :state] = rows.index_select(0, self._index(slots))
             part[:, state] = torch.from_numpy(self._cache.give(table, slots).astype(np.float32))
 
-    def take(self, moved: Lists, ids: Int64s, buffers: Sequence[Tensor]) -> None:
+    def take(self, moved: Routes, ids: Int64s, buffers: Sequence[Tensor]) -> None:
         """Rows come from other trainers, in the order of `ids`: this one updates and writes them from now on."""
         done = 0
         for table, slots, part in self._tails(moved, buffers):
@@ -142,19 +126,16 @@ class Packing:
             self._cache.take(table, ids[done : done + len(slots)], slots, dirty)
             done += len(slots)
 
-    def _tails(self, moved: Lists, buffers: Sequence[Tensor]) -> Iterator[tuple[int, Int32s, Tensor]]:
+    def _tails(self, moved: Routes, buffers: Sequence[Tensor]) -> Iterator[tuple[int, Int32s, Tensor]]:
         """What lies behind the vectors: table, slots, their state and a flag."""
         widths = self._states + 1
         for rank, size in enumerate((moved.counts() @ widths).tolist()):
             yield from self._parts(moved, rank, buffers[rank][len(buffers[rank]) - size :], widths)
 
-    def _room(self, counts: Int64s, dims: Int64s) -> list[Tensor]:
-        return self._empty(counts @ dims)
-
     def _empty(self, sizes: Int64s) -> list[Tensor]:
         return [torch.empty(size, dtype=torch.float32, device=self._cache.device) for size in sizes.tolist()]
 
-    def _parts(self, lists: Lists, rank: int, buffer: Tensor, dims: Int64s) -> Iterator[tuple[int, Int32s, Tensor]]:
+    def _parts(self, lists: Routes, rank: int, buffer: Tensor, dims: Int64s) -> Iterator[tuple[int, Int32s, Tensor]]:
         done = 0
         for table, items in lists.of(rank):
             dim = int(dims[table])
@@ -162,22 +143,5 @@ class Packing:
                 yield table, items, buffer[done : done + len(items) * dim].view(len(items), dim)
                 done += len(items) * dim
 
-    def _scale(self, rows: Tensor, index: Int32s, samples: float, part: Tensor, at: Int32s) -> None:
-        if self._host:
-            part.numpy()[at] = rows.numpy()[index] * np.float32(samples)
-        else:
-            part.index_copy_(0, self._index(at), rows.index_select(0, self._index(index)) * float(samples))
-
     def _index(self, items: Int32s) -> Tensor:
         return torch.from_numpy(items.astype(np.int64)).to(self._cache.device)
-
-
-_all_places: Int32s = np.arange(0, dtype=np.int32)
-
-
-def _places(count: int) -> Int32s:
-    """0, 1, ..., kept from call to call."""
-    global _all_places
-    if len(_all_places) < count:
-        _all_places = np.arange(2 * count, dtype=np.int32)
-    return _all_places[:count]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +24,11 @@ from bagpipe.failpoints import reach
 from bagpipe.kernels.update import apply
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Scalars
-from bagpipe.oracle.partition import Design
+from bagpipe.oracle.partition import RULES, Design, Rules
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sync_plan import Gradients, Sync, Values
-from bagpipe.trainer.collective import Collective, name_trainers, sum_in_rank_order
+from bagpipe.oracle.sync_plan import Exchange, Sync
+from bagpipe.trainer.collective import Collective, name_trainers
 from bagpipe.trainer.exact_sum import Bins
 from bagpipe.trainer.packing import Packing
 from bagpipe.trainer.stages import Driver, Stage, Wait
@@ -44,8 +45,6 @@ class Sum(NamedTuple):
 
     rows: RowList
     means: Tensor
-    shared: bool
-    """Whether all trainers have these rows, and do the same to them."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,11 @@ class Peers:
     """What the checkers of trainers in one process share; None: rows are not checked."""
 
     @property
+    def rules(self) -> Rules:
+        """What the design says."""
+        return RULES[self.design]
+
+    @property
     def rank(self) -> int:
         """Which of the trainers this one is."""
         return self.groups.critical.rank
@@ -90,20 +94,12 @@ class Peers:
 
 
 @dataclass(slots=True)
-class _Packed:
-    """The gradients of one phase, copied so that the next backward pass may overwrite them."""
-
-    send: list[Tensor]
-    shared: Tensor | None
-
-
-@dataclass(slots=True)
 class _Delayed:
     """What is left to do for an iteration beside the next one."""
 
     plan: Plan
-    packed: _Packed | None
-    """None: no update is left to be made."""
+    packed: list[Tensor] | None
+    """Its gradients, copied so that the next backward pass may overwrite them; None: no update is left to be made."""
     scalars: Sequence[Scalars]
 
 
@@ -123,7 +119,6 @@ class RowSync:
         """`updated` is told of each iteration that is done; `copied_out` says whose evictions have left their slots."""
         self.rank, self.trainers = peers.rank, peers.trainers
         self._peers, self._groups = peers, peers.groups
-        self._owners = peers.design in ("owned", "partitioned")
         self._layouts, self._cache, self._driver = layouts, cache, driver
         self._updated, self._copied_out, self._observer = updated, copied_out, observer
         self._packing = Packing(layouts, cache)
@@ -136,7 +131,8 @@ class RowSync:
 
     def begin(self, plan: Plan) -> None:
         """An iteration is about to be trained: rows that their owners have just fetched come to their users."""
-        if self._peers.design == "partitioned":
+        rules = self._peers.rules
+        if not rules.copies and not rules.users_read:
             what = f"rows fetched for iteration {plan.iteration}"
             self._drive(self._send(self._groups.critical, _sync(plan).fetched, what))
 
@@ -169,8 +165,8 @@ class RowSync:
         elif gradients is not None:
             now = self._pack(sync, sync.gradients, gradients)
             later = self._pack(sync, sync.later_gradients, gradients)
-            sums = self._drive(self._sum(critical, sync, sync.gradients, now, _gradients_of(number)))
-            self._apply(number, sums, scalars)
+            found = self._drive(self._sum(critical, sync, sync.gradients, sync.updated, now, _gradients_of(number)))
+            self._apply(number, [found], scalars)
         self._reduced = None
         for table, ids, slots in tables_of(sync.drop):
             self._cache.drop(table, ids, slots)  # or a barrier could write what its last user has updated alone
@@ -194,20 +190,24 @@ class RowSync:
             sync, critical, what = _sync(plan), self._groups.critical, _gradients_of(plan.iteration)
             self.settle()
             self._reduced = []
-            for phase in (sync.gradients, sync.later_gradients):
-                self._reduced += self._drive(self._sum(critical, sync, phase, self._pack(sync, phase, gradients), what))
+            phases = (sync.gradients, sync.updated), (sync.later_gradients, sync.later_updated)
+            for phase, rows in phases:
+                packed = self._pack(sync, phase, gradients)
+                self._reduced.append(self._drive(self._sum(critical, sync, phase, rows, packed, what)))
         return [each.means for each in self._reduced]
 
-    def squared_norm(self) -> float:
+    def squared_norm(self, plan: Plan) -> float:
         """Sum of squares of all trainers' mean gradients, each row's counted once, after `reduce`: exact, then rounded.
 
-        So it depends neither on who owns which rows nor on the order of rows.
+        So it depends neither on who owns which rows nor on the order of rows. Of copies one counts, by who writes it.
         """
         assert self._reduced is not None, "reduce comes first"
         bins = Bins()
-        for _, means, shared in self._reduced:
-            if not shared or self.rank == 0:
-                bins.add_squares(means.cpu().numpy())
+        for rows, means in self._reduced:
+            for table, grads in self._packing.tables(rows, means):
+                slots, leaving = rows.of_table(table)[1], plan.evict.of_table(table)[1]
+                counts = self._cache.flushes(slots) | np.isin(slots, leaving)
+                bins.add_squares(grads.cpu().numpy()[counts])
         told = [torch.empty(len(bins.packed())) for _ in range(self.trainers)]
         packed = torch.from_numpy(bins.packed())
         self._drive(self._exchange(self._groups.critical, [packed] * self.trainers, told, "the norm of gradients"))
@@ -248,8 +248,8 @@ class RowSync:
             plan, sync, number = task.plan, _sync(task.plan), task.plan.iteration
             if task.packed is not None:
                 what = f"delayed {_gradients_of(number)}"
-                sums = yield from self._sum(group, sync, sync.later_gradients, task.packed, what)
-                self._apply(number, sums, task.scalars)
+                found = yield from self._sum(group, sync, sync.later_gradients, sync.later_updated, task.packed, what)
+                self._apply(number, [found], task.scalars)
             yield from self._send(group, sync.later_values, f"delayed rows of iteration {number}")
             reach("trainer.sync.delayed")
             self._tasks.popleft()
@@ -261,53 +261,37 @@ class RowSync:
     def _has_left(self, iteration: int) -> Callable[[], bool]:
         return lambda: self._left >= iteration or self._closing
 
-    def _pack(self, sync: Sync, phase: Gradients, gradients: Mapping[int, Tensor]) -> _Packed:
+    def _pack(self, sync: Sync, phase: Exchange, gradients: Mapping[int, Tensor]) -> list[Tensor]:
         samples = sync.weight(0) if len(sync.samples) == 1 else 1.0  # gradients of several have their weights already
-        send = self._packing.gradients(phase.send, gradients, samples)
-        if self._owners:
-            return _Packed(send, None)
-        return _Packed(send, self._packing.shared(phase.shared, phase.own, phase.own_at, gradients, samples))
+        return self._packing.gradients(phase.send, gradients, samples)
 
     def _sum(
-        self, group: Collective, sync: Sync, phase: Gradients, packed: _Packed, what: str
-    ) -> Generator[Wait, None, list[Sum]]:
-        """The mean gradients over all trainers of the rows that this one updates: its own, and those that all share."""
-        total = sync.divisor
-        received: list[Tensor | None] = [None] * self.trainers
-        received[self.rank] = packed.send[self.rank]
-        if self._owners:
-            room = self._packing.room_for_gradients(phase.add)
-            yield from self._exchange(group, packed.send, room, what)
-            received = list(room)
-        own = self._packing.sums(phase.rows, phase.add, received, total)
-        shared = own[:0] if packed.shared is None else packed.shared
-        if packed.shared is not None:
-            half = sum_in_rank_order(group, shared, what, float(total))
-            yield Wait(what, half.ready)
-            pending = half.add()
-            yield Wait(what, pending.ready)
-            pending.wait()
-        return [Sum(phase.rows, own, False), Sum(phase.shared, shared, True)]
+        self, group: Collective, sync: Sync, phase: Exchange, rows: RowList, packed: list[Tensor], what: str
+    ) -> Generator[Wait, None, Sum]:
+        """The mean gradients over all trainers of the rows that this one updates."""
+        room = self._packing.room_for_gradients(phase.receive)
+        yield from self._exchange(group, packed, room, what)
+        return Sum(rows, self._packing.sums(rows, phase.receive, room, sync.divisor))
 
-    def _send(self, group: Collective, values: Values, what: str) -> Stage:
-        """Vectors of rows from their owners to those who use them next."""
-        if not self._owners:
+    def _send(self, group: Collective, values: Exchange, what: str) -> Stage:
+        """Vectors of rows to those who use them next, from who has them."""
+        if self._peers.rules.copies:
             return
-        packing = self._packing
-        room, vectors = packing.room_for_vectors(values.receive, values.take), packing.vectors(values.send, values.give)
-        packing.give(values.give, vectors)
+        packing, give, take = self._packing, values.send.moved(), values.receive.moved()
+        room, vectors = packing.room_for_vectors(values.receive, take), packing.vectors(values.send, give)
+        packing.give(give, vectors)
         if self._observer is not None:
-            self._observer.gave(values.give)
+            self._observer.gave(give)
         yield from self._exchange(group, vectors, room, what)
         freed = values.slot_after
         yield Wait(f"evictions of iteration {freed} to leave", lambda: self._copied_out() >= freed)  # wait 2
         packing.put_vectors(values.receive, room)
-        packing.take(values.take, values.taken, room)
+        packing.take(take, values.ids, room)
         if self._observer is not None:
             for sender in range(self.trainers):
                 for table, slots in values.receive.of(sender):
                     self._observer.received(table, slots, sender)
-            self._observer.took(values.take, values.taken)
+            self._observer.took(take, values.ids)
 
     def _exchange(self, group: Collective, send: Sequence[Tensor], receive: Sequence[Tensor], what: str) -> Stage:
         pending = group.exchange(send, receive, what)
@@ -323,7 +307,7 @@ class RowSync:
 
     def _apply(self, iteration: int, sums: Sequence[Sum], scalars: Sequence[Scalars]) -> None:
         """Update rows in their slots; in this thread, since waking others for it takes as long as they save."""
-        for rows, means, shared in sums:
+        for rows, means in sums:
             for table, grads in self._packing.tables(rows, means):
                 layout, (ids, slots) = self._layouts[table], rows.of_table(table)
                 cached = self._cache.data[self._cache.group[table]]
@@ -331,7 +315,7 @@ class RowSync:
                     apply(layout.optimizer, cached.numpy(), slots, grads.numpy(), layout.dims, scalars[table])
                 else:
                     embedding_device.apply(layout, cached, slots, grads, scalars[table])
-                self._cache.mark_updated(table, slots, shared)
+                self._cache.mark_updated(table, slots)
                 if self._observer is not None:
                     self._observer.applied(iteration, table, ids, slots)
 

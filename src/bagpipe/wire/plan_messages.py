@@ -138,7 +138,7 @@ class SyncHead(Value, frozen=True):
     """Whose evictions must have left before vectors are received; then the same of the other vectors."""
     values_after: Iteration
     later_after: Iteration
-    sizes: Annotated[list[Size], msgspec.Meta(min_length=26, max_length=26)]
+    sizes: Annotated[list[Size], msgspec.Meta(min_length=20, max_length=20)]
     """Entries of each list, of all trainers and tables."""
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bagpipe.kernels import bits
-from definitions.bits import define_find_widths, define_flag_chosen, define_pack_bits, define_unpack_bits
+from definitions.bits import define_find_widths, define_pack_bits, define_unpack_bits
 
 TYPES = {np.int32: np.uint64(2**32 - 1), np.int64: np.uint64(2**64 - 1)}
 
@@ -70,7 +70,7 @@ def test_a_rising_list_takes_the_bits_of_its_steps():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_numbers_outside_are_found_and_chosen_ones_flagged_as_by_the_twins(seed):
+def test_numbers_outside_are_found(seed):
     random = np.random.default_rng(seed)
     counts = random.integers(0, 12, 4)
     bounds, ends = np.cumsum([0, *counts]), random.integers(0, 2**40, 4)
@@ -79,12 +79,3 @@ def test_numbers_outside_are_found_and_chosen_ones_flagged_as_by_the_twins(seed)
         numbers[random.integers(len(numbers))] = random.choice([-1, 2**41])
     wrong = [i for i, number in enumerate(numbers.tolist()) if not 0 <= number < np.repeat(ends, counts)[i]]
     assert bits.first_outside(numbers, bounds, ends) == min(wrong, default=-1)
-    wanted = random.random(len(numbers)) < 0.5
-    chosen, chosen_bounds = numbers[wanted], np.concatenate([[0], np.cumsum(wanted)])[bounds]
-    if seed % 4 == 0:
-        chosen = chosen[::-1].copy()
-    flags, theirs = np.zeros((2, len(numbers)), np.bool_)
-    arguments = numbers, bounds, chosen, chosen_bounds
-    assert bits.flag_chosen(*arguments, flags) == define_flag_chosen(*arguments, theirs)
-    assert flags.tolist() == theirs.tolist()
-    assert seed % 4 == 0 or len(set(numbers.tolist())) < len(numbers) or flags.tolist() == wanted.tolist()

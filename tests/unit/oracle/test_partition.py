@@ -159,10 +159,10 @@ def test_lrpp_saves_rows_only_where_they_leave_right_after_their_last_use(lookah
     exchanged = {}
     for design in ("lrpp", "replicated"):
         plans = planned(batches, 3, lookahead=lookahead, policy=policy, capacity=[40, 60])
-        parts = [division.part(0, samples).sync for division, samples in Partition(
+        parts = [[division.part(rank, samples).sync for rank in range(3)] for division, samples in Partition(
             3, TABLES, [40, 60], design=design).plans(plans)]  # fmt: skip
         before_the_end = parts[:30]  # as data ends, rows leave
-        exchanged[design] = sum(len(p.gradients.shared) + len(p.later_gradients.shared) for p in before_the_end)
+        exchanged[design] = sum(len(p.updated) + len(p.later_updated) for part in before_the_end for p in part)
     assert (exchanged["lrpp"] < exchanged["replicated"]) == saves
     assert exchanged["lrpp"] <= exchanged["replicated"]
 
@@ -181,16 +181,16 @@ def test_lrpp_exchanges_no_row_that_one_trainer_uses_once_whatever_the_lookahead
             exchanged = fetched = lone = 0
             batches = ((cut(parts, 1), tuple(map(len, parts))) for parts in source)
             for division, samples in divided.plans(oracle.plans(batches)):
-                sync = division.part(0, samples).sync
-                shared = sync.gradients.shared, sync.later_gradients.shared
+                syncs = [division.part(rank, samples).sync for rank in range(2)]
+                shared = np.intersect1d(*[np.append(s.updated.ids, s.later_updated.ids) for s in syncs])
                 if division.plan.iteration < 100:  # long before any window sees the end of the data
-                    exchanged += sum(map(len, shared))
+                    exchanged += len(shared)
                     fetched += len(division.plan.fetch)
                     users = division.plan.sharing.users
                     gone = np.isin(division.plan.rows.ids, division.plan.evict.ids) & (users & (users - 1) == 0)
                     lone += np.count_nonzero(gone)
                     if design == "lrpp":
-                        assert not np.isin(division.plan.rows.ids[gone], np.concatenate([r.ids for r in shared])).any()
+                        assert not np.isin(division.plan.rows.ids[gone], shared).any()
             counts[design, lookahead] = exchanged, fetched, lone
     total = counts["replicated", "auto"][0]
     assert counts["replicated", 40][0] == total, "all rows of all batches"

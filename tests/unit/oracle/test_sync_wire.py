@@ -17,7 +17,7 @@ from bagpipe.oracle.partition import DESIGNS, Partition
 from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import pack_plan, unpack_plan
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sync_plan import Gradients, Lists, Sync, Values
+from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
 from bagpipe.oracle.sync_wire import pack_sync
 from bagpipe.trainer.divided import Divided
 from bagpipe.wire.arrays import Packing, Unpacking, pack_flags, unpack_flags
@@ -86,11 +86,10 @@ def test_parts_come_back_to_the_last_bit(design, delayed, policy, accumulate):
 def test_lists_without_entries_take_no_place_in_the_buffers():
     iterations, _ = divided(make_batches(6), trainers=2)
     plan, batches = iterations[3][0]
-    nothing = Lists(np.empty(0, np.int32), np.zeros((2, len(TABLES) + 1), np.int64))
+    nothing = Routes(np.empty(0, np.int32), np.zeros((2, len(TABLES) + 1), np.int64))
     no_rows = RowList(np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(len(TABLES) + 1, np.int64))
-    values = Values(nothing, nothing, -1, nothing, nothing, np.empty(0, np.int64))
-    gradients = Gradients(no_rows, nothing, nothing, no_rows, Lists(nothing.items, nothing.bounds[:1]), nothing.items)
-    empty = Sync(0, ((1, 1),), values, gradients, values, gradients, values, no_rows, no_rows)
+    none = Exchange(nothing, nothing)
+    empty = Sync(0, ((1, 1),), none, none, no_rows, none, none, no_rows, none, no_rows, no_rows)
     packing = Packing()
     head = pack_sync(empty, packing)
     widths_of_ids_to_take = 3 * -(-2 * len(TABLES) // 4) * 4
@@ -103,10 +102,9 @@ def test_parts_take_less_than_half_of_what_their_numbers_take():
     iterations, _ = divided(make_batches(8, size=500), cache=4000)
     plan, batches = iterations[4][1]
     sync = plan.sync
-    rows = [plan.rows, plan.fetch, plan.evict, sync.gradients.rows, sync.later_gradients.rows]
-    vectors = (sync.values, sync.later_values)
-    lists = [part for v in vectors for part in (v.send, v.receive, v.give, v.take)]
-    lists += [part for g in (sync.gradients, sync.later_gradients) for part in (g.send, g.add)]
+    rows = [plan.rows, plan.fetch, plan.evict, sync.updated, sync.later_updated]
+    exchanges = (sync.values, sync.later_values, sync.gradients, sync.later_gradients)
+    lists = [part for each in exchanges for part in (each.send, each.receive)]
     numbers = 12 * sum(map(len, rows)) + 4 * sum(map(len, lists)) + 4 * sum(map(len, plan.inverse))
     whole = [buffer.nbytes for buffer in sent(plan, batches).buffers]
     of_batches = 4 * len(batches[0])  # offsets of bags
@@ -116,7 +114,7 @@ def test_parts_take_less_than_half_of_what_their_numbers_take():
 def with_item(lists, position, value):
     items = lists.items.copy()
     items[position] = value
-    return Lists(items, lists.bounds)
+    return replace(lists, items=items)
 
 
 def busy(iterations, rank=1):
@@ -124,8 +122,8 @@ def busy(iterations, rank=1):
     for parts in iterations[3:]:
         plan, batches = parts[rank]
         sync = plan.sync
-        lists = (sync.values.send, sync.values.receive, sync.gradients.add, sync.later_gradients.add)
-        if all(map(len, lists)) and sync.gradients.rows.bounds[1]:
+        lists = (sync.values.send, sync.values.receive, sync.gradients.receive, sync.later_gradients.receive)
+        if all(map(len, lists)) and sync.updated.bounds[1]:
             return plan, batches
     raise AssertionError("no iteration has all")
 
@@ -134,7 +132,7 @@ def one_more(lists, rank=0):
     """A list with one more entry for a trainer, of the first table."""
     bounds = lists.bounds.copy()
     bounds.reshape(-1)[rank * bounds.shape[1] + 1 :] += 1
-    return Lists(np.insert(lists.items, int(lists.bounds[rank, 1]), 0).astype(np.int32), bounds)
+    return Routes(np.insert(lists.items, int(lists.bounds[rank, 1]), 0).astype(np.int32), bounds)
 
 
 def edit(part, path, change):
@@ -151,11 +149,11 @@ def slot(value):
 WRONG = {
     "gradients.send": (lambda lists: with_item(lists, 0, 10**6), "gradients to send: 1000000 is there"),
     "later_gradients.send": (lambda lists: with_item(lists, -1, -1), "later gradients to send: -1 is there"),
-    "gradients.add": (lambda lists: with_item(lists, 0, 10**6), "gradients to add: 1000000 is there"),
+    "gradients.receive": (lambda lists: with_item(lists, 0, 10**6), "gradients to add: 1000000 is there"),
     "values.send": (lambda lists: with_item(lists, 0, 10**6), "values to send: 1000000 is there"),
     "values.receive": (lambda lists: with_item(lists, 0, -1), "values to receive: -1 is there"),
     "values.slot_after": (lambda _: 99, "slot_after of vectors: 99 is there"),
-    "gradients.rows": (slot(10**6), "rows of gradients, slots of table"),
+    "updated": (slot(10**6), "rows of gradients, slots of table"),
     "drop": (lambda _: RowList(np.zeros(1, np.int64), np.full(1, -1, np.int32), np.array([0, 1, 1, 1])), "drop, slots"),
     "rank": (lambda rank: rank + 1, "is for trainer 2 of 3, and came to trainer 1"),
     "samples": (lambda samples: ((*samples[0][:1], 9, *samples[0][2:]),), "says that trainer 1 has 9"),
@@ -219,7 +217,7 @@ def replace_head(body, **changes):
 def test_what_a_trainer_sends_to_itself_must_be_what_it_receives_from_itself():
     iterations, shapes = divided(make_batches(16, size=12))
     plan, batches = busy(iterations)
-    for path in ("gradients.send", "gradients.add", "values.send"):
+    for path in ("gradients.send", "gradients.receive", "values.send"):
         wrong = replace(plan, sync=edit(plan.sync, path, lambda lists: one_more(lists, 1)))
         message = sent(wrong, batches)
         with pytest.raises(WireError, match="trainer 1 sends itself another number than it receives"):
@@ -229,7 +227,7 @@ def test_what_a_trainer_sends_to_itself_must_be_what_it_receives_from_itself():
 @pytest.mark.parametrize(
     ("design", "delayed", "claimed", "reason"),
     [
-        ("replicated", True, ("owned", True, True), "has shared rows"),
+        ("replicated", True, ("owned", True, True), "has gradients of a row for several trainers"),
         ("owned", True, ("replicated", True, True), "has vectors"),
         ("partitioned", True, ("owned", True, True), "has fetched vectors"),
         ("owned", True, ("owned", False, True), "has later gradients"),
@@ -243,24 +241,6 @@ def test_what_trainers_of_a_design_never_exchange_is_refused(design, delayed, cl
     shape = replace(shapes[1], division=DividedBy(3, "contiguous", *claimed))
     with pytest.raises(WireError, match=f"{reason}, which sync.design = '{claimed[0]}' with"):
         unpack_plan(message.body, message.buffers, shape, 4)
-
-
-def test_gradients_for_others_are_refused_where_everybody_updates_its_own_copies():
-    iterations, shapes = divided(make_batches(12), "lrpp")
-    plan, batches = next(parts[1] for parts in iterations if len(parts[1][0].rows))
-    wrong = replace(plan, sync=edit(plan.sync, "gradients.send", lambda lists: one_more(lists, 0)))
-    message = sent(wrong, batches)
-    with pytest.raises(WireError, match="gradients of one trainer for another"):
-        unpack_plan(message.body, message.buffers, shapes[1], plan.iteration)
-
-
-def test_places_of_shared_gradients_must_be_as_many_and_within_the_shared_rows():
-    iterations, shapes = divided(make_batches(12), "replicated")
-    plan, batches = iterations[4][1]
-    wrong = replace(plan, sync=edit(plan.sync, "gradients.own_at", lambda at: at + np.int32(10**6)))
-    message = sent(wrong, batches)
-    with pytest.raises(WireError, match=r"places of shared gradients: 10000\d\d is there"):
-        unpack_plan(message.body, message.buffers, shapes[1], 4)
 
 
 def test_whole_plans_and_parts_are_not_taken_for_each_other():
@@ -291,29 +271,24 @@ def within_bounds(plan, shape):
     assert (plan.fetch.whole is None) == (shape.division.design != "owned")
     assert plan.fetch.whole is None or plan.fetch.whole.shape == plan.fetch.ids.shape
     slots = np.array(shape.slots)
-    phases = (sync.gradients, sync.later_gradients)
-    checked = [
-        (lists, slots)
-        for v in (sync.fetched, sync.values, sync.later_values)
-        for lists in (v.send, v.receive, v.give, v.take)
-    ]
-    for phase in phases:
-        checked += [(phase.send, used), (phase.add, np.diff(phase.rows.bounds)), (phase.own, used)]
-        checked += [(Lists(phase.own_at, phase.own.bounds), np.diff(phase.shared.bounds))]
+    phases = (sync.gradients, sync.updated), (sync.later_gradients, sync.later_updated)
+    vectors = (sync.fetched, sync.values, sync.later_values)
+    checked = [(routes, slots) for each in vectors for routes in (each.send, each.receive)]
+    for gradients, rows in phases:
+        checked += [(gradients.send, used), (gradients.receive, np.diff(rows.bounds))]
     for lists, ends in checked:
         assert len(lists.items) == lists.bounds[-1, -1]
         for rank in range(len(lists.bounds)):
             for table, items in lists.of(rank):
                 assert items.min() >= 0
                 assert items.max() < ends[table]
-    for rows in (*(each for p in phases for each in (p.rows, p.shared)), sync.drop, sync.drop_victims):
+    for rows in (sync.updated, sync.later_updated, sync.drop, sync.drop_victims):
         assert len(rows.ids) == len(rows.slots) == rows.bounds[-1]
         for table, end in enumerate(slots):
             places = rows.of_table(table)[1]
             assert ((places >= 0) & (places < end)).all()
     assert all(values.slot_after < plan.iteration for values in (sync.fetched, sync.values, sync.later_values))
-    for values in (sync.fetched, sync.values, sync.later_values):
-        assert len(values.taken) == len(values.take)
+    assert all(len(values.ids) == len(values.receive.moved()) for values in vectors)
     assert sync.samples == plan.sync.samples
 
 
