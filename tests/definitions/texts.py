@@ -1,4 +1,4 @@
-"""What the kernels of `bagpipe.kernels.texts` compute, in plain Python and NumPy: tests compare them with it."""
+"""What the kernels of `bagpipe.data.prepare.texts` compute, in plain Python and NumPy: tests compare them with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from bagpipe.data.counter import GOLDEN, LANE, R32, mix_reference
-from bagpipe.kernels.texts import _WORD, Checks, Keys
+from bagpipe.data.prepare.texts import _WORD, Checks, Keys
 
 
 def define_hash_texts(texts: Iterable[bytes | None]) -> tuple[Keys, Checks]:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from bagpipe.errors import BatchError, ModelError
 from bagpipe.kernels import kernel
-from bagpipe.kernels.lanes import LANES, adjacent, load, prefetch, spread, store
+from bagpipe.kernels.intrinsics import prefetch
+from bagpipe.kernels.lanes import LANES, adjacent, load, spread, store
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]

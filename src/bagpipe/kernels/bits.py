@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.masks import index
+from bagpipe.kernels.intrinsics import index
 
 Int64s = NDArray[np.int64]
 Words = NDArray[np.uint32]

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from bagpipe import optim
 from bagpipe.kernels import inlined, kernel
-from bagpipe.kernels.lanes import LANES, adjacent, load, prefetch, root, spread, store
+from bagpipe.kernels.intrinsics import prefetch
+from bagpipe.kernels.lanes import LANES, adjacent, load, root, spread, store
 from bagpipe.optim import RowOptimizer
 
 Floats = npt.NDArray[np.float32]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bagpipe.data.prepare.space import PIECE, Held, Space
 from bagpipe.errors import DataError
 from bagpipe.kernels import inlined, kernel
-from bagpipe.kernels.lanes import prefetch
+from bagpipe.kernels.intrinsics import prefetch
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -80,11 +80,11 @@ def _probe(slots: Words, entries: Words, key: np.uint64, bits: np.uint64) -> tup
 def _ask(slots: Words, entries: Words, keys: Words, i: int) -> None:
     """Ask for the slot of an occurrence well ahead, and for the entry of a nearer one."""
     if i + 2 * _AHEAD < keys.shape[0]:
-        prefetch(slots, _home(_mix(keys[i + 2 * _AHEAD]), slots.shape[0]), 0)
+        prefetch(slots, _home(_mix(keys[i + 2 * _AHEAD]), slots.shape[0]))
     if i + _AHEAD < keys.shape[0]:
         word = slots[_home(_mix(keys[i + _AHEAD]), slots.shape[0])]
         if word != _EMPTY:
-            prefetch(entries, np.int64(word & _LOWER) - 1, 0)
+            prefetch(entries, np.int64(word & _LOWER) - 1)
 
 
 @kernel

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.prefetch import FAR, prefetch
+from bagpipe.kernels.intrinsics import FAR, prefetch
 
 Int64s = NDArray[np.int64]
 
