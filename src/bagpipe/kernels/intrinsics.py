@@ -40,7 +40,8 @@ def prefetch(_typing: Any, array: Any, *index: Any) -> Any:
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         view = context.make_array(signature.args[0])(context, builder, values[0])
-        indices = cgutils.unpack_tuple(builder, values[1])
+        given = zip(cgutils.unpack_tuple(builder, values[1]), index, strict=True)
+        indices = [context.cast(builder, value, kind, types.intp) for value, kind in given]
         place = cgutils.get_item_pointer(context, builder, signature.args[0], view, indices, wraparound=False)
         return _ask(context, builder, builder.bitcast(place, _BYTE.as_pointer()))
 
