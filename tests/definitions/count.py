@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.data.count import LAST, LEVEL, TODAY, TOTAL, Int64s
+from bagpipe.arrays import Int64s
+from bagpipe.data.count import LAST, LEVEL, TODAY, TOTAL
 
 
 def define_count_accesses(

@@ -10,14 +10,12 @@ overlaps them.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s, UInt64s
 from bagpipe.errors import StoreError
 from bagpipe.kernels import inlined, kernel
 from bagpipe.kernels.intrinsics import prefetch
 
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
 Integer = int | np.int64
 
 _NUM_SLOTS_MIN = 64

@@ -12,12 +12,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import models, overload, register_model
 
+from bagpipe.arrays import Floats
 from bagpipe.kernels.intrinsics import intrinsic
 
 LANES = 16
@@ -42,7 +41,7 @@ class _LanesModel(models.PrimitiveModel):
 _lanes = Lanes()
 
 
-def adjacent(array: npt.NDArray[np.float32]) -> bool:
+def adjacent(array: Floats) -> bool:
     """Whether the columns of an array lie next to each other, which `load` and `store` take for granted."""
     return array.size == 0 or array.shape[1] == 1 or array.strides[1] == _FLOAT_BYTES
 
