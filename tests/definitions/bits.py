@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 
 from bagpipe.arrays import Int64s, UInt32s
-from bagpipe.kernels.bits import Numbers, _parts
+from bagpipe.kernels.bits import Numbers
+
+
+def _parts(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any) -> list[list[int]]:
+    """What is kept of each number, segment by segment."""
+    segments = [numbers[bounds[s] : bounds[s + 1]].tolist() for s in range(len(bounds) - 1)]
+    before = [[0, *segment][: len(segment)] if rising else [0] * len(segment) for segment in segments]
+    return [
+        [(number - last) & int(mask) for number, last in zip(segment, lasts, strict=True)]
+        for segment, lasts in zip(segments, before, strict=True)
+    ]
 
 
 def define_find_widths(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any, widths: Int64s) -> None:

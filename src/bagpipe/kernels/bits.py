@@ -113,13 +113,3 @@ def flag_chosen(numbers: Numbers, bounds: Int64s, chosen: Numbers, chosen_bounds
             k += flags[index(i)]
         every &= k == chosen_bounds[s + 1]
     return every
-
-
-def _parts(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any) -> list[list[int]]:
-    """What is kept of each number, segment by segment."""
-    segments = [numbers[bounds[s] : bounds[s + 1]].tolist() for s in range(len(bounds) - 1)]
-    before = [[0, *segment][: len(segment)] if rising else [0] * len(segment) for segment in segments]
-    return [
-        [(number - last) & int(mask) for number, last in zip(segment, lasts, strict=True)]
-        for segment, lasts in zip(segments, before, strict=True)
-    ]
