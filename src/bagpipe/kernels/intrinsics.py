@@ -45,7 +45,7 @@ def prefetch(_typing: Any, array: Any, *index: Any) -> Any:
         place = cgutils.get_item_pointer(context, builder, signature.args[0], view, indices, wraparound=False)
         return _ask(context, builder, builder.bitcast(place, _BYTE.as_pointer()))
 
-    return types.void(array, types.StarArgTuple(index)), emit
+    return types.void(array, types.StarArgTuple(index)), emit  # type: ignore[no-untyped-call, unused-ignore]
 
 
 @intrinsic

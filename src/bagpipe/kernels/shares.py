@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.masks import index, lowest
+from bagpipe.kernels.intrinsics import index, lowest
 from bagpipe.kernels.partition import SHARED
 
 Int32s = NDArray[np.int32]

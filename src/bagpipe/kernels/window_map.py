@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from bagpipe.errors import CapacityError
 from bagpipe.kernels import kernel
 from bagpipe.kernels.idmap import _home, _mix, _probe
+from bagpipe.kernels.intrinsics import FAR, prefetch
 from bagpipe.kernels.oracle import HALF
-from bagpipe.kernels.prefetch import FAR, prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
