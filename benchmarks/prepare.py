@@ -21,9 +21,9 @@ import pyarrow as pa
 from pyarrow import csv
 
 from bagpipe.cli import main
-from bagpipe.data.counter import mix_reference
 from bagpipe.data.generator import generated
 from bagpipe.errors import PipelineError
+from bagpipe.kernels.random import mix_numpy
 from benchmarks import Benchmark, Results
 
 PRESET = "criteo-kaggle-like"
@@ -80,7 +80,7 @@ def write_criteo(path: Path, samples: int, seed: int = 0) -> None:
 
 
 def _hexadecimal(ids: np.ndarray, column: int) -> pa.Array:
-    words = mix_reference(ids.astype(np.uint64) + np.uint64(column << 40))
+    words = mix_numpy(ids.astype(np.uint64) + np.uint64(column << 40))
     shifts = np.arange(28, -4, -4, dtype=np.uint64)
     digits = _DIGITS[(words[:, None] >> shifts) & np.uint64(15)]
     offsets = np.arange(0, 8 * len(ids) + 1, 8, dtype=np.int32)

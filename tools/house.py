@@ -16,7 +16,7 @@ from typing import Any
 PARTS: Mapping[str, tuple[str, ...]] = {
     "oracle": (
         *("oracle/", "policies/", "policy_options.py", "kernels/"),
-        *("rows/", "optim/", "schedules.py", "layout.py", "initial.py"),
+        *("rows/", "optim.py", "schedules.py", "layout.py", "initial.py", "arrays.py"),
     ),
     "rows": (
         *("store/", "checkpoint/", "checkpointing.py", "resuming.py", "exporting.py", "whole_file.py"),

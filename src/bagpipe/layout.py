@@ -9,15 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import ConfigError
 from bagpipe.initial import Initial
 from bagpipe.optim import RowOptimizer
 from bagpipe.types import Table
-
-Floats = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +46,15 @@ class RowLayout:
         """What a row that changes its owner sends beside its vector, its state and a flag, in vectors."""
         return (self.width - self.dim + 1) / self.dim
 
-    def initialise(self, ids: Ids, out: Floats) -> None:
+    def initialise(self, ids: Int64s, out: Floats) -> None:
         """Write the row of each id as it is before its first update into out (ids, width), or its first columns."""
         self._write(self.initial.fill, ids, out)
 
-    def define(self, ids: Ids, out: Floats) -> None:
+    def define(self, ids: Int64s, out: Floats) -> None:
         """What `initialise` must write, in plain NumPy."""
         self._write(self.initial.define, ids, out)
 
-    def _write(self, fill: Callable[[Ids, Floats], None], ids: Ids, out: Floats) -> None:
+    def _write(self, fill: Callable[[Int64s, Floats], None], ids: Int64s, out: Floats) -> None:
         if out.shape[1] < self.dim:
             vectors = np.empty((len(ids), self.dim), np.float32)
             fill(ids, vectors)

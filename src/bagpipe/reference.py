@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.layers import Binding, swap
-from bagpipe.layout import Floats, RowLayout
-from bagpipe.layout import Ids as Keys
+from bagpipe.layout import RowLayout
 from bagpipe.oracle.assign import Assigner, Assignment
 from bagpipe.types import Batch
 
@@ -28,7 +28,7 @@ class Rows:
         self.layout = layout
         self.written: dict[int, Floats] = {}
 
-    def read(self, ids: Keys) -> Floats:
+    def read(self, ids: Int64s) -> Floats:
         """Vector and state of each row; rows that were never written are not created."""
         values = np.empty((len(ids), self.layout.width), np.float32)
         missing = [position for position, row in enumerate(ids.tolist()) if row not in self.written]
@@ -40,7 +40,7 @@ class Rows:
                 values[position] = self.written[row]
         return values
 
-    def write(self, ids: Keys, values: Floats) -> None:
+    def write(self, ids: Int64s, values: Floats) -> None:
         """Replace rows as they are after an update."""
         self.written.update(zip(ids.tolist(), values, strict=True))
 
@@ -48,8 +48,8 @@ class Rows:
 class Call(NamedTuple):
     """One look-up in a forward pass: what its backward pass needs."""
 
-    ids: Keys
-    bags: Keys
+    ids: Int64s
+    bags: Int64s
     """For each id the place in `output` that it was added to."""
     factors: Floats | None
     lengths: Floats | None
@@ -89,7 +89,7 @@ class Lookup(nn.Module):
             self.calls.append(Call(keys[counted], bags[counted], of_counted, lengths, output))
         return output
 
-    def _bags(self, ids: Tensor, offsets: Tensor | None) -> Keys:
+    def _bags(self, ids: Tensor, offsets: Tensor | None) -> Int64s:
         """For each id the bag that it belongs to."""
         if self.mode is None:
             return np.arange(ids.numel())
@@ -159,7 +159,7 @@ class Reference:
         self.random_states[rank] = torch.get_rng_state()
         return float(loss.item())
 
-    def _row_gradients(self, table: int, part: Batch) -> tuple[Keys, Floats]:
+    def _row_gradients(self, table: int, part: Batch) -> tuple[Int64s, Floats]:
         """The rows of the table that a trainer's part names, and the sum over their occurrences, in order."""
         named = [part.sparse[name].values.numpy().reshape(-1) for name in self.binding.tables[table].features]
         ids = np.unique(np.concatenate(named))
@@ -188,7 +188,7 @@ def _mean_dense(grads: Sequence[Tensor | None], weights: Sequence[Any], total: A
     return result / float(total)
 
 
-def _mean_rows(parts: Sequence[tuple[Keys, Floats]], weights: Sequence[Any], total: Any) -> tuple[Keys, Floats]:
+def _mean_rows(parts: Sequence[tuple[Int64s, Floats]], weights: Sequence[Any], total: Any) -> tuple[Int64s, Floats]:
     """The same for the union of the trainers' rows."""
     if total is None:
         return parts[0]

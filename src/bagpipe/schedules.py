@@ -39,8 +39,21 @@ def check_count(owner: str, name: str, value: object) -> int:
     raise ConfigError(f"{owner}: {name} is {value!r}: give a whole number of at least 1")
 
 
+_COUNTS = ("every", "iterations")
+_BOUNDS: dict[str, dict[str, Any]] = {"factor": {"high": 1.0}, "power": {"above": True}}
+"""Of settings that are no counts; 0 and more where nothing is said."""
+
+
 class _Schedule:
     __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            owner, name, value = type(self).__name__, field.name, getattr(self, field.name)
+            if name in _COUNTS:
+                check_count(owner, name, value)
+            elif not (name == "then" and callable(value)):
+                check_number(owner, name, value, **_BOUNDS.get(name, {}))
 
     def __call__(self, iteration: int) -> float:
         """The learning rate of this iteration."""
@@ -56,9 +69,6 @@ class Constant(_Schedule):
 
     lr: float
 
-    def __post_init__(self) -> None:
-        check_number("Constant", "lr", self.lr)
-
     def _at(self, iteration: int) -> float:  # noqa: ARG002
         return self.lr
 
@@ -71,19 +81,12 @@ class Warmup(_Schedule):
     iterations: int
     start: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not callable(self.then):
-            check_number("Warmup", "then", self.then)
-        check_count("Warmup", "iterations", self.iterations)
-        check_number("Warmup", "start", self.start)
-
     def _at(self, iteration: int) -> float:
+        after = max(0, iteration - self.iterations)
+        then = float(self.then(after)) if callable(self.then) else float(self.then)
         if iteration >= self.iterations:
-            return self._then(iteration - self.iterations)
-        return self.start + (self._then(0) - self.start) * (iteration / self.iterations)
-
-    def _then(self, iteration: int) -> float:
-        return float(self.then(iteration)) if callable(self.then) else float(self.then)
+            return then
+        return self.start + (then - self.start) * (iteration / self.iterations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,6 @@ class StepDecay(_Schedule):
     lr: float
     every: int
     factor: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_number("StepDecay", "lr", self.lr)
-        check_count("StepDecay", "every", self.every)
-        check_number("StepDecay", "factor", self.factor, 0.0, 1.0)
 
     def _at(self, iteration: int) -> float:
         return float(self.lr * self.factor ** (iteration // self.every))
@@ -110,10 +108,6 @@ class ExponentialDecay(_Schedule):
     lr: float
     factor: float
 
-    def __post_init__(self) -> None:
-        check_number("ExponentialDecay", "lr", self.lr)
-        check_number("ExponentialDecay", "factor", self.factor, 0.0, 1.0)
-
     def _at(self, iteration: int) -> float:
         return float(self.lr * self.factor**iteration)
 
@@ -125,11 +119,6 @@ class Cosine(_Schedule):
     lr: float
     iterations: int
     end: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_number("Cosine", "lr", self.lr)
-        check_count("Cosine", "iterations", self.iterations)
-        check_number("Cosine", "end", self.end)
 
     def _at(self, iteration: int) -> float:
         share = min(iteration / self.iterations, 1.0)
@@ -144,12 +133,6 @@ class Polynomial(_Schedule):
     iterations: int
     power: float = 1.0
     end: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_number("Polynomial", "lr", self.lr)
-        check_count("Polynomial", "iterations", self.iterations)
-        check_number("Polynomial", "power", self.power, above=True)
-        check_number("Polynomial", "end", self.end)
 
     def _at(self, iteration: int) -> float:
         left = 1.0 - min(iteration / self.iterations, 1.0)
@@ -171,14 +154,14 @@ def build(name: str, **settings: Any) -> Schedule:
     """The schedule of this name; `warmup`'s `then` may itself be a mapping with a name."""
     if name not in NAMES:
         raise ConfigError(f"there is no learning rate schedule {name!r}: choose one of {', '.join(NAMES)}")
-    kind = NAMES[name]
-    check_settings(f"schedule {name!r}", settings, [field.name for field in fields(kind)])
+    known = {field.name: field.default for field in fields(NAMES[name])}
+    check_settings(f"schedule {name!r}", settings, list(known))
+    missing = [key for key, default in known.items() if default is MISSING and key not in settings]
     if "then" in settings:
         settings["then"] = from_config(settings["then"])
-    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in settings]
     if missing:
         raise ConfigError(f"schedule {name!r} needs {' and '.join(missing)}: give a value for each")
-    schedule: Schedule = kind(**settings)
+    schedule: Schedule = NAMES[name](**settings)
     return schedule
 
 
@@ -204,6 +187,5 @@ def describe(lr: float | Schedule) -> Any:
         return lr
     for name, kind in NAMES.items():
         if isinstance(lr, kind):
-            settings = {field.name: getattr(lr, field.name) for field in fields(kind)}
-            return {"name": name} | {key: describe(value) for key, value in settings.items()}
+            return {"name": name} | {field.name: describe(getattr(lr, field.name)) for field in fields(kind)}
     return getattr(lr, "__qualname__", type(lr).__qualname__)

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from bagpipe.kernels.bag import Bags, Floats, Slots
+from bagpipe.arrays import Floats, Int32s
+from bagpipe.kernels.bag import Bags
 
 
 def define_pool(
-    cache: Floats, slots: Slots, bags: Bags, column: int, out: Floats, start: int = 0, stop: int | None = None
+    cache: Floats, slots: Int32s, bags: Bags, column: int, out: Floats, start: int = 0, stop: int | None = None
 ) -> int:
     """Twin of `pool`: the j-th occurrence of every bag is added before the (j + 1)-th of any."""
     stop = len(bags) if stop is None else stop

@@ -1,10 +1,10 @@
-"""What the kernels of `bagpipe.kernels.cells` compute, in plain Python and NumPy: tests compare them with it."""
+"""What the kernels of `bagpipe.data.prepare.cell_kernels` compute, in plain Python: tests compare them with it."""
 
 from __future__ import annotations
 
 import re
 
-from bagpipe.kernels.cells import GOOD, MISSING, WRONG, Bytes, Ints
+from bagpipe.data.prepare.cell_kernels import GOOD, MISSING, WRONG, Bytes, Ints
 
 
 def define_read_integer(cell: bytes) -> tuple[int, int]:

@@ -1,10 +1,11 @@
-"""What the kernels of `bagpipe.kernels.count` compute, in plain Python and NumPy: tests compare them with it."""
+"""What the kernels of `bagpipe.data.count` compute, in plain Python and NumPy: tests compare them with it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.kernels.count import LAST, LEVEL, TODAY, TOTAL, Int64s
+from bagpipe.arrays import Int64s
+from bagpipe.data.count import LAST, LEVEL, TODAY, TOTAL
 
 
 def define_count_accesses(

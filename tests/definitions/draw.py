@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.data.counter import GOLDEN, LANE, LOW, ONE, R32, below_reference, mix_reference
+from bagpipe.data.counter import LANE, LOW, ONE, R32, below_reference
 from bagpipe.data.draw import (
     BELL_DEVIATION,
     BELL_MEAN,
@@ -19,6 +19,7 @@ from bagpipe.data.draw import (
     UInts,
     _flat,
 )
+from bagpipe.kernels.random import GOLDEN, mix_numpy
 from definitions.counter import define_permute
 
 
@@ -26,33 +27,33 @@ def define_draw_ids(counters: Ints, offsets: Ints, law: Law, ids: Ints) -> None:
     """`draw_ids` in NumPy."""
     counter, places = _flat(counters, offsets)
     streams = law.key + places * LANE
-    words = mix_reference((streams ^ BURST) + counter * GOLDEN)
+    words = mix_numpy((streams ^ BURST) + counter * GOLDEN)
     back = ONE + (((words & LOW) * law.burst_samples) >> R32)
     repeats = ((words >> R32) < law.burst) & (back <= counter)
     counter[repeats] -= back[repeats]
-    words = mix_reference(streams + counter * GOLDEN)
+    words = mix_numpy(streams + counter * GOLDEN)
     buckets = below_reference(words, np.uint64(len(law.keep))).astype(np.int64)
     buckets = np.where((words & LOW) >= law.keep[buckets], law.other[buckets], buckets)
     widths = law.first[buckets + 1] - law.first[buckets]
-    ranks = law.first[buckets] + below_reference(mix_reference(words), widths)
+    ranks = law.first[buckets] + below_reference(mix_numpy(words), widths)
     if law.drift:
         ranks = define_drifted(ranks, counter.astype(np.int64) // law.day_samples, law)
     if law.rows:
         ids[:] = define_permute(ranks, law.rows, law.side, law.table_key).astype(np.int64)
     else:
-        ids[:] = mix_reference(law.table_key + ranks * GOLDEN).astype(np.int64)
+        ids[:] = mix_numpy(law.table_key + ranks * GOLDEN).astype(np.int64)
 
 
 def define_draw_weights(counters: Ints, offsets: Ints, key: np.uint64, weights: Floats) -> None:
     """`draw_weights` in NumPy."""
     counter, places = _flat(counters, offsets)
-    words = mix_reference(key + places * LANE + counter * GOLDEN)
+    words = mix_numpy(key + places * LANE + counter * GOLDEN)
     weights[:] = ((words >> np.uint64(55)) + ONE).astype(np.float32) / np.float32(WEIGHT_STEPS)
 
 
 def define_draw_dense(counters: Ints, keys: UInts, factors: Ints, dense: Floats, score: Ints) -> None:
     """`draw_dense` in NumPy."""
-    numbers = define_bell(mix_reference(keys + (counters.astype(np.uint64) * GOLDEN)[:, None]))
+    numbers = define_bell(mix_numpy(keys + (counters.astype(np.uint64) * GOLDEN)[:, None]))
     dense[:] = numbers.astype(np.float32) * np.float32(1 / BELL_DEVIATION)
     score += numbers @ factors
 
@@ -65,7 +66,7 @@ def define_add_effects(ids: Ints, offsets: Ints, weights: Floats, key: np.uint64
     np.add.at(
         totals,
         np.repeat(np.arange(len(score)), lengths),
-        steps * define_bell(mix_reference(key + ids.astype(np.uint64) * GOLDEN)),
+        steps * define_bell(mix_numpy(key + ids.astype(np.uint64) * GOLDEN)),
     )
     score += (totals * factors[lengths]) >> 24
 
@@ -83,6 +84,6 @@ def define_drifted(ranks: UInts, days: Ints, law: Law) -> UInts:
     for day, pivot in enumerate(law.pivots, start=1):
         partners = ((pivot >> R32) % size + size - ranks) % size
         pairs = np.minimum(ranks, partners)
-        moves = (days >= day) & ((mix_reference(pivot + pairs * GOLDEN) >> R32) < law.drift)
+        moves = (days >= day) & ((mix_numpy(pivot + pairs * GOLDEN) >> R32) < law.drift)
         ranks = np.where(moves, partners, ranks)
     return ranks

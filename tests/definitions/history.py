@@ -1,10 +1,12 @@
-"""What the kernels of `bagpipe.kernels.history` compute, in plain Python and NumPy: tests compare them with it."""
+"""What the kernels of `bagpipe.store.snapshot` compute, in plain Python and NumPy: tests compare them with it."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bagpipe.kernels.history import Flags, Floats, Int32s, Int64s
+from bagpipe.store.base import Floats, Int64s
+from bagpipe.store.blocks import Int32s
 
 
 def define_take_old(
@@ -13,7 +15,7 @@ def define_take_old(
     values: Floats,
     first: int,
     index: Int32s,
-    wanted: Flags,
+    wanted: NDArray[np.bool_],
     epochs: Int32s,
     out: Floats,
 ) -> None:

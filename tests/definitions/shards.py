@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.server.shards import _FIRST, _HALF, _SECOND, _STEP, Flags
+from bagpipe.kernels.random import GOLDEN, mix_numpy
+from bagpipe.server.shards import _HALF, Flags
 from bagpipe.store.base import Floats, Int64s
 
 
@@ -30,8 +31,5 @@ def define_place(rows: Floats, flags: Flags, order: Int64s, out: Floats, missing
 
 def define_servers(table: int, ids: Int64s, num_servers: int) -> Int64s:
     """Twin of `_server` over an array: the server of each row."""
-    bits = ids.astype(np.uint64) + np.uint64((table + 1) * int(_STEP) % 2**64)
-    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
-    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
-    bits ^= bits >> np.uint64(31)
+    bits = mix_numpy(ids.astype(np.uint64) + np.uint64((table + 1) * int(GOLDEN) % 2**64))
     return (((bits >> _HALF) * np.uint64(num_servers)) >> _HALF).astype(np.int64)

@@ -1,12 +1,12 @@
-"""What the kernels of `bagpipe.kernels.times` compute, in plain Python and NumPy: tests compare them with it."""
+"""What the kernels of `bagpipe.data.prepare.times` compute, in plain Python and NumPy: tests compare them with it."""
 
 from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
 
-from bagpipe.kernels.cells import GOOD, MISSING, WRONG
-from bagpipe.kernels.times import HOURS
+from bagpipe.data.prepare.cell_kernels import GOOD, MISSING, WRONG
+from bagpipe.data.prepare.times import HOURS
 
 _ISO = re.compile(r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?::(\d\d)(?:[.,]\d+)?)?(Z|[+-]\d\d(?::?\d\d)?)?)?", re.ASCII)
 

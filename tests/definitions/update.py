@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.kernels.update import Floats
+from bagpipe.arrays import Floats
 
 
 def define_first_not_finite(grads: Floats) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bagpipe.errors import ConfigError, ValueRangeError
 from bagpipe.initial import Constant, Given, Initial, Joined, Normal, Uniform, table_key
-from bagpipe.kernels.initial import GAMMA, mix_numpy
+from bagpipe.kernels.random import GOLDEN, mix_numpy
 from harness.examples import examples
 
 IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20)
@@ -80,7 +80,7 @@ def test_values_stay_the_same_for_ever() -> None:
 
 
 def test_words_are_those_of_splitmix64() -> None:
-    state = GAMMA * np.arange(1, 4, dtype=np.uint64)
+    state = GOLDEN * np.arange(1, 4, dtype=np.uint64)
     assert [hex(word) for word in mix_numpy(state)] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
 
 

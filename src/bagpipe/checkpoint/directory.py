@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from xxhash import xxh64_hexdigest
+
 from bagpipe.checkpoint.disk import Disk, SystemDisk, make_directories
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, Manifest, encode_manifest
@@ -34,7 +36,6 @@ from bagpipe.checkpoint.reading import (
 from bagpipe.checkpoint.shards import Compression, write_file
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.failpoints import reach
-from bagpipe.kernels.xxh64 import xxh64
 
 if TYPE_CHECKING:
     from typing import Self
@@ -254,7 +255,7 @@ class Pending:
 
     def write_blob(self, name: str, data: bytes) -> None:
         """Keep bytes under a name, such as `trainer-0`; `Checkpoint.blob` gives them back."""
-        entry = FileEntry(name=f"{name}{BLOB_SUFFIX}", bytes=len(data), checksum=xxh64(data))
+        entry = FileEntry(name=f"{name}{BLOB_SUFFIX}", bytes=len(data), checksum=xxh64_hexdigest(data))
         write_file(self._disk, self.directory, entry, [data])
         self.add([entry])
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from xxhash import xxh64_hexdigest
 
 from bagpipe._version import __version__
 from bagpipe.errors import CheckpointError
-from bagpipe.kernels.xxh64 import xxh64
 
 FORMAT = "bagpipe-checkpoint"
 VERSION = 1
@@ -177,14 +177,14 @@ def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
     """The contents of the file, and their checksum."""
     text: bytes = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     head = text.removesuffix(b"\n}") + b","
-    checksum = xxh64(head)
+    checksum = xxh64_hexdigest(head)
     return head + _tail(checksum), checksum
 
 
 def decode_manifest(path: Path, data: bytes) -> tuple[Manifest, str]:
     """The manifest in a file, and its checksum; CheckpointError names the path and what is wrong."""
     head = data[: -len(_tail("0" * 16))]
-    checksum = xxh64(head)
+    checksum = xxh64_hexdigest(head)
     if head + _tail(checksum) != data:
         _check_version(path, data)
         raise CheckpointError(

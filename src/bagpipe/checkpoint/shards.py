@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
+from xxhash import xxh64, xxh64_hexdigest
 
 from bagpipe.checkpoint.disk import Bytes, Disk
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import FileEntry, RowCount, ShardOf
 from bagpipe.checkpoint.tensors import Kind, check_kinds, decode, encode_header
 from bagpipe.errors import CheckpointError
-from bagpipe.kernels.xxh64 import Xxh64, xxh64
 from bagpipe.store.base import Floats, Int64s
 
 Compression: TypeAlias = Literal["zstd"]
@@ -117,10 +117,13 @@ class _Writer:
         if self._compress is not None:
             raw = b"".join(parts)
             raw_bytes, name, parts = len(raw), f"{name}.zst", [_compressed(raw)]
+        total = xxh64()
+        for data in parts:
+            total.update(data)
         entry = FileEntry(
             name=name,
             bytes=sum(memoryview(data).nbytes for data in parts),
-            checksum=xxh64(*parts),
+            checksum=total.hexdigest(),
             raw_bytes=raw_bytes,
             rows=tuple(RowCount(table, counts[table]) for table in sorted(counts)),
             shard=self._shard,
@@ -146,7 +149,7 @@ def write_file(disk: Disk, directory: Path, entry: FileEntry, parts: Sequence[By
 
 def check_file(disk: Disk, directory: Path, entry: FileEntry) -> None:
     """CheckpointError unless a file has the size and checksum that its entry says. Memory: one chunk."""
-    path, total = directory / entry.name, Xxh64()
+    path, total = directory / entry.name, xxh64()
     with failing("reading", path), disk.open(path) as file:
         _check_size(path, file.num_bytes, entry)
         buffer = memoryview(bytearray(min(CHUNK_BYTES, entry.bytes)))
@@ -163,7 +166,7 @@ def read_file(disk: Disk, directory: Path, entry: FileEntry) -> memoryview:
         _check_size(path, file.num_bytes, entry)
         data = memoryview(bytearray(entry.bytes))
         count = file.read_into(data)
-    _check_sum(path, xxh64(data[:count]), entry)
+    _check_sum(path, xxh64_hexdigest(data[:count]), entry)
     if entry.raw_bytes is None:
         return data
     return _decompressed(path, data, entry.raw_bytes)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.data.count import NUM_WORDS, TODAY, TOTAL, close_day, count_accesses, count_rows, set_levels
 from bagpipe.errors import ValueRangeError
-from bagpipe.kernels.count import NUM_WORDS, TODAY, TOTAL, close_day, count_accesses, count_rows, set_levels
 from bagpipe.kernels.idmap import IdMap, mixed_by_numpy
 from bagpipe.types import Ids, Table
 

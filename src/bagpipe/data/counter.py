@@ -12,17 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
+from bagpipe.kernels.random import GOLDEN, mix
 
 UInts = NDArray[np.uint64]
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so that counter * GOLDEN is a bijection of 64 bits."""
 LANE = np.uint64(0xD1342543DE82EF95)
 """Distance between neighbouring streams of one key: far from every small multiple of GOLDEN."""
-FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
-SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 LOW = np.uint64(0xFFFFFFFF)
-ONE, R27, R30, R31, R32 = (np.uint64(n) for n in (1, 27, 30, 31, 32))
+ONE, R32 = np.uint64(1), np.uint64(32)
 FEISTEL_ROUNDS = 2
 
 
@@ -30,14 +27,6 @@ def derive_key(*parts: object) -> np.uint64:
     """The 64-bit key of a stream, from what names it."""
     text = "\x1f".join(str(part) for part in parts)
     return np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
-
-
-@kernel
-def mix(word: np.uint64) -> np.uint64:
-    """A bijection of 64 bits in which each bit depends on all (the finalizer of SplitMix64)."""
-    word = (word ^ (word >> R30)) * FIRST_FACTOR
-    word = (word ^ (word >> R27)) * SECOND_FACTOR
-    return word ^ (word >> R31)
 
 
 @kernel
@@ -83,13 +72,6 @@ def shuffle(words: NDArray[np.int64], key: np.uint64) -> None:
 def feistel_side(rows: int) -> np.uint64:
     """The base in which `permute` splits a rank: the square root of the rows, rounded up."""
     return np.uint64(isqrt(rows - 1) + 1)
-
-
-def mix_reference(words: UInts) -> UInts:
-    """`mix` for arrays, in NumPy."""
-    words = (words ^ (words >> R30)) * FIRST_FACTOR
-    words = (words ^ (words >> R27)) * SECOND_FACTOR
-    return words ^ (words >> R31)
 
 
 def below_reference(words: UInts, limits: UInts | np.uint64) -> UInts:

@@ -10,17 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.data.counter import (
-    GOLDEN,
-    LANE,
-    LOW,
-    ONE,
-    R32,
-    below,
-    mix,
-    permute,
-)
+from bagpipe.data.counter import LANE, LOW, ONE, R32, below, permute
 from bagpipe.kernels import kernel
+from bagpipe.kernels.random import GOLDEN, mix
 
 Ints = NDArray[np.int64]
 UInts = NDArray[np.uint64]

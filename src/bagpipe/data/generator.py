@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.data.counter import GOLDEN, UInts, below_reference, derive_key, feistel_side, mix_reference
+from bagpipe.data.counter import UInts, below_reference, derive_key, feistel_side
 from bagpipe.data.dataset import IndexedDataset
 from bagpipe.data.draw import WEIGHT_STEPS, Law, add_effects, draw_dense, draw_ids, draw_weights
 from bagpipe.data.popularity import sampler
 from bagpipe.data.presets import Dials, Feature, Preset, find_preset
 from bagpipe.data.samples import Column, Samples
 from bagpipe.errors import ConfigError
+from bagpipe.kernels.random import GOLDEN, mix_numpy
 from bagpipe.table import Table
 
 Floats = NDArray[np.float64]
@@ -77,7 +78,7 @@ class Generated(IndexedDataset):
     def gather(self, samples: Ints) -> Samples:
         """The columns of these samples."""
         dense, columns, score = self._draw(samples)
-        words = mix_reference(self._label_key + samples.astype(np.uint64) * GOLDEN)
+        words = mix_numpy(self._label_key + samples.astype(np.uint64) * GOLDEN)
         chances = (words >> np.uint64(11)) * 2.0**-53
         labels = (chances < self._sigmoid(score)).astype(np.float32)
         return Samples(dense, columns, labels)
@@ -129,7 +130,7 @@ class Generated(IndexedDataset):
 
     def _dense_effects(self) -> Ints:
         """Factors of the numeric features: of either sign, half to one and a half times `dense_effect`."""
-        words = mix_reference(self._dense_keys)
+        words = mix_numpy(self._dense_keys)
         sizes = 0.5 + (words >> np.uint64(40)) * 2.0**-24
         signs = np.where(words & np.uint64(1), 1, -1)
         factors: Ints = np.round(signs * sizes * self.preset.dense_effect * WEIGHT_STEPS).astype(np.int64)
@@ -191,7 +192,7 @@ def _draw_column(stream: FeatureStreams, counters: Ints, score: Ints) -> Column:
 
 
 def _bag_offsets(stream: FeatureStreams, counters: Ints) -> Ints:
-    words: UInts = mix_reference(stream.length_key + counters.astype(np.uint64) * GOLDEN)
+    words: UInts = mix_numpy(stream.length_key + counters.astype(np.uint64) * GOLDEN)
     choices = np.uint64(stream.feature.most - stream.feature.fewest + 1)
     lengths = below_reference(words, choices).astype(np.int64) + stream.feature.fewest
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.data.accesses import AccessCount, RowPart, Sums, Tally, direct_rows, share_of_top
+from bagpipe.data.count import NUM_WORDS
 from bagpipe.data.dataset import Dataset
 from bagpipe.errors import CapacityError, ConfigError, DataError
-from bagpipe.kernels.count import NUM_WORDS
 
 BATCH_SIZES = (256, 1024, 4096, 16384, 65536)
 DAYS = 7

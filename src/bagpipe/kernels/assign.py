@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import inlined, kernel
-from bagpipe.kernels.prefetch import FAR, prefetch
+from bagpipe.kernels.intrinsics import FAR, prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

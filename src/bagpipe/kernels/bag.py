@@ -10,15 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from bagpipe.arrays import Floats, Int32s, Int64s
 from bagpipe.errors import BatchError, ModelError
 from bagpipe.kernels import kernel
-from bagpipe.kernels.lanes import LANES, adjacent, load, prefetch, spread, store
-
-Floats = npt.NDArray[np.float32]
-Integers = npt.NDArray[np.int64]
-Slots = npt.NDArray[np.int32]
+from bagpipe.kernels.intrinsics import prefetch
+from bagpipe.kernels.lanes import LANES, adjacent, load, spread, store
 
 NO_PADDING = -1
 """Handles are never negative, so no occurrence equals this one."""
@@ -34,10 +31,10 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 class Bags:
     """What one call of an embedding layer looks up; checked once, used forward and backward."""
 
-    handles: Integers
+    handles: Int64s
     """(bags, k), or (occurrences,) with offsets; an `nn.Embedding` is k = 1"""
     base: int
-    offsets: Integers | None = None
+    offsets: Int64s | None = None
     """(bags,): bag i is handles[offsets[i]:offsets[i + 1]], the last one runs to the end."""
     weights: Floats | None = None
     """One factor an occurrence, shaped like the handles."""
@@ -74,7 +71,7 @@ class Bags:
         """Every bag is one unweighted occurrence: pooling is a copy, adding needs no division."""
         return self.offsets is None and self.weights is None and self.handles.shape[1] == 1
 
-    def _arguments(self) -> tuple[Integers, int, int, Integers, Floats, bool, int]:
+    def _arguments(self) -> tuple[Int64s, int, int, Int64s, Floats, bool, int]:
         return (
             self.handles.reshape(-1),
             self.base,
@@ -87,7 +84,7 @@ class Bags:
 
 
 def pool(
-    cache: Floats, slots: Slots, bags: Bags, column: int, out: Floats, start: int = 0, stop: int | None = None
+    cache: Floats, slots: Int32s, bags: Bags, column: int, out: Floats, start: int = 0, stop: int | None = None
 ) -> int:
     """Pool bags start to stop into `out` (bags, dim), from the row columns [column, column + dim).
 
@@ -125,7 +122,7 @@ def _check(rows: Floats, vectors: Floats, column: int, bags: Bags) -> None:
 
 
 @kernel
-def _first_bad_offset(offsets: Integers, occurrences: int) -> int:
+def _first_bad_offset(offsets: Int64s, occurrences: int) -> int:
     previous = 0
     for i in range(offsets.shape[0]):
         if offsets[i] < previous or offsets[i] > occurrences or (i == 0 and offsets[i] != 0):
@@ -136,7 +133,7 @@ def _first_bad_offset(offsets: Integers, occurrences: int) -> int:
 
 @kernel
 def _copy(
-    cache: Floats, slots: Slots, handles: Integers, base: int, column: int, out: Floats, start: int, stop: int
+    cache: Floats, slots: Int32s, handles: Int64s, base: int, column: int, out: Floats, start: int, stop: int
 ) -> int:
     unique, dim, zero = np.uint64(slots.shape[0]), out.shape[1], np.float32(0.0)
     zeros = spread(zero)
@@ -162,7 +159,7 @@ def _copy(
 
 
 @kernel
-def _span(bag: int, k: int, offsets: Integers, occurrences: int) -> tuple[int, int]:
+def _span(bag: int, k: int, offsets: Int64s, occurrences: int) -> tuple[int, int]:
     if offsets.shape[0] == 0:
         return bag * k, bag * k + k
     return offsets[bag], offsets[bag + 1] if bag + 1 < offsets.shape[0] else occurrences
@@ -171,11 +168,11 @@ def _span(bag: int, k: int, offsets: Integers, occurrences: int) -> tuple[int, i
 @kernel
 def _pool(
     cache: Floats,
-    slots: Slots,
-    handles: Integers,
+    slots: Int32s,
+    handles: Int64s,
     base: int,
     k: int,
-    offsets: Integers,
+    offsets: Int64s,
     weights: Floats,
     mean: bool,
     padding: int,
@@ -220,7 +217,7 @@ def _pool(
 
 
 @kernel
-def _add(grad: Floats, handles: Integers, base: int, padding: int, buffer: Floats, column: int) -> int:
+def _add(grad: Floats, handles: Int64s, base: int, padding: int, buffer: Floats, column: int) -> int:
     unique, dim = np.uint64(buffer.shape[0]), grad.shape[1]
     for bag in range(handles.shape[0]):
         u = np.uint64(handles[bag] - base)
@@ -242,10 +239,10 @@ def _add(grad: Floats, handles: Integers, base: int, padding: int, buffer: Float
 @kernel
 def _accumulate(
     grad: Floats,
-    handles: Integers,
+    handles: Int64s,
     base: int,
     k: int,
-    offsets: Integers,
+    offsets: Int64s,
     weights: Floats,
     mean: bool,
     padding: int,

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s, UInt32s
 from bagpipe.kernels import kernel
-from bagpipe.kernels.masks import index
+from bagpipe.kernels.intrinsics import index
 
-Int64s = NDArray[np.int64]
-Words = NDArray[np.uint32]
 Numbers = NDArray[Any]
 """int32 or int64."""
 
@@ -46,7 +45,7 @@ def find_widths(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any, width
 
 
 @kernel
-def pack_bits(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any, widths: Int64s, words: Words) -> None:
+def pack_bits(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any, widths: Int64s, words: UInt32s) -> None:
     """Write the numbers of all segments. About 1 ns a number."""
     held = filled = at = _ZERO
     for s in range(widths.shape[0]):
@@ -73,7 +72,7 @@ def pack_bits(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any, widths:
 
 
 @kernel
-def unpack_bits(words: Words, bounds: Int64s, rising: bool, mask: Any, widths: Int64s, numbers: Numbers) -> int:
+def unpack_bits(words: UInt32s, bounds: Int64s, rising: bool, mask: Any, widths: Int64s, numbers: Numbers) -> int:
     """Read them again; what is left in the last word, which `pack_bits` leaves 0. About 1 ns a number."""
     held = filled = at = _ZERO
     for s in range(widths.shape[0]):
@@ -101,13 +100,3 @@ def first_outside(numbers: Numbers, bounds: Int64s, ends: Int64s) -> int:
     """The first number that is negative, or not less than its segment's end; -1: there is none."""
     wrong = (numbers < 0) | (numbers >= np.repeat(ends, np.diff(bounds)))
     return int(wrong.argmax()) if wrong.any() else -1
-
-
-def _parts(numbers: Numbers, bounds: Int64s, rising: bool, mask: Any) -> list[list[int]]:
-    """What is kept of each number, segment by segment."""
-    segments = [numbers[bounds[s] : bounds[s + 1]].tolist() for s in range(len(bounds) - 1)]
-    before = [[0, *segment][: len(segment)] if rising else [0] * len(segment) for segment in segments]
-    return [
-        [(number - last) & int(mask) for number, last in zip(segment, lasts, strict=True)]
-        for segment, lasts in zip(segments, before, strict=True)
-    ]

@@ -10,14 +10,12 @@ overlaps them.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s, UInt64s
 from bagpipe.errors import StoreError
 from bagpipe.kernels import inlined, kernel
-from bagpipe.kernels.lanes import prefetch
+from bagpipe.kernels.intrinsics import prefetch
 
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
 Integer = int | np.int64
 
 _NUM_SLOTS_MIN = 64
@@ -97,13 +95,13 @@ def _find(slots: UInt64s, keys: Int64s, ids: Int64s, positions: Int64s) -> int:
     num_missing = 0
     for ahead in range(num_ids + 2 * _AHEAD):
         if ahead < num_ids:
-            prefetch(slots, _home(_mix(ids[ahead]), num_slots), 0)
+            prefetch(slots, _home(_mix(ids[ahead]), num_slots))
         i = ahead - _AHEAD
         if 0 <= i < num_ids:
             bits = _mix(ids[i])
             positions[i] = _position(slots[_seek(slots, _home(bits, num_slots), bits)])
             if positions[i] >= 0:
-                prefetch(keys, positions[i], 0)
+                prefetch(keys, positions[i])
         i -= _AHEAD
         if i >= 0:
             if positions[i] >= 0 and keys[positions[i]] != ids[i]:
@@ -120,7 +118,7 @@ def _find_or_insert(
     """Work from ids[start] until all are done or keys are full; how many ids are done, how many keys there are."""
     for i in range(start, ids.shape[0]):
         if i + _AHEAD < ids.shape[0]:
-            prefetch(slots, _home(_mix(ids[i + _AHEAD]), slots.shape[0]), 0)
+            prefetch(slots, _home(_mix(ids[i + _AHEAD]), slots.shape[0]))
         bits = _mix(ids[i])
         slot, position = _probe(slots, keys, ids[i], bits)
         if position < 0:

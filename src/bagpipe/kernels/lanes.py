@@ -12,19 +12,17 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import models, overload, register_model
+
+from bagpipe.arrays import Floats
+from bagpipe.kernels.intrinsics import intrinsic
 
 LANES = 16
 
-intrinsic: Any = numba_intrinsic  # its stub shows kernels the compiler's signature, not the one they call
 _FLOAT_BYTES = 4
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_BYTE = ir.IntType(8)
 
 
 class Lanes(types.Type):
@@ -43,19 +41,19 @@ class _LanesModel(models.PrimitiveModel):
 _lanes = Lanes()
 
 
-def adjacent(array: npt.NDArray[np.float32]) -> bool:
+def adjacent(array: Floats) -> bool:
     """Whether the columns of an array lie next to each other, which `load` and `store` take for granted."""
     return array.size == 0 or array.shape[1] == 1 or array.strides[1] == _FLOAT_BYTES
 
 
-def _pointer(context: Any, builder: Any, signature: Any, values: Any, pointee: Any) -> Any:
+def _pointer(context: Any, builder: Any, signature: Any, values: Any) -> Any:
     """Where array[row, column] lies; columns are adjacent, rows may be any distance apart."""
     array, row, column = values[:3]
     view = context.make_array(signature.args[0])(context, builder, array)
     stride = builder.extract_value(view.strides, 0)
     offset = builder.add(builder.mul(row, stride), builder.mul(column, ir.Constant(column.type, _FLOAT_BYTES)))
-    start = builder.bitcast(view.data, _BYTE.as_pointer())
-    return builder.bitcast(builder.gep(start, [offset]), pointee.as_pointer())
+    start = builder.bitcast(view.data, ir.IntType(8).as_pointer())
+    return builder.bitcast(builder.gep(start, [offset]), _VECTOR.as_pointer())
 
 
 @intrinsic
@@ -63,7 +61,7 @@ def load(typing: Any, array: Any, row: Any, column: Any) -> Any:  # noqa: ARG001
     """The sixteen columns of a row that start at a column."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        loaded = builder.load(_pointer(context, builder, signature, values, _VECTOR))
+        loaded = builder.load(_pointer(context, builder, signature, values))
         loaded.align = _FLOAT_BYTES
         return loaded
 
@@ -75,25 +73,10 @@ def store(typing: Any, array: Any, row: Any, column: Any, value: Any) -> Any:  #
     """Write the sixteen columns of a row that start at a column."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.store(values[3], _pointer(context, builder, signature, values, _VECTOR), align=_FLOAT_BYTES)
+        builder.store(values[3], _pointer(context, builder, signature, values), align=_FLOAT_BYTES)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, _lanes), generate
-
-
-@intrinsic
-def prefetch(typing: Any, array: Any, row: Any, column: Any) -> Any:  # noqa: ARG001
-    """Ask for the cache line of array[row, column]; rows are scattered, so the processor can't guess the next one."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTE.as_pointer()], kind)
-        read, keep, data = number(0), number(3), number(1)
-        builder.call(function, [_pointer(context, builder, signature, values, _BYTE), read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.intp), generate
 
 
 @intrinsic

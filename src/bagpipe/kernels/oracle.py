@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.masks import index, int64_at
-from bagpipe.kernels.prefetch import FAR, prefetch
+from bagpipe.kernels.intrinsics import FAR, index, int64_at, prefetch
 from bagpipe.kernels.window_map import Numbers, number
 
 Int32s = NDArray[np.int32]

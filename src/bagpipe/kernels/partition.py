@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.masks import index, lowest
+from bagpipe.kernels.intrinsics import FAR, index, lowest, prefetch
 from bagpipe.kernels.oracle import HALF
-from bagpipe.kernels.prefetch import FAR, prefetch
 from bagpipe.kernels.sharing import one_of
 
 Int32s = NDArray[np.int32]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bagpipe.arrays import Floats
 from bagpipe.kernels import kernel
 from bagpipe.kernels.lanes import LANES, load, spread, store
-
-Floats = npt.NDArray[np.float32]
 
 
 def sum_parts(parts: Tensor, sums: Tensor, total: float | None = None) -> None:

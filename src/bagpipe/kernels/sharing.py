@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.masks import index, lowest
+from bagpipe.kernels.intrinsics import FAR, index, lowest, prefetch
 from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, NextUses, Rings, Rows, RowState
-from bagpipe.kernels.prefetch import FAR, prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

@@ -2,7 +2,7 @@
 
 Each kernel is the NumPy definition of its optimizer in `bagpipe.optim`, operation by operation (I1): sixteen columns at
 a time where a row has a multiple of that, and otherwise over views of the row, which the compiler vectorises itself.
-Gradients can be checked before any row changes (I8).
+All take the same arguments: cache[slots[u]] is updated with grads[u]. Gradients can be checked before (I8).
 """
 
 from __future__ import annotations
@@ -10,76 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from bagpipe import optim
+from bagpipe.arrays import Floats, Int32s, Int64s
 from bagpipe.kernels import inlined, kernel
-from bagpipe.kernels.lanes import LANES, adjacent, load, prefetch, root, spread, store
-from bagpipe.optim import RowOptimizer
-
-Floats = npt.NDArray[np.float32]
-Slots = npt.NDArray[np.int32]
+from bagpipe.kernels.intrinsics import prefetch
+from bagpipe.kernels.lanes import LANES, adjacent, load, root, spread, store
 
 _AHEAD = 8
 """Rows that are asked for before they are needed; with its state a row is two or three times as long as in pooling."""
-
 _ONE = np.float32(1.0)
 
 
-def apply(
-    optimizer: RowOptimizer,
-    cache: Floats,
-    slots: Slots,
-    grads: Floats,
-    dims: tuple[int, ...],
-    scalars: optim.Scalars,
-    start: int = 0,
-    stop: int | None = None,
-) -> None:
-    """Update cache[slots[u]] with grads[u] for u in [start, stop); `scalars` are the optimizer's for this step.
-
-    Slots differ from each other, so threads may share a call by disjoint ranges. Cost: one pass over the rows, bound by
-    memory. An optimizer without a kernel, such as a user's own, runs its NumPy definition.
-    """
-    stop = len(slots) if stop is None else stop
-    dim = sum(dims)
-    assert cache.dtype == grads.dtype == np.float32, (cache.dtype, grads.dtype)
-    assert cache.shape[1] == dim + optimizer.state_width(dims), (cache.shape, dims)
-    assert grads.shape == (len(slots), dim), (grads.shape, len(slots), dims)
-    assert 0 <= start <= stop <= len(slots), (start, stop, len(slots))
+def check(cache: Floats, grads: Floats) -> None:
+    """What kernels take for granted of the arrays, beyond their shapes."""
     assert adjacent(cache), (cache.shape, cache.strides)
     assert adjacent(grads), (grads.shape, grads.strides)
-    # By the very type: a subclass may define another update.
-    if type(optimizer) is optim.SGD:
-        _sgd(cache, slots, grads, scalars, start, stop)
-    elif type(optimizer) is optim.Momentum:
-        _momentum(cache, slots, grads, scalars, optimizer.nesterov, start, stop)
-    elif type(optimizer) is optim.Adagrad:
-        _adagrad(cache, slots, grads, scalars, start, stop)
-    elif type(optimizer) is optim.RowwiseAdagrad:
-        _rowwise_adagrad(cache, slots, grads, np.array(dims, np.int64), scalars, start, stop)
-    elif type(optimizer) is optim.Adam:
-        _adam(cache, slots, grads, (*scalars, _ONE, _ONE), False, start, stop)
-    elif type(optimizer) is optim.AdamW:
-        _adam(cache, slots, grads, scalars, True, start, stop)
-    elif type(optimizer) is not optim.Frozen:
-        apply_numpy(optimizer, cache, slots, grads, dims, scalars, start, stop)
-
-
-def apply_numpy(
-    optimizer: RowOptimizer,
-    cache: Floats,
-    slots: Slots,
-    grads: Floats,
-    dims: tuple[int, ...],
-    scalars: optim.Scalars,
-    start: int = 0,
-    stop: int | None = None,
-) -> None:
-    """The definition of `apply`."""
-    rows = cache[slots[start:stop]]
-    optimizer.apply(rows, grads[start:stop], dims, scalars)
-    cache[slots[start:stop]] = rows
 
 
 def first_not_finite(grads: Floats) -> int:
@@ -89,20 +34,8 @@ def first_not_finite(grads: Floats) -> int:
     return int(_first_not_finite(grads.view(np.int32)))
 
 
-def scale(grads: Floats, factor: np.float32) -> None:
-    """Multiply in place by one float32: a clipping factor, or a trainer's number of samples."""
-    with np.errstate(all="ignore"):
-        np.multiply(grads, np.float32(factor), out=grads)
-
-
-def divide(grads: Floats, divisor: np.float32) -> None:
-    """Divide in place by one float32: the number of samples of all trainers."""
-    with np.errstate(all="ignore"):
-        np.divide(grads, np.float32(divisor), out=grads)
-
-
 @kernel
-def _first_not_finite(bits: npt.NDArray[np.int32]) -> int:
+def _first_not_finite(bits: Int32s) -> int:
     # Without its sign, a float's bits are in order as an integer, and all that is not finite lies at the top.
     limit, sign = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
     for row in range(bits.shape[0]):
@@ -115,18 +48,25 @@ def _first_not_finite(bits: npt.NDArray[np.int32]) -> int:
 
 
 @inlined
+def _coming(slots: Int32s, u: int) -> Any:
+    """The slot of the row that is needed a little later than row u."""
+    return slots[min(u + _AHEAD, slots.shape[0] - 1)]
+
+
+@inlined
 def _ask(cache: Floats, slot: Any) -> None:
-    """Ask for a row that is needed a little later."""
+    """Ask for a whole row; where there is time for it between the columns of another, that is up to a fifth faster."""
     for c in range(0, cache.shape[1], LANES):
         prefetch(cache, slot, c)
 
 
 @kernel
-def _sgd(cache: Floats, slots: Slots, grads: Floats, scalars: Any, start: int, stop: int) -> None:
+def sgd(cache: Floats, slots: Int32s, grads: Floats, dims: Any, scalars: Any) -> None:  # noqa: ARG001
+    """`optim.SGD`."""
     (lr,) = scalars
     dim = grads.shape[1]
-    for u in range(start, stop):
-        slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
+    for u in range(slots.shape[0]):
+        slot, coming = np.intp(slots[u]), _coming(slots, u)
         if dim % LANES:
             _ask(cache, coming)
             w, g = cache[slot], grads[u]
@@ -145,17 +85,18 @@ def _momentum_step(w: Any, v: Any, g: Any, lr: Any, momentum: Any, nesterov: boo
 
 
 @kernel
-def _momentum(cache: Floats, slots: Slots, grads: Floats, scalars: Any, nesterov: bool, start: int, stop: int) -> None:
-    lr, momentum = scalars
-    dim = grads.shape[1]
-    lanes = spread(lr), spread(momentum)
-    for u in range(start, stop):
-        slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
+def momentum(cache: Floats, slots: Int32s, grads: Floats, dims: Any, scalars: Any) -> None:  # noqa: ARG001
+    """`optim.Momentum`."""
+    lr, fraction, flag = scalars
+    dim, nesterov = grads.shape[1], flag != 0
+    lanes = spread(lr), spread(fraction)
+    for u in range(slots.shape[0]):
+        slot, coming = np.intp(slots[u]), _coming(slots, u)
         if dim % LANES:
             _ask(cache, coming)
             w, v, g = cache[slot, :dim], cache[slot, dim:], grads[u]
             for c in range(dim):
-                w[c], v[c] = _momentum_step(w[c], v[c], g[c], lr, momentum, nesterov)
+                w[c], v[c] = _momentum_step(w[c], v[c], g[c], lr, fraction, nesterov)
         else:
             for c in range(0, dim, LANES):
                 prefetch(cache, coming, c)
@@ -173,12 +114,13 @@ def _adagrad_step(w: Any, s: Any, g: Any, lr: Any, eps: Any) -> Any:
 
 
 @kernel
-def _adagrad(cache: Floats, slots: Slots, grads: Floats, scalars: Any, start: int, stop: int) -> None:
+def adagrad(cache: Floats, slots: Int32s, grads: Floats, dims: Any, scalars: Any) -> None:  # noqa: ARG001
+    """`optim.Adagrad`."""
     lr, eps = scalars
     dim = grads.shape[1]
     lanes = spread(lr), spread(eps)
-    for u in range(start, stop):
-        slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
+    for u in range(slots.shape[0]):
+        slot, coming = np.intp(slots[u]), _coming(slots, u)
         if dim % LANES:
             _ask(cache, coming)
             w, s, g = cache[slot, :dim], cache[slot, dim:], grads[u]
@@ -195,12 +137,11 @@ def _adagrad(cache: Floats, slots: Slots, grads: Floats, scalars: Any, start: in
 
 
 @kernel
-def _rowwise_adagrad(
-    cache: Floats, slots: Slots, grads: Floats, dims: npt.NDArray[np.int64], scalars: Any, start: int, stop: int
-) -> None:
+def rowwise_adagrad(cache: Floats, slots: Int32s, grads: Floats, dims: Int64s, scalars: Any) -> None:
+    """`optim.RowwiseAdagrad`."""
     lr, eps = scalars
-    for u in range(start, stop):
-        _ask(cache, np.intp(slots[min(u + _AHEAD, stop - 1)]))
+    for u in range(slots.shape[0]):
+        _ask(cache, _coming(slots, u))
         row, grad, first = cache[slots[u]], grads[u], 0
         for part in range(dims.shape[0]):
             state = grads.shape[1] + part
@@ -215,6 +156,11 @@ def _rowwise_adagrad(
             first += dims[part]
 
 
+def adam(cache: Floats, slots: Int32s, grads: Floats, dims: Int64s, scalars: Any) -> None:  # noqa: ARG001
+    """`optim.Adam`, or `optim.AdamW`, which has two scalars more."""
+    _adam(cache, slots, grads, (*scalars, _ONE, _ONE)[:6], len(scalars) == 6)
+
+
 @kernel
 def _adam_step(w: Any, m: Any, v: Any, g: Any, scalars: Any, decoupled: bool) -> Any:
     rate, toward_grad, toward_square, eps, keep, correction = scalars
@@ -226,12 +172,12 @@ def _adam_step(w: Any, m: Any, v: Any, g: Any, scalars: Any, decoupled: bool) ->
 
 
 @kernel
-def _adam(cache: Floats, slots: Slots, grads: Floats, scalars: Any, decoupled: bool, start: int, stop: int) -> None:
+def _adam(cache: Floats, slots: Int32s, grads: Floats, scalars: Any, decoupled: bool) -> None:
     dim = grads.shape[1]
     rate, toward_grad, toward_square, eps, keep, correction = scalars
     lanes = spread(rate), spread(toward_grad), spread(toward_square), spread(eps), spread(keep), spread(correction)
-    for u in range(start, stop):
-        slot, coming = np.intp(slots[u]), np.intp(slots[min(u + _AHEAD, stop - 1)])
+    for u in range(slots.shape[0]):
+        slot, coming = np.intp(slots[u]), _coming(slots, u)
         if dim % LANES:
             _ask(cache, coming)
             row, g = cache[slot], grads[u]

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from bagpipe.errors import CapacityError
 from bagpipe.kernels import inlined, kernel
 from bagpipe.kernels.idmap import _mix
-from bagpipe.kernels.masks import index, int64_at
-from bagpipe.kernels.prefetch import FAR, prefetch
+from bagpipe.kernels.intrinsics import FAR, index, int64_at, prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

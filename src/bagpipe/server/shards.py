@@ -11,24 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import inlined, kernel
+from bagpipe.kernels.random import GOLDEN, mix
 from bagpipe.store.base import Floats, Int64s
 from bagpipe.store.libc import memcpy, prefetch_bytes
 
 Flags = NDArray[np.bool_]
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 _AHEAD = 8
 
 
 @inlined
 def _server(table: int, key: np.int64, num_servers: int) -> np.int64:
-    bits = np.uint64(key) + np.uint64(table + 1) * _STEP
-    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
-    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
-    bits = bits ^ (bits >> np.uint64(31))
+    bits = mix(np.uint64(key) + np.uint64(table + 1) * GOLDEN)
     return np.int64(((bits >> _HALF) * np.uint64(num_servers)) >> _HALF)
 
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
-from bagpipe.kernels.history import NEVER, pick_earlier
 from bagpipe.store.base import Int64s, TablePart
 from bagpipe.store.blocks import Block, Int32s, Piece
 from bagpipe.store.local import LocalStore
@@ -28,6 +27,15 @@ from bagpipe.store.spilled import SpilledBlock, SpillingBlocks
 
 _REMEMBERED_MAX = 65_536
 """Epochs of marks, forgotten ones too."""
+NEVER = np.iinfo(np.int32).max
+"""The epoch of a position that holds no row yet."""
+
+
+def pick_earlier(epochs: Int32s, positions: Int64s, epoch: int) -> tuple[Int64s, Int32s]:
+    """The positions, from 0 up, of rows last written before an epoch, and the epoch of that."""
+    there = positions[positions >= 0]
+    earlier = there[epochs[there] < epoch]
+    return earlier, epochs[earlier]
 
 
 class Mark:

@@ -20,10 +20,10 @@ from pathlib import Path
 from threading import local
 
 import numpy as np
+from xxhash import xxh64, xxh64_intdigest
 
 from bagpipe.checkpoint.disk import Readable
 from bagpipe.errors import StoreError
-from bagpipe.kernels.xxh64 import xxh64
 from bagpipe.store.base import TablePart
 
 BEGIN, WRITE, MARK, BLOB = range(4)
@@ -56,7 +56,10 @@ class Body:
             self._packed = _scratch.pack(pieces, self.num_bytes)
         if self._packed is not None:
             self._pieces = [self._packed[HEAD_BYTES:]]
-        self._checksum = int(xxh64(*self._pieces), 16)
+        total = xxh64()
+        for piece in self._pieces:
+            total.update(piece)
+        self._checksum = total.intdigest()
 
     def record(self, base: int, number: int) -> list[Piece]:
         """All bytes of the record, at its place."""
@@ -110,7 +113,7 @@ def mark_body(done: int) -> Body:
 def head(kind: int, number: int, num_bytes: int, checksum: int, base: int) -> bytes:
     """The head of a record."""
     start = _HEAD.pack(_MAGIC, kind, number, num_bytes, checksum)
-    return start + _SUM.pack(int(xxh64(start, _NUMBER.pack(base)), 16))
+    return start + _SUM.pack(xxh64_intdigest(start + _NUMBER.pack(base)))
 
 
 def closing_mark(file: Readable, base: int) -> int | None:
@@ -124,7 +127,7 @@ def closing_mark(file: Readable, base: int) -> int | None:
         return None
     kind, _, num_bytes, checksum = found
     body = bytes(data[HEAD_BYTES:])
-    if (kind, num_bytes) != (MARK, len(body)) or int(xxh64(body), 16) != checksum:
+    if (kind, num_bytes) != (MARK, len(body)) or xxh64_intdigest(body) != checksum:
         return None
     return int(_NUMBER.unpack(body)[0])
 
@@ -140,7 +143,7 @@ def records(file: Readable, path: Path, base: int) -> Iterator[tuple[int, memory
             raise damaged(path, start - HEAD_BYTES)
         kind, _, num_bytes, checksum = found
         body = memoryview(bytearray(num_bytes))
-        if file.read_into(body, start) < num_bytes or int(xxh64(body), 16) != checksum:
+        if file.read_into(body, start) < num_bytes or xxh64_intdigest(body) != checksum:
             raise damaged(path, start - HEAD_BYTES)
         if (kind == BEGIN) != (number == 0) or kind not in (BEGIN, WRITE, MARK, BLOB):
             raise damaged(path, start - HEAD_BYTES)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core.typing.templates import Signature
 
 from bagpipe.kernels import inlined
-from bagpipe.kernels.lanes import intrinsic
+from bagpipe.kernels.intrinsics import prefetch_address
 
 WILLNEED = os.POSIX_FADV_WILLNEED
 DONTNEED = os.POSIX_FADV_DONTNEED
@@ -41,26 +40,11 @@ sync_file_range = _c_function("sync_file_range", _int(_int, _offset, _offset, ty
 _errno_location = _c_function("__errno_location", _address())
 
 
-def _prefetch(typing: Any, address: Any) -> Any:  # noqa: ARG001
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        read, keep, data = number(0), number(3), number(1)
-        builder.call(function, [builder.inttoptr(values[0], pointer), read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
-
-
-_prefetch_line: Callable[[int], None] = intrinsic(_prefetch)
-
-
 @inlined
 def prefetch_bytes(address: int, size: int) -> None:
     """Ask for the cache lines of a row that is copied soon; rows are scattered, so the processor can't guess them."""
     for offset in range(0, size, 64):
-        _prefetch_line(address + offset)
+        prefetch_address(address + offset)
 
 
 @inlined

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bagpipe.errors import StoreError
-from bagpipe.kernels.history import take_old
+from bagpipe.kernels import kernel
 from bagpipe.store.base import ROWS_PER_CHUNK, Floats, Int64s, check_chunk, check_table
 from bagpipe.store.blocks import Int32s
 from bagpipe.store.history import History, Mark
@@ -25,6 +26,33 @@ _ROWS_PER_SEARCH = 1 << 20
 _ROWS_PER_LOOK = 1 << 18
 _BYTES_PER_LOOK = 32 << 20
 """Rows that are copied at once: each time all old values of the table are gone through."""
+
+
+@kernel
+def take_old(
+    positions: Int64s,
+    before: Int32s,
+    values: Floats,
+    first: int,
+    index: Int32s,
+    wanted: NDArray[np.bool_],
+    epochs: Int32s,
+    out: Floats,
+) -> None:
+    """Put old values, and their epochs, where rows are wanted that are not there yet: so the first call has its way.
+
+    The row at position `first + k` goes to line index[k] of `wanted`, `epochs` and `out`; nowhere if that is -1.
+    Cost: one read of the positions, and of the values that are taken.
+    """
+    for i in range(positions.shape[0]):
+        k = positions[i] - first
+        if 0 <= k < index.shape[0]:
+            line = index[k]
+            if line >= 0 and wanted[line]:
+                wanted[line] = False
+                epochs[line] = before[i]
+                for column in range(out.shape[1]):
+                    out[line, column] = values[i, column]
 
 
 class Snapshot:

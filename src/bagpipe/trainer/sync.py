@@ -21,7 +21,6 @@ from bagpipe.cache import RowCache
 from bagpipe.embedding_device import is_host
 from bagpipe.errors import GradientError, PipelineError
 from bagpipe.failpoints import reach
-from bagpipe.kernels.update import apply
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Scalars
 from bagpipe.oracle.partition import RULES, Design, Rules
@@ -312,7 +311,7 @@ class RowSync:
                 layout, (ids, slots) = self._layouts[table], rows.of_table(table)
                 cached = self._cache.data[self._cache.group[table]]
                 if is_host(self._cache.device):
-                    apply(layout.optimizer, cached.numpy(), slots, grads.numpy(), layout.dims, scalars[table])
+                    layout.optimizer.apply_in_cache(cached.numpy(), slots, grads.numpy(), layout.dims, scalars[table])
                 else:
                     embedding_device.apply(layout, cached, slots, grads, scalars[table])
                 self._cache.mark_updated(table, slots)

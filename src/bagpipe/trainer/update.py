@@ -23,7 +23,7 @@ from bagpipe.handles import training_base
 from bagpipe.kernels.bag import accumulate
 from bagpipe.kernels.lanes import adjacent
 from bagpipe.kernels.parallel import Task, Workers
-from bagpipe.kernels.update import apply, first_not_finite
+from bagpipe.kernels.update import first_not_finite
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, Scalars
 from bagpipe.oracle.plan import Plan
@@ -101,7 +101,7 @@ class RowUpdate:
             layout, view = self._layouts[table], views[table]
             if is_host(self._lookups.device):
                 rows, grads = view.rows.numpy(), gradients[table].numpy()
-                apply(layout.optimizer, rows, view.slots, grads, layout.dims, scalars[table])
+                layout.optimizer.apply_in_cache(rows, view.slots, grads, layout.dims, scalars[table])
             else:
                 embedding_device.apply(layout, view.rows, view.slots, gradients[table], scalars[table])
 

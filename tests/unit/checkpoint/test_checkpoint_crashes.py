@@ -52,7 +52,7 @@ class Written:
 @pytest.mark.parametrize("options", [{"keep": 1, "full_every": 2}, {"keep": 2, "full_every": 1}], ids=str)
 def test_every_crash_leaves_the_old_or_the_new_state(options, caplog):
     try_crashes(options, at_most=256)
-    assert not caplog.records
+    assert not [record for record in caplog.records if "compiling kernels" not in record.message]
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ def test_every_crash_leaves_the_old_or_the_new_state(options, caplog):
 @pytest.mark.parametrize("keep", [1, 2])
 def test_every_crash_leaves_the_old_or_the_new_state_in_thousands_of_ways(keep, full_every, compress, caplog):
     try_crashes({"keep": keep, "full_every": full_every, "compress": compress}, at_most=1024)
-    assert not caplog.records
+    assert not [record for record in caplog.records if "compiling kernels" not in record.message]
 
 
 def try_crashes(options, at_most):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from xxhash import xxh64_hexdigest
 
+from bagpipe.checkpoint.disk import SystemDisk
 from bagpipe.checkpoint.manifest import (
     BaseEntry,
     Facts,
@@ -21,8 +23,8 @@ from bagpipe.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from bagpipe.checkpoint.shards import write_file
 from bagpipe.errors import CheckpointError
-from bagpipe.kernels.xxh64 import xxh64
 
 PATH = Path("runs/1/manifest.json")
 SUM = "0123456789abcdef"
@@ -57,13 +59,18 @@ def made(**changes):
 def sealed(record):
     """The file of any JSON object."""
     head = json.dumps(record).encode().removesuffix(b"}") + b","
-    return head + b'\n "checksum": "%s"\n}\n' % xxh64(head).encode()
+    return head + b'\n "checksum": "%s"\n}\n' % xxh64_hexdigest(head).encode()
 
 
 def record(**changes):
     found = json.loads(encode_manifest(made())[0])
     found.pop("checksum")
     return {**found, **changes}
+
+
+@pytest.mark.parametrize(("data", "sum_of"), [(b"", "ef46db3751d8e999"), (b"abc", "44bc2cf5ad770999")])
+def test_checksums_of_files_are_xxh64(tmp_path, data, sum_of):
+    write_file(SystemDisk(), tmp_path, FileEntry(name="blob", bytes=len(data), checksum=sum_of), [data])
 
 
 def test_a_manifest_comes_back_as_it_was_and_is_plain_json():

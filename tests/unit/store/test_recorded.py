@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from bagpipe.errors import StoreError
-from bagpipe.kernels.history import take_old
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import Marked
 from bagpipe.store.blocks import BLOCK_BYTES
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
+from bagpipe.store.snapshot import take_old
 from harness.recorded_rows import TABLES, contents, memory, rows_of, write
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from bagpipe.data.prepare import cell_kernels as kernels
 from bagpipe.data.prepare.block import Category
-from bagpipe.kernels import cells as kernels
-from bagpipe.kernels.texts import hash_buffers, text_buffers
-from bagpipe.kernels.times import read_times
-from bagpipe.kernels.words import WORD
+from bagpipe.data.prepare.texts import hash_buffers, text_buffers
+from bagpipe.data.prepare.times import read_times
+from bagpipe.kernels.intrinsics import WORD
 
 Number = TypeVar("Number", bound=np.generic)
 Mask = NDArray[np.bool_]

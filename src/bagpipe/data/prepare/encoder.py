@@ -21,12 +21,12 @@ from bagpipe.data.prepare.block import Block, Category
 from bagpipe.data.prepare.keymap import COUNT, MISSING, RARE, RESERVED, Clash, KeyMap
 from bagpipe.data.prepare.numbering import MISSING_ID, Numbering, hash_rows
 from bagpipe.data.prepare.space import Held, Space
+from bagpipe.data.prepare.texts import hash_texts
 from bagpipe.data.prepare.vocabulary import GROUP_ROWS, Part, Vocabulary, write_vocabulary
 from bagpipe.data.prepare.words import Words
 from bagpipe.data.samples import Column, Samples
 from bagpipe.errors import DataError
 from bagpipe.kernels.parallel import Workers
-from bagpipe.kernels.texts import hash_texts
 
 Ints = NDArray[np.int64]
 Values = Literal["text", "integer"]

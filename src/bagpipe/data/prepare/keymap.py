@@ -1,8 +1,8 @@
 """From the 64-bit keys of values to positions 0, 1, 2, ... in order of first appearance, each with a check and a count.
 
-Open addressing as in `kernels/idmap.py`: a slot has 32 mixed bits of the key and its position plus one, slots lie in
-order of those bits. An entry is three words (key, check, count), so that an occurrence costs two cache misses: its
-slot and its entry. About 37 bytes a value, in memory or in mapped files.
+Slots are those of `kernels/idmap.py`: 32 mixed bits of the key and its position plus one, in order of those bits.
+An entry is three words (key, check, count), so that an occurrence costs two cache misses: its slot and its entry. About
+37 bytes a value, in memory or in mapped files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from bagpipe.data.prepare.space import PIECE, Held, Space
 from bagpipe.errors import DataError
 from bagpipe.kernels import inlined, kernel
-from bagpipe.kernels.lanes import prefetch
+from bagpipe.kernels.idmap import _home, _mix, _probe, _rehash
+from bagpipe.kernels.intrinsics import prefetch
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -35,7 +36,6 @@ _AHEAD = 8
 _HALF = np.uint64(32)
 _LOWER = np.uint64(0xFFFFFFFF)
 _EMPTY = np.uint64(0)
-_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 
 
 class Clash(Exception):
@@ -47,44 +47,14 @@ class Clash(Exception):
 
 
 @inlined
-def _mix(key: np.uint64) -> np.uint64:
-    """32 bits in which each bit of the key flips about half."""
-    bits = (key ^ (key >> _HALF)) * _FACTOR
-    bits = (bits ^ (bits >> _HALF)) * _FACTOR
-    return bits >> _HALF
-
-
-@inlined
-def _home(bits: np.uint64, num_slots: int) -> Any:
-    return np.int64((bits * np.uint64(num_slots)) >> _HALF)
-
-
-@inlined
-def _probe(slots: Words, entries: Words, key: np.uint64, bits: np.uint64) -> tuple[Any, Any]:
-    """The slot that holds the key and its position; or the empty slot where it belongs and -1."""
-    slot = _home(bits, slots.shape[0])
-    position = np.int64(-1)
-    while slots[slot] != _EMPTY:
-        if slots[slot] >> _HALF == bits:
-            position = np.int64(slots[slot] & _LOWER) - 1
-            if entries[position, KEY] == key:
-                break
-            position = np.int64(-1)
-        slot += 1
-        if slot == slots.shape[0]:
-            slot = 0
-    return slot, position
-
-
-@inlined
 def _ask(slots: Words, entries: Words, keys: Words, i: int) -> None:
     """Ask for the slot of an occurrence well ahead, and for the entry of a nearer one."""
     if i + 2 * _AHEAD < keys.shape[0]:
-        prefetch(slots, _home(_mix(keys[i + 2 * _AHEAD]), slots.shape[0]), 0)
+        prefetch(slots, _home(_mix(keys[i + 2 * _AHEAD]), slots.shape[0]))
     if i + _AHEAD < keys.shape[0]:
         word = slots[_home(_mix(keys[i + _AHEAD]), slots.shape[0])]
         if word != _EMPTY:
-            prefetch(entries, np.int64(word & _LOWER) - 1, 0)
+            prefetch(entries, np.int64(word & _LOWER) - 1)
 
 
 @kernel
@@ -105,14 +75,14 @@ def _admit(
     How many are done, how many entries there are, how many of `fresh` (occurrences of values never seen before) were
     written, and the position that was clashed with or -1. About 20 ns an occurrence, 60 where the map is large.
     """
-    num_fresh = 0
+    num_fresh, known = 0, entries[:, KEY]
     for i in range(start, keys.shape[0]):
         _ask(slots, entries, keys, i)
         if missing[i]:
             ids[i] = MISSING
             continue
         bits = _mix(keys[i])
-        slot, position = _probe(slots, entries, keys[i], bits)
+        slot, position = _probe(slots, known, keys[i], bits)
         if position < 0:
             if not grow:
                 ids[i] = RARE
@@ -136,11 +106,12 @@ def _admit(
 @kernel
 def _encode(slots: Words, entries: Words, keys: Words, missing: Bools, ids: Ints) -> None:
     """Write the row of each occurrence, which stands where its count was."""
+    known = entries[:, KEY]
     for i in range(keys.shape[0]):
         _ask(slots, entries, keys, i)
         ids[i] = MISSING
         if not missing[i]:
-            _, position = _probe(slots, entries, keys[i], _mix(keys[i]))
+            _, position = _probe(slots, known, keys[i], _mix(keys[i]))
             ids[i] = RARE if position < 0 else np.int64(entries[position, COUNT])
 
 
@@ -149,18 +120,6 @@ def _tally(entries: Words, rows: Ints) -> None:
     for row in rows:
         if row >= RESERVED:
             entries[row - RESERVED, COUNT] += np.uint64(1)
-
-
-@kernel
-def _rehash(slots: Words, larger: Words, start: int, stop: int) -> None:
-    for i in range(start, stop):
-        if slots[i] != _EMPTY:
-            slot = _home(slots[i] >> _HALF, larger.shape[0])
-            while larger[slot] != _EMPTY:
-                slot += 1
-                if slot == larger.shape[0]:
-                    slot = 0
-            larger[slot] = slots[i]
 
 
 @kernel
@@ -290,7 +249,7 @@ class KeyMap:
         num_slots = min(max(int(len(self._slots.array) * factor), needed * 10 // 7 + 1), _SLOTS_MAX)
         slots, entries = self._arrays(num_slots)
         for start in range(0, len(self._slots.array), RUN):
-            _rehash(self._slots.array, slots.array, start, min(start + RUN, len(self._slots.array)))
+            _rehash(self._slots.array[start : start + RUN], slots.array, self._size)
             self.relieve()
         for start, stop in self.runs():
             entries.array[start:stop] = self._entries.array[start:stop]

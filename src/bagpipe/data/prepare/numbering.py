@@ -9,9 +9,9 @@ from typing import Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.data.counter import mix
 from bagpipe.errors import ConfigError
 from bagpipe.kernels import kernel
+from bagpipe.kernels.random import mix
 
 Kind = Literal["first", "frequency", "hash", "ids"]
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from bagpipe.data.prepare import cell_kernels as kernels
 from bagpipe.data.prepare.block import Block, Problem
 from bagpipe.data.prepare.cells import Cells, Mask, Values, category_of_integers
 from bagpipe.data.prepare.convert import Checked, Fault, convert, shown
 from bagpipe.data.prepare.schema import Categorical, Schema, Time
 from bagpipe.data.prepare.text import Piece
-from bagpipe.kernels import cells as kernels
-from bagpipe.kernels.times import HOURS, ISO
+from bagpipe.data.prepare.times import HOURS, ISO
 
 _QUOTE_FAULTS = {
     kernels.OPEN_QUOTE: "a quote is not closed in this line (a cell can't go on in the next one)",

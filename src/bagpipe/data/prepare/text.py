@@ -11,10 +11,10 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bagpipe.data.prepare.block import Place
+from bagpipe.data.prepare.cell_kernels import WHOLE, cut_cells_reference
 from bagpipe.data.prepare.schema import Schema
 from bagpipe.data.prepare.sources import Source, Stream
 from bagpipe.errors import DataError
-from bagpipe.kernels.cells import WHOLE, cut_cells_reference
 
 HEADER_BYTES_MAX = 1 << 20
 _HEADER_READ = 1 << 12

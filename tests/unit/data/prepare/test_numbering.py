@@ -10,9 +10,9 @@ from bagpipe.data.prepare.block import Block, Category, Place
 from bagpipe.data.prepare.cut import part_of
 from bagpipe.data.prepare.encoder import Encoder, TableEncoder
 from bagpipe.data.prepare.numbering import MISSING_ID, Numbering, hash_rows, parse_numberings
+from bagpipe.data.prepare.texts import hash_texts
 from bagpipe.data.prepare.vocabulary import Vocabulary
 from bagpipe.errors import ConfigError, DataError
-from bagpipe.kernels.texts import hash_texts
 from definitions.numbering import define_hash_rows
 from harness.prepared import contents
 

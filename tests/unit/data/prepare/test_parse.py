@@ -9,7 +9,7 @@ from bagpipe.data.prepare.builtin import AVAZU, CRITEO, builtin_schema
 from bagpipe.data.prepare.parse import TextParser
 from bagpipe.data.prepare.schema import parse_schema
 from bagpipe.data.prepare.text import Piece
-from bagpipe.kernels.texts import hash_texts
+from bagpipe.data.prepare.texts import hash_texts
 from harness.blocks import problems_of, samples_of, values_of
 from harness.examples import examples
 

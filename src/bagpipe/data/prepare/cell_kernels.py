@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import inlined, kernel
-from bagpipe.kernels.words import WORD, load_word, store_word
+from bagpipe.kernels.intrinsics import WORD, load_word, store_word
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int32]

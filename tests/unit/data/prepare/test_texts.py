@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagpipe.kernels.texts import hash_texts, text_buffers
+from bagpipe.data.prepare.texts import hash_texts, text_buffers
 from definitions.texts import define_hash_texts
 from harness.examples import examples
 

@@ -5,8 +5,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.data.prepare.cell_kernels import (
+    GOOD,
+    MINUS,
+    MISSING,
+    PLUS,
+    POINT,
+    SPACE,
+    WRONG,
+    ZERO,
+    Bytes,
+    Integer,
+    Ints,
+    States,
+)
 from bagpipe.kernels import kernel
-from bagpipe.kernels.cells import GOOD, MINUS, MISSING, PLUS, POINT, SPACE, WRONG, ZERO, Bytes, Integer, Ints, States
 
 HOURS, ISO = 0, 1
 """Ways to write a time: yymmddhh, and 2014-10-21T00:00:00."""

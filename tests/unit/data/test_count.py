@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagpipe.kernels import count
-from bagpipe.kernels.count import NUM_WORDS
+from bagpipe.data import count
+from bagpipe.data.count import NUM_WORDS
 from definitions import count as definitions
 from harness.examples import examples
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bagpipe.kernels.history import NEVER, pick_earlier, take_old
 from bagpipe.kernels.idmap import IdMap
+from bagpipe.store.history import NEVER, pick_earlier
+from bagpipe.store.snapshot import take_old
 from definitions.history import define_take_old
 from definitions.idmap import IdMapByDict
 

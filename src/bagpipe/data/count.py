@@ -7,12 +7,10 @@ rows once. Every figure is a sum over rows, so that rows can be counted in parts
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.kernels import kernel
-from bagpipe.kernels.prefetch import FAR, prefetch
-
-Int64s = NDArray[np.int64]
+from bagpipe.kernels.intrinsics import FAR, prefetch
 
 TODAY, LAST, TOTAL, LEVEL = range(4)
 """The words of a row: accesses since the day began; 1 + the last sample that used it (0: none yet); accesses of the

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bagpipe.kernels import cells as kernels
-from bagpipe.kernels.times import HOURS, ISO, read_times
+from bagpipe.data.prepare import cell_kernels as kernels
+from bagpipe.data.prepare.times import HOURS, ISO, read_times
 from definitions.cells import define_gather, define_read_integer
 from definitions.times import define_read_time
 from harness.examples import examples

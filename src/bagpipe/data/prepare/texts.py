@@ -6,8 +6,8 @@ They decide which row a category has where categories are hashed, so the definit
     key    = length * GOLDEN, then for each word: key = mix(key ^ word)
     check  = length * LANE,   then for each word: check = mix(check + word); of it the upper 32 bits
 
-with `mix` and the two constants of `bagpipe.data.counter`, all modulo 2^64. Two texts of the same length of up to 8
-bytes never have the same key; two others do with probability 2^-64, and also the same check with 2^-96.
+with `mix` and GOLDEN of SplitMix64 and LANE of `bagpipe.data.counter`, all modulo 2^64. Two texts of the same length of
+up to 8 bytes never have the same key; two others do with probability 2^-64, and also the same check with 2^-96.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from bagpipe.data.counter import GOLDEN, LANE, R32, mix
+from bagpipe.data.counter import LANE, R32
 from bagpipe.kernels import kernel
+from bagpipe.kernels.random import GOLDEN, mix
 
 Bytes = NDArray[np.uint8]
 Offsets = NDArray[np.int32] | NDArray[np.int64]
