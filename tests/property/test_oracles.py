@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagpipe.errors import ConfigError, ValueRangeError
+from bagpipe.config import cache_size
+from bagpipe.errors import CapacityError, ConfigError, ValueRangeError
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.reader import CutIds, Reader
 from bagpipe.policies import POLICIES
@@ -100,6 +102,19 @@ def test_what_trainers_share_is_the_same_but_for_who_gets_new_rows():
             np.testing.assert_array_equal(getattr(ours.sharing, name), getattr(theirs.sharing, name))
         np.testing.assert_array_equal(ours.rows.ids, theirs.rows.ids)
         assert len(ours.sharing.homes) == len(ours.fetch)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_cache_that_the_first_batch_has_divided_badly_is_told_the_size_that_will_do(count):
+    """The first batch needs few rows of four floats, and a later one many, though fewer than there are places."""
+    few, many = ([np.arange(n) if name in "cdij" else np.arange(m) for name in NAMES] for n, m in ((9, 1), (9, 20)))
+    first = dict(zip(NAMES, few, strict=True))
+    batches = [(few, 0), (many, 1)]
+    with pytest.raises(CapacityError, match=r"iteration 1 needs .* of the cache's 90 places") as caught:
+        list(make(count, 90, first=first).plans(batches))
+    rows, size = re.search(r"raise `cache` to at least ([\d,]+) rows, or ([\d,]+KB)", str(caught.value)).groups()
+    for cache in (int(rows.replace(",", "")), cache_size(size.replace(",", ""))):
+        assert len(list(make(count, cache, first=first).plans(batches))) == 2
 
 
 def test_more_oracles_than_tables_are_refused():

@@ -7,6 +7,7 @@ task, not with the last thread.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,15 @@ Task = Callable[[], None]
 
 WAIT_SECONDS_MAX = 600.0
 """How long a call waits for tasks that other threads have begun."""
+
+
+CORES_A_THREAD = 4
+SPARE_THREADS_MAX = 4
+
+
+def spare_threads(most: int) -> int:
+    """How many threads, `most` of use, work beside a trainer that has all cores: a quarter of these, or one."""
+    return max(1, min(SPARE_THREADS_MAX, len(os.sched_getaffinity(0)) // CORES_A_THREAD, most))
 
 
 class Workers:

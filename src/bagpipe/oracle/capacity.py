@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +13,7 @@ from bagpipe.cache import divide, group_by_width
 from bagpipe.config import Share, Size
 from bagpipe.embedding import check_range
 from bagpipe.errors import ConfigError
+from bagpipe.kernels.parallel import spare_threads
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.oracles import AnyOracle, Oracles
 from bagpipe.oracle.partition import Design
@@ -21,10 +21,6 @@ from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.base import Lookahead
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 from bagpipe.types import Table
-
-CORES_A_THREAD = 4
-THREADS_MAX = 4
-"""The oracle takes a quarter of the cores, others train; its largest table keeps more threads than this waiting."""
 
 
 def make_oracle(
@@ -65,19 +61,13 @@ def make_oracle(
                 lookahead=lookahead,
                 policy=policy,
                 options=options,
-                threads=options.threads or _threads(len(own)),
+                threads=options.threads or spare_threads(len(own)),
                 trainers=trainers,
                 uses_ahead=uses_ahead,
                 keep_lone=design != "lrpp",
             )
         )
     return made[0] if len(made) == 1 else Oracles(made, groups)
-
-
-def _threads(num_tables: int) -> int:
-    """How many threads an oracle has, where nobody says."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(THREADS_MAX, cores // CORES_A_THREAD, num_tables))
 
 
 def _divide_tables(

@@ -116,6 +116,10 @@ class Oracle:
             group.ranked = SlotFacts(self._next_uses[begin:end]) if ranks else None
             group.rows_in = partial(self._tenants.rows_in, g)
 
+        widths = [self.tables[group.tables[0]].width or 0 for group in self.groups]
+        self.size = sum(capacity), sum(4 * width * slots for width, slots in zip(widths, capacity, strict=True))
+        """Rows and bytes of the cache, which may be more than what this oracle has of it; 0 bytes: not known."""
+
     @property
     def capacity(self) -> list[int]:
         """The slots of each group."""
@@ -383,10 +387,13 @@ class Oracle:
         for group in self.groups:
             needed = int(counts[group.tables].sum())
             if needed > group.capacity:
+                # Groups grow alike, as the division goes by what the first batch needs of each.
+                rows, size = (-(-total * needed // group.capacity) for total in self.size)
+                in_bytes = f", or {-(-size // 1000):,}KB" if size else ""
                 raise CapacityError(
-                    f"iteration {iteration} needs {needed:,} rows of {group.label} at once, and the cache has places "
-                    f"for {group.capacity:,}: raise `cache` to at least {needed:,} rows of this width, or lower "
-                    "the batch size"
+                    f"iteration {iteration} needs {needed:,} rows of {group.label} at once, and of the cache's "
+                    f"{self.size[0]:,} places they have {group.capacity:,}: raise `cache` to at least {rows:,} "
+                    f"rows{in_bytes}, or lower the batch size"
                 )
 
 
