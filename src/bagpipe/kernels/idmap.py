@@ -9,6 +9,8 @@ overlaps them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from bagpipe.arrays import Int64s, UInt64s
@@ -78,7 +80,7 @@ def _position(word: np.uint64) -> Integer:
 
 
 @inlined
-def _probe(slots: UInt64s, keys: Int64s, key: np.int64, bits: np.uint64) -> tuple[Integer, Integer]:
+def _probe(slots: UInt64s, keys: Int64s | UInt64s, key: Any, bits: np.uint64) -> tuple[Integer, Integer]:
     """The slot that holds the id and its position; or the empty slot where it belongs and -1."""
     slot = _seek(slots, _home(bits, slots.shape[0]), bits)
     position = _position(slots[slot])

@@ -1,9 +1,9 @@
 """Sixteen float32 columns at a time, for kernels that walk short rows.
 
-Numba's own vectoriser checks for overlap and counts columns again at every row; at 48 columns pooling took about a
-seventh longer that way, both with prefetching. A `Lanes` value is one SIMD register's worth of columns (LLVM splits it
-where registers are narrower); its operators are the plain IEEE ones, column by column, so the bits are those of the
-scalar code (I1).
+Numba's own vectoriser checks for overlap and counts columns again at every row; that way pooling took about a seventh
+longer at 48 columns, updates up to a third at 16 to 128, and sums over trainers up to twice as long. A `Lanes` value is
+one SIMD register's worth of columns (LLVM splits it where registers are narrower); its operators are the plain IEEE
+ones, column by column, so the bits are those of the scalar code (I1).
 """
 
 from __future__ import annotations

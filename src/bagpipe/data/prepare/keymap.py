@@ -97,7 +97,7 @@ def _admit(
             fresh[num_fresh] = i
             num_fresh += 1
         elif entries[position, CHECK] != checks[i]:
-            return i, size, num_fresh, position
+            return i, size, num_fresh, int(position)
         entries[position, COUNT] += np.uint64(1)
         ids[i] = position + RESERVED
     return keys.shape[0], size, num_fresh, -1
