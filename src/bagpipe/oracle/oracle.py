@@ -300,8 +300,8 @@ class Oracle:
             order = group.ranked if group.idle is None else group.idle
             if order is None:
                 continue
-            slots, next_use = (group.collect(part, found.rows.bounds) for part in (found.rows.slots, found.next_use))
-            order.settle(slots, next_use, iteration)
+            bounds = found.rows.bounds
+            order.settle(group.collect(found.rows.slots, bounds), group.collect(found.next_use, bounds), iteration)
             if not self.policy.early:
                 continue
             if group.idle is not None:
