@@ -175,8 +175,8 @@ class PolicyOptionsConfig(Section):
     """Settings of policies; docs/policies.md tells which policy uses which."""
 
     sample: Annotated[int, Field(ge=0)] = 64
-    """Batches that are looked at before the first iteration, to learn how often rows are used, spread over all data if it
-    can be read twice, else the first ones; 0: all data (static, frequency)."""
+    """Batches that are looked at before the first iteration, to learn how often rows are used, spread over all data if
+    it can be read twice, else the first ones; 0: all data (static, frequency)."""
     replacement: Literal["lru", "lfu", "random"] = "lru"
     """Which row leaves first of those that are not held (scratchpipe)."""
     pipelined: bool = True

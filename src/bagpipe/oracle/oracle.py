@@ -55,6 +55,22 @@ class ReadBatch(NamedTuple):
     """Which ids are which trainer's, if there are several."""
 
 
+class Found(NamedTuple):
+    """The rows of the batch that is planned."""
+
+    rows: RowList
+    """Slots only of those that are in the cache, until they are settled."""
+    next_use: NextUses
+    """0: leaves after this batch; KEEP: is idle; else in so many iterations."""
+    absent: Int32s
+    """The positions of those that are not in the cache; of table t from its first row's on."""
+    num_absent: Int64s
+    num_leaving: Int64s
+    """Of each table how many these are, and how many leave after the batch."""
+    users: UserRings
+    """Who uses each, if there are several trainers."""
+
+
 class Oracle:
     """From batches of ids to plans. One thread at a time may call it; `threads` share the work of each batch."""
 
@@ -215,32 +231,16 @@ class Oracle:
         """The plan of the oldest batch read. `last`: no batch follows; `ended`: none follows those that were read."""
         iteration, length, policy = self._first, len(self._window), self.policy
         assert length, f"no batch was read for iteration {iteration}"
-        hottest, self._sample = None if self._sample is None else policy.learn(self._sample), None
-        bounds = self._window[0].bounds
-        rows, next_use = _room_for(np.diff(bounds)), np.empty(bounds[-1], np.uint16)
-        absent: Int32s = np.empty(len(rows), np.int32)
-        num_absent, num_leaving = np.zeros((2, len(self.tables)), np.int64)
-        found = Rows(rows.ids, rows.slots, bounds)
-        self._reader.on_all(lambda shard: kernels.look_up(
-            shard.state, shard.rings, iteration, found, next_use, absent, num_absent, num_leaving
-        ))  # fmt: skip
-        users = self._users(iteration, bounds)
-        fetch = _fetch_of(num_absent)
-        victims = self._place(iteration, rows, next_use, fetch, absent, users, num_leaving, ended=ended)
-        evict = _room_for(num_leaving)
-        fetched, leaving = Rows(fetch.ids, fetch.slots, fetch.bounds), Rows(evict.ids, evict.slots, evict.bounds)
-        sharing = self._sharing(iteration, found, next_use, absent, fetched, users)
-        acknowledged = max(-1, iteration - 1 - policy.horizon)
-        self._reader.on_all(lambda shard: kernels.settle(
-            shard.state, shard.rings, iteration, acknowledged, found, next_use, absent, fetched, fetch.after, leaving,
-            self._tenants.begins, self._tenants.codes,
-        ))  # fmt: skip
-        if not policy.exact:
-            fetch.after.fill(-1)
-        hits = len(rows) - len(fetch)
+        hottest = None if self._sample is None else policy.learn(self._sample)
+        self._sample = None
+        found = self._look_up(iteration)
+        fetch, victims = self._place(iteration, found, ended=ended)
+        sharing = self._sharing(iteration, found, fetch)
+        evict = self._settle(iteration, found, fetch)
+        hits = len(found.rows) - len(fetch)
         if hottest is not None and not last and self.trainers == 1:
             fetch = self._bring_along(iteration, fetch, hottest)
-        evict = evict.joined(self._make_room(iteration, rows, next_use, length - 1, ended=ended))
+        evict = evict.joined(self._make_room(iteration, found, length - 1, ended=ended))
         if last:
             evict = evict.joined(self._tenants.evict_all(iteration))
         for group in self.groups:
@@ -248,24 +248,27 @@ class Oracle:
         lookahead = policy.advance(iteration, length)
         batch = self._window.popleft()
         self._first += 1
-        return Plan(iteration, rows, batch.features, fetch, evict, victims, lookahead, hits, sharing)
+        return Plan(iteration, found.rows, batch.features, fetch, evict, victims, lookahead, hits, sharing)
 
-    def _place(
-        self,
-        iteration: int,
-        rows: RowList,
-        next_use: NextUses,
-        fetch: Fetch,
-        absent: Int32s,
-        users: UserRings,
-        num_leaving: Int64s,
-        *,
-        ended: bool,
-    ) -> Victims:
-        """Slots for the rows to fetch, whose positions `absent` has, of table t from its first row's on; the rows that
-        make room for them. Rows of the batch that are not granted a stay and do not leave are idle: KEEP."""
+    def _look_up(self, iteration: int) -> Found:
+        """The rows of the oldest batch: hits and misses."""
+        bounds = self._window[0].bounds
+        rows = _room_for(np.diff(bounds))
+        next_use, absent = np.empty(len(rows), np.uint16), np.empty(len(rows), np.int32)
+        num_absent, num_leaving = np.zeros((2, len(self.tables)), np.int64)
+        self._reader.on_all(lambda shard: kernels.look_up(
+            shard.state, shard.rings, iteration, Rows(rows.ids, rows.slots, bounds), next_use, absent, num_absent,
+            num_leaving,
+        ))  # fmt: skip
+        return Found(rows, next_use, absent, num_absent, num_leaving, self._users(iteration, bounds))
+
+    def _place(self, iteration: int, found: Found, *, ended: bool) -> tuple[Fetch, Victims]:
+        """Slots for the rows that are absent, and the rows that make room for them. Rows of the batch that are not
+        granted a stay, and do not leave, are idle: KEEP."""
+        rows, next_use, absent, num_absent, num_leaving, users = found
+        fetch = _fetch_of(num_absent)
         missing = np.concatenate([
-            absent[begin : begin + count] for begin, count in zip(rows.bounds, np.diff(fetch.bounds), strict=False)
+            absent[begin : begin + count] for begin, count in zip(rows.bounds, num_absent, strict=False)
         ])  # fmt: skip
         leaving, evict_after = [], -1
         for group in self.groups:
@@ -289,9 +292,22 @@ class Oracle:
                 next_use[gone] = 0
                 num_leaving += np.bincount(np.searchsorted(rows.bounds, gone, "right") - 1, minlength=len(num_leaving))
         out = self._tenants.evict(leaving, iteration) if evict_after >= 0 else self._nothing
-        return Victims(out.ids, out.slots, out.bounds, evict_after)
+        return fetch, Victims(out.ids, out.slots, out.bounds, evict_after)
 
-    def _make_room(self, iteration: int, rows: RowList, next_use: NextUses, left: int, *, ended: bool) -> RowList:
+    def _settle(self, iteration: int, found: Found, fetch: Fetch) -> RowList:
+        """Note who lives where, and what each fetch waits for; the rows of the batch that leave right after it."""
+        rows, evict = found.rows, _room_for(found.num_leaving)
+        acknowledged = max(-1, iteration - 1 - self.policy.horizon)
+        self._reader.on_all(lambda shard: kernels.settle(
+            shard.state, shard.rings, iteration, acknowledged, Rows(rows.ids, rows.slots, rows.bounds), found.next_use,
+            found.absent, Rows(fetch.ids, fetch.slots, fetch.bounds), fetch.after,
+            Rows(evict.ids, evict.slots, evict.bounds), self._tenants.begins, self._tenants.codes,
+        ))  # fmt: skip
+        if not self.policy.exact:
+            fetch.after.fill(-1)
+        return evict
+
+    def _make_room(self, iteration: int, found: Found, left: int, *, ended: bool) -> RowList:
         """Note the uses of this batch, behind which `left` others are; the rows that leave now, beside those of the
         batch, since the next plans need their slots, if the policy wants them to leave early."""
         leaving = []
@@ -299,7 +315,8 @@ class Oracle:
             order = group.ranked if group.idle is None else group.idle
             if order is None:
                 continue
-            order.settle(group.collect(rows.slots, rows.bounds), group.collect(next_use, rows.bounds), iteration)
+            bounds = found.rows.bounds
+            order.settle(group.collect(found.rows.slots, bounds), group.collect(found.next_use, bounds), iteration)
             if not self.policy.early:
                 continue
             if group.idle is not None:
@@ -369,16 +386,15 @@ class Oracle:
                     later[to] = shard.users.later[own]
         return UserRings(users, previous, after, later)
 
-    def _sharing(
-        self, iteration: int, rows: Rows, next_use: NextUses, absent: Int32s, fetch: Rows, users: UserRings
-    ) -> Sharing | None:
+    def _sharing(self, iteration: int, found: Found, fetch: Fetch) -> Sharing | None:
         """What trainers have to do with the rows of the oldest batch."""
-        batch = self._window[0]
+        batch, (rows, next_use, absent, _, _, users) = self._window[0], found
         if batch.cuts is None:
             return None
-        homes = np.empty(len(fetch.ids), np.int8)
+        homes = np.empty(len(fetch), np.int8)
         self._reader.on_all(lambda shard: choose_owners(
-            shard.state, shard.rings, shard.users, iteration, self.trainers, rows, next_use, absent, fetch, homes
+            shard.state, shard.rings, shard.users, iteration, self.trainers, Rows(rows.ids, rows.slots, rows.bounds),
+            next_use, absent, Rows(fetch.ids, fetch.slots, fetch.bounds), homes,
         ))  # fmt: skip
         stays, before = next_use != 0, find_before(users.previous, iteration)
         return Sharing(users.users, users.next * stays, users.later * stays, before, homes, batch.cuts, batch.inverse)

@@ -267,7 +267,7 @@ class Group:
             self.slots.free(victims, -1)
             demand.new, demand.slot_after = chosen.copy(), np.empty(count, np.int32)
             demand.slot_after[given] = self.slots.claim(chosen[given])
-            others = count - np.count_nonzero(given)
+            others = count - int(np.count_nonzero(given))
             more, used = self.make_room(policy, demand, others - self.slots.num_free)
             demand.new[~given], demand.slot_after[~given] = self.slots.take(others)
             more, last = np.concatenate([victims, more]), max(last, used)

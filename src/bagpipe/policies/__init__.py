@@ -18,16 +18,8 @@ from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
-        LookaheadPolicy,
-        BeladyPolicy,
-        ScratchPipePolicy,
-        WindowedPolicy,
-        FrequencyPolicy,
-        StaticPolicy,
-        LfuPolicy,
-        LruPolicy,
-        NoCachePolicy,
-        IdealPolicy,
+        *(LookaheadPolicy, BeladyPolicy, ScratchPipePolicy, WindowedPolicy, FrequencyPolicy, StaticPolicy),
+        *(LfuPolicy, LruPolicy, NoCachePolicy, IdealPolicy),
     )
 }
 

@@ -111,8 +111,8 @@ class Policy:
         return None
 
     def leaves(self, demand: Demand, *, ended: bool) -> bool | Int32s:  # noqa: ARG002
-        """Which rows of a batch leave right after it. False: none; True: those that are not granted a stay, and with
-        them, over the plans that are left, all that are idle; or positions of some. `ended`: no more will be read."""
+        """Which rows of a batch leave right after it, now that they have slots; others that are not granted a stay are
+        idle. True: all those; False: none; or positions of some. `ended`: no batch will be read any more."""
         return False
 
     def keys(self, iteration: int, group: Group, count: int) -> Int64s:

@@ -45,9 +45,9 @@ class LookaheadPolicy(Policy):
         self._shortest_refused[iteration & (len(self._shortest_refused) - 1)] = 0
         num_refused = 0
         for group in self.groups:
-            need = int(counts[group.tables].sum())
+            need, (load, total) = int(counts[group.tables].sum()), group.loads
             num_refused += admit(
-                group.tables, iteration, window, need, group.capacity, self.ahead, *group.loads, gaps,
+                group.tables, iteration, window, need, group.capacity, self.ahead, load, total, gaps,
                 self._shortest_refused,
             )  # fmt: skip
         self._num_refused += num_refused

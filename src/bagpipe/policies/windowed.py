@@ -3,10 +3,11 @@
 A row of a large table may be in the ways of one set, id modulo a prime; rows of small tables have a place each. A row
 that the window needs and that is not there draws one of its set's ways that the window does not use. If there is none,
 or another row has drawn the same, it is a *conflict victim*: it is fetched for its batch into the victim table, and
-leaves right after (sections 3.2 and 5.2). The paper's victim table holds a batch. Here it is a part of the cache, and
-where a batch has more conflict victims, the rows needed last make room, be they of the window. Rows are placed with the
-first batch of the window that uses them, not all at its beginning: the executor fetches ahead anyway. As published a
-read does not wait for the row's last write-back, which can lose an update; that is mode `stale`, and not exact.
+leaves right after (sections 3.2 and 5.2). The victim table holds a batch, as published, if the sets beside it hold a
+window; in smaller caches, where a batch can have more conflict victims, the rows needed last make room, be they of the
+window. Rows are placed with the first batch of the window that uses them, not all at its beginning: the executor
+fetches ahead anyway. As published a read does not wait for the row's last write-back, which can lose an update; that is
+mode `stale`, and not exact.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bagpipe.policy_options import PolicyOptions
 WINDOW = 16
 """Batches of a window where the lookahead is "auto"."""
 VICTIM_SHARE = 8
-"""The victim table takes this part of the slots, and what sets and ways do not divide."""
+"""The victim table takes this part of the slots at least, unless a batch has fewer rows."""
 
 
 class WindowedPolicy(ForesightedPolicy):
@@ -33,26 +34,39 @@ class WindowedPolicy(ForesightedPolicy):
     name = "windowed"
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
-        """Begin a run: lay out the sets of each table."""
+        """Begin a run."""
         super().bind(groups, lookahead, ahead)
         self.length = checked(lookahead, WINDOW)
         self.window = self.window_max = max(2, self.length)
         self._first = self._end = -1
-        self.layouts = [SetLayout(group, self.options.ways) for group in groups]
-        for group, layout in zip(groups, self.layouts, strict=True):
-            group.slots = AddressedSlots(group.capacity, layout.end)
+        self.layouts: dict[int, SetLayout] = {}
+        """The sets of each group, once its first plan is made."""
+        self._largest = np.zeros(len(groups), np.int64)
+        self._used: Int64s | int = 0
+        """Of what was read: the rows of the largest batch, and the different ones of each table."""
 
     @classmethod
     def is_exact(cls, options: PolicyOptions) -> bool:
         """Unless reads do not wait."""
         return options.mode == "strict"
 
+    def grant(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
+        """Every stay; what the first window needs says how large sets and victim tables are."""
+        if self._end < 0:
+            self._largest = np.maximum(self._largest, [counts[group.tables].sum() for group in self.groups])
+            self._used = self._used + counts - gaps[:, 1 : window + 1].sum(1)
+        return super().grant(iteration, window, counts, gaps)
+
     def place(self, demand: Demand) -> Int32s:
         """Ways for those that get one, places in the victim table for the others: where that is too small, those make
         room whose next use is farthest, be they of the window."""
         if demand.iteration >= self._end:
             self._first, self._end = demand.iteration, demand.iteration + self.length
-        number, facts = demand.group.number, demand.group.facts
+        group, number, facts = demand.group, demand.group.number, demand.group.facts
+        if number not in self.layouts:
+            used = np.asarray(self._used)[group.tables]
+            self.layouts[number] = SetLayout(group, self.options.ways, used, int(self._largest[number]))
+            group.slots = AddressedSlots(group.capacity, self.layouts[number].end)
         pinned: Flags = (facts.last >= self._first) | ((facts.last >= 0) & (facts.next < self._end))
         source = np.random.Philox(key=self.options.seed, counter=[0, 0, number, demand.iteration])
         draws = np.random.Generator(source).integers(0, 2**62, (2, len(demand.missing)))
@@ -73,28 +87,40 @@ class WindowedPolicy(ForesightedPolicy):
 class SetLayout:
     """Where the sets of each table of a group lie: slots 0 to `end`, the victim table behind them."""
 
-    def __init__(self, group: Group, ways: int) -> None:
+    def __init__(self, group: Group, ways: int, used: Int64s, batch: int) -> None:
+        """Divide the slots by the different rows that a window has of each table, and the rows of its largest batch."""
         capacity = group.capacity
-        room = capacity - -(-capacity // VICTIM_SHARE)
-        rows = [HELD if most is None else most for most in group.rows]
-        while ways > 1 and _slots_of(rows, 2, ways).sum() > room:
+        room = capacity - min(batch, max(-(-capacity // VICTIM_SHARE), capacity - int(used.sum())))
+        rows: Int64s = np.array([HELD if most is None else most for most in group.rows], np.int64)
+
+        def taken(level: int) -> tuple[Int64s, Int64s]:
+            """The sets of each table and its slots, not more than rows: so many sets for each, but no more than its
+            rows of the window fill by half, until all tables have those; from there on in proportion."""
+            needs = -(-2 * used // ways)
+            most = max(1, int(needs.max()))
+            shares = np.minimum(level, needs * max(level, most) // most)
+            sets = np.array([next_prime(share) for share in shares.tolist()], np.int64)
+            return sets, np.minimum(rows, sets * ways)
+
+        while ways > 1 and taken(0)[1].sum() > room:
             ways //= 2
-        low, high = 0, max(1, room)
+        low, high = 0, room
         while low < high:  # the largest number of sets that fits
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if _slots_of(rows, next_prime(middle), ways).sum() <= room else (low, middle - 1)
-        num_sets = next_prime(low) if low else 0
-        taken = _slots_of(rows, num_sets, ways)
-        whole = taken == rows
+            low, high = (middle, high) if taken(middle)[1].sum() <= room else (low, middle - 1)
+        sets, slots = taken(low)
+        if slots.sum() > room:  # all rows go to the victim table
+            sets = slots = np.zeros_like(rows)
+        whole = slots == rows
         tables = group.tables.tolist()
         self.sets: Int64s = np.zeros(max(tables) + 1, np.int64)
         """Sets of each table; 0: it has none, and all its rows go to the victim table."""
         self.ways: Int64s = np.zeros_like(self.sets)
         self.firsts: Int64s = np.zeros_like(self.sets)
-        self.sets[tables] = np.where(whole, taken, num_sets)
+        self.sets[tables] = np.where(whole, slots, sets)
         self.ways[tables] = np.where(whole, 1, ways)
-        self.firsts[tables] = np.cumsum(taken) - taken
-        self.end = int(taken.sum())
+        self.firsts[tables] = np.cumsum(slots) - slots
+        self.end = int(slots.sum())
         self._claims: Int32s = np.zeros(capacity, np.int32)
         self._winners: Int64s = np.zeros(capacity, np.int64)
 
@@ -104,11 +130,6 @@ class SetLayout:
         firsts = self.firsts[tables] + ids % np.maximum(1, sets) * self.ways[tables]
         ways = np.where(sets > 0, self.ways[tables], 0)
         choose_ways(firsts, ways, draws, pinned, self._claims, self._winners, slots)
-
-
-def _slots_of(rows: Sequence[int], num_sets: int, ways: int) -> Int64s:
-    """The slots of each table: its sets times ways, or its rows, where these are not more."""
-    return np.minimum(np.array(rows, np.int64), num_sets * ways)
 
 
 def next_prime(least: int) -> int:

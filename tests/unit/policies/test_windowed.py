@@ -30,11 +30,13 @@ from harness.world import OPTIMIZERS, make_batches, make_model
 STALE = PolicyOptions(mode="stale")
 
 
-def made(capacity: int, lookahead: int, **options: object) -> tuple[Oracle, SetLayout]:
-    chosen = PolicyOptions(**options)  # type: ignore[arg-type]
-    oracle = Oracle([OracleTable("only")], [capacity], lookahead, "windowed", chosen)
-    assert isinstance(oracle.policy, WindowedPolicy)
-    return oracle, oracle.policy.layouts[0]
+def made(capacity: int, lookahead: int, **options: object) -> Oracle:
+    return Oracle([OracleTable("only")], [capacity], lookahead, "windowed", PolicyOptions(**options))  # type: ignore[arg-type]
+
+
+def layout_of(capacity: int, ways: int, used: int, batch: int) -> SetLayout:
+    """Of one table, of which the first window has so many rows, and its largest batch."""
+    return SetLayout(Group(0, [0], capacity), ways, np.array([used]), batch)
 
 
 def plans_of(oracle: Oracle, batches: Sequence[Sequence[int]]) -> list[Plan]:
@@ -46,7 +48,8 @@ def test_the_number_of_sets_is_prime() -> None:
 
 
 def test_small_tables_are_there_whole_and_large_ones_share_the_rest_in_sets() -> None:
-    layout = SetLayout(Group(0, [0, 1, 2], 1000, rows=[30, 100_000, None]), 4)
+    group = Group(0, [0, 1, 2], 1000, rows=[30, 100_000, None])
+    layout = SetLayout(group, 4, np.array([30, 400, 800]), 125)
     assert layout.sets[0] == 30
     assert layout.ways.tolist() == [1, 4, 4]
     assert layout.sets[1] == layout.sets[2] == next_prime(int(layout.sets[1]))
@@ -56,12 +59,35 @@ def test_small_tables_are_there_whole_and_large_ones_share_the_rest_in_sets() ->
 
 
 def test_a_cache_too_small_for_sets_is_all_victim_table() -> None:
-    assert SetLayout(Group(0, [0, 1], 3), 16).end == 0
-    assert SetLayout(Group(0, [0], 8), 16).ways.tolist() == [2], "fewer ways before none"
+    assert SetLayout(Group(0, [0, 1], 3), 16, np.array([3, 3]), 3).end == 0
+    assert layout_of(8, 16, used=8, batch=4).ways.tolist() == [2], "fewer ways before none"
+
+
+@pytest.mark.parametrize(
+    ("capacity", "used", "batch", "places"),
+    [(1000, 500, 90, 90), (1000, 500, 400, 400), (1000, 800, 400, 200), (1000, 950, 400, 125), (1000, 5000, 60, 60)],
+)
+def test_the_victim_table_holds_a_batch_if_a_window_fits_beside_it(
+    capacity: int, used: int, batch: int, places: int
+) -> None:
+    layout = layout_of(capacity, 1, used, batch)
+    assert capacity - layout.end >= places
+    assert next_prime(layout.end + 1) > capacity - places, "the sets take the rest"
+
+
+def test_sets_are_laid_out_by_what_the_first_window_has_of_each_table() -> None:
+    tables = [OracleTable("few"), OracleTable("many")]
+    oracle = Oracle(tables, [3000], 4, "windowed", PolicyOptions(ways=4))
+    batches = [[np.arange(10) + 10 * n, np.arange(90) + 90 * n] for n in range(8)]
+    list(oracle.plans((batch, None) for batch in batches))
+    assert isinstance(oracle.policy, WindowedPolicy)
+    few, many = oracle.policy.layouts[0].sets.tolist()
+    assert 8 < many / few < 10
+    assert 3000 - oracle.policy.layouts[0].end >= 100, "the victim table holds a batch"
 
 
 def test_rows_of_one_set_collide_and_the_losers_go_through_the_victim_table() -> None:
-    oracle, layout = made(64, lookahead=3, ways=2)
+    oracle, layout = made(64, lookahead=3, ways=2), layout_of(64, 2, used=4, batch=4)
     sets = int(layout.sets[0])
     rivals = [5, 5 + sets, 5 + 2 * sets, 5 + 3 * sets]
     plans = plans_of(oracle, [rivals, rivals, rivals])
@@ -80,8 +106,9 @@ def test_rows_of_one_set_collide_and_the_losers_go_through_the_victim_table() ->
 
 
 def test_rows_of_other_sets_do_not_collide() -> None:
-    oracle, layout = made(400, lookahead=2, ways=4)
-    rows = list(range(int(layout.sets[0])))
+    oracle, layout = made(400, lookahead=2, ways=4), layout_of(400, 4, used=50, batch=50)
+    rows = list(range(50))
+    assert layout.sets[0] == 83
     plans = plans_of(oracle, [rows, rows])
     assert len(plans[0].evict) == 0
     assert len(plans[1].fetch) == 0
@@ -90,7 +117,7 @@ def test_rows_of_other_sets_do_not_collide() -> None:
 def test_nothing_that_the_window_uses_leaves_before_its_end_while_the_victim_table_has_room() -> None:
     random = np.random.default_rng(0)
     batches = [random.integers(0, 60, 6).tolist() for _ in range(60)]
-    oracle, _ = made(40, lookahead=5, ways=2)
+    oracle = made(40, lookahead=5, ways=2)
     gone = 0
     for plan in plans_of(oracle, batches):
         start = plan.iteration - plan.iteration % 5
@@ -101,19 +128,19 @@ def test_nothing_that_the_window_uses_leaves_before_its_end_while_the_victim_tab
 
 
 def test_a_window_ends_before_the_first_batch_of_the_next() -> None:
-    oracle, layout = made(64, lookahead=2, ways=1)
+    oracle, layout = made(64, lookahead=2, ways=1), layout_of(64, 1, used=2, batch=1)
     rival = 5 + int(layout.sets[0])
     taken = plans_of(oracle, [[1], [5], [2], [rival], [5], [1]])[3]
     assert taken.victims.ids.tolist() == [5], "its next use is in the window after this one"
     assert (taken.rows.slots < layout.end).all()
-    oracle, _ = made(64, lookahead=2, ways=1)
+    oracle = made(64, lookahead=2, ways=1)
     kept = plans_of(oracle, [[1], [5], [rival], [5], [2], [1]])[2]
     assert kept.victims.ids.tolist() == [], "its next use is the last batch of this window"
     assert (kept.rows.slots >= layout.end).all()
 
 
 def test_every_iteration_draws_anew() -> None:
-    oracle, layout = made(400, lookahead=1, ways=8)
+    oracle, layout = made(400, lookahead=1, ways=8), layout_of(400, 8, used=2, batch=1)
     sets = int(layout.sets[0])
     plans = plans_of(oracle, [[5 + number * sets] for number in range(40)])
     first = int(layout.firsts[0]) + 5 * 8
@@ -121,7 +148,7 @@ def test_every_iteration_draws_anew() -> None:
 
 
 def test_conflicts_that_exceed_the_victim_table_take_what_is_needed_last() -> None:
-    oracle, layout = made(16, lookahead=6, ways=1)
+    oracle, layout = made(16, lookahead=6, ways=1), layout_of(16, 1, used=19, batch=13)
     sets = int(layout.sets[0])
     assert (sets, layout.end) == (13, 13), "so the victim table has three places"
     rivals = [3 + number * sets for number in range(1, 7)]
@@ -177,9 +204,8 @@ def test_a_row_of_every_other_window_can_come_back_stale() -> None:
     batches = [[row], [1], [2], [rival], [row], [3]]
     fetched: dict[str, int] = {}
     for mode in ("strict", "stale"):
-        oracle, layout = made(16, lookahead=2, ways=1, mode=mode)
-        assert rival % layout.sets[0] == row
-        plans = plans_of(oracle, batches)
+        assert rival % layout_of(16, 1, used=2, batch=1).sets[0] == row
+        plans = plans_of(made(16, lookahead=2, ways=1, mode=mode), batches)
         assert plans[3].victims.ids.tolist() == [row]
         assert plans[4].fetch.ids.tolist() == [row]
         fetched[mode] = int(plans[4].fetch.after[0])
