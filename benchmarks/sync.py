@@ -154,7 +154,7 @@ class _Counts:
     rows_critical: float
     """Those that the next iteration uses."""
     rows_elsewhere: float
-    """Rows in the cache with a user that has them from another trainer: what partitioned caches read from each other."""
+    """Rows in the cache with a user that has them from another trainer: what parts of a cache read from each other."""
     vectors_elsewhere: float
     """The same, counted for each such user."""
     rows_moved: float
