@@ -154,9 +154,9 @@ class _Counts:
     rows_critical: float
     """Those that the next iteration uses."""
     rows_elsewhere: float
-    """Those with a user that does not update them: their vector comes from another trainer, or from the store."""
+    """Rows in the cache with a user that has them from another trainer: what parts of a cache read from each other."""
     vectors_elsewhere: float
-    """The same, counted for each such user: what the paper's program minimises the sum of, were all of them sent."""
+    """The same, counted for each such user."""
     rows_moved: float
     """Those that change their owner."""
     sent: float
@@ -182,10 +182,11 @@ class _Counts:
                 moved[when] = np.count_nonzero(moves)
         sent = VECTOR_BYTES * (gradients + np.array([vectors[FETCHED] + vectors[NEXT], vectors[LATER]]))
         sent += 4 * (state + 1) * np.array([moved[FETCHED] + moved[NEXT], moved[LATER]])
-        pairs = sum(np.count_nonzero(users & ~updaters & bit) for bit in uses.bits[:-1])
+        elsewhere = np.where(uses.found.arrival == FETCHED, 0, users & ~uses.found.held)
+        pairs = sum(np.count_nonzero(elsewhere & bit) for bit in uses.bits[:-1])
         return cls(
             len(division.plan.rows), np.count_nonzero(exchanged), np.count_nonzero(exchanged & now),
-            np.count_nonzero(users & ~updaters), pairs, moved.sum(), sent.sum() / trainers, sent[0] / trainers,
+            np.count_nonzero(elsewhere), pairs, moved.sum(), sent.sum() / trainers, sent[0] / trainers,
         )  # fmt: skip
 
     @classmethod

@@ -50,5 +50,17 @@ def test_copies_cost_more_than_an_all_reduce_where_there_are_many_trainers():
     assert ratios[0] < 1 < ratios[1]
 
 
-def test_placing_samples_by_their_rows_makes_fewer_of_them_change_hands(results):
-    assert results["aware", "owned", None]["rows"] < results["contiguous", "owned", None]["rows"]
+@pytest.mark.parametrize("design", ["owned", "partitioned"])
+def test_placing_samples_by_their_rows_makes_fewer_of_them_change_hands(results, design):
+    """With `partitioned` it is the communication-aware partitioned cache of the paper's section 3.3."""
+    aware, as_they_come = (results[assign, design, None] for assign in ("aware", "contiguous"))
+    assert aware["rows"] < as_they_come["rows"]
+    assert aware["rows_elsewhere"] < as_they_come["rows_elsewhere"]
+    assert aware["vectors_elsewhere"] < as_they_come["vectors_elsewhere"]
+
+
+@pytest.mark.parametrize("assign", ASSIGNERS)
+def test_owners_of_a_partition_are_chosen_by_the_votes_of_uses_as_those_of_owned(results, assign):
+    owned, partitioned = (results[assign, design, None] for design in ("owned", "partitioned"))
+    assert owned["rows"] == partitioned["rows"]
+    assert owned["rows_elsewhere"] == partitioned["rows_elsewhere"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from bagpipe.kernels.assign import (
@@ -17,24 +19,16 @@ from bagpipe.kernels.assign import (
     Int64s,
     Rows,
     UInt8s,
+    UInt32s,
     UInt64s,
 )
 
 
 def define_find_rows(
-    memory: UInt64s,
-    stamp: int,
-    salt: np.uint64,
-    ids: Int64s,
-    ends: Int64s,
-    cursors: Int64s,
-    places: Int32s,
-    rows: Rows,
-    num_rows: int,
+    memory: UInt64s, stamp: int, salt: np.uint64, ids: Int64s, places: Int32s, rows: Rows, num_rows: int
 ) -> int:
     """Twin of `find_rows`, id by id."""
-    sample_of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-    for sample, bits in zip(sample_of.tolist(), define_hash(ids, salt).tolist(), strict=True):
+    for k, bits in enumerate(define_hash(ids, salt).tolist()):
         entry, tag = bits * len(memory) >> 64, bits & 0xFFF
         word = int(memory[entry])
         place = word >> 8 & 0xFFFFFF
@@ -45,22 +39,28 @@ def define_find_rows(
             rows.entries[place], rows.homes[place], rows.trust[place] = entry, home, trust
             rows.counts[place] = 0
         rows.counts[place] += 1
-        places[cursors[sample]] = place
-        cursors[sample] += 1
+        places[k] = place
     return num_rows
 
 
-def define_vote(starts: Int64s, places: Int32s, rows: Rows, weights: Int32s, scores: Int32s) -> None:
+def define_weigh(rows: Rows, num_rows: int, weights: Int32s) -> UInt32s:
+    """Twin of `weigh`."""
+    homes, counts = rows.homes[:num_rows].astype(np.uint32), rows.counts[:num_rows]
+    kept = counts < len(weights)
+    own = np.where(kept, weights[np.minimum(counts, len(weights) - 1)], 0).astype(np.uint32)
+    at_home = homes != HOMELESS
+    return (kept.astype(np.uint32) << 16) | np.where(at_home, (own << 8) | homes, 0).astype(np.uint32)
+
+
+def define_vote(found: Int32s, ends: Int64s, votes: UInt32s, stops: Int64s, places: Int32s, scores: Int32s) -> None:
     """Twin of `vote`."""
-    sample_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    found = places[: len(sample_of)]
-    kept = rows.counts[found] < len(weights)
-    found, sample_of = found[kept], sample_of[kept]
-    voting = rows.homes[found] != HOMELESS
-    voters = found[voting]
-    np.add.at(scores, (sample_of[voting], rows.homes[voters]), weights[rows.counts[voters]])
-    places[: len(found)] = found
-    starts[1:] = np.searchsorted(sample_of, np.arange(len(starts) - 1), side="right")
+    for i, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+        for place in found[begin:end].tolist():
+            word = int(votes[place])
+            scores[i, word & 0xFF] += word >> 8 & 0xFF
+            if word >> 16:
+                places[stops[i]] = place
+                stops[i] += 1
 
 
 def define_place(scores: Int32s, room: Int64s, part: Int64s) -> None:
@@ -71,24 +71,38 @@ def define_place(scores: Int32s, room: Int64s, part: Int64s) -> None:
         room[part[i]] -= 1
 
 
-def define_note_users(starts: Int64s, places: Int32s, homes: UInt8s, part: Int64s, users: UInt64s) -> None:
+def _listed(starts: Int64s, stops: Int64s, places: Int32s) -> Int32s:
+    """The rows of all samples, end to end."""
+    return np.concatenate([places[begin:end] for begin, end in zip(starts, stops, strict=True)])
+
+
+def define_note_users(
+    starts: Int64s, stops: Int64s, places: Int32s, homes: UInt8s, part: Int64s, users: UInt64s
+) -> None:
     """Twin of `note_users`."""
     at_home = np.arange(TRAINERS_MAX) == homes[:, None]
     counts = np.where(at_home, 2, 0)
-    np.add.at(counts, (places[: starts[-1]], np.repeat(part, np.diff(starts))), 1)
+    np.add.at(counts, (_listed(starts, stops, places), np.repeat(part, stops - starts)), 1)
     bits = _ONE << np.arange(TRAINERS_MAX, dtype=np.uint64)
     for column in range(2):
         users[: len(homes), column] = ((counts > column) * bits).sum(1, dtype=np.uint64)
 
 
 def define_look_again(
-    starts: Int64s, places: Int32s, users: UInt64s, part: Int64s, loads: Int64s, load_max: int, scores: Int32s
+    starts: Int64s,
+    stops: Int64s,
+    places: Int32s,
+    users: UInt64s,
+    part: Int64s,
+    loads: Int64s,
+    load_max: int,
+    scores: Int32s,
 ) -> int:
     """Twin of `look_again`."""
     trainers = np.arange(len(loads), dtype=np.uint64)
     num_moved = 0
     for i in range(len(part)):
-        of_sample = places[starts[i] : starts[i + 1]]
+        of_sample = places[starts[i] : stops[i]]
         old = part[i]
         there = users[of_sample, 0] & ~((_ONE << np.uint64(old)) & ~users[of_sample, 1])
         scores[i] = ((there[:, None] >> trainers) & _ONE).sum(0)
@@ -107,13 +121,20 @@ def define_look_again(
 
 
 def define_settle_homes(
-    starts: Int64s, places: Int32s, part: Int64s, rows: Rows, num_rows: int, count_max: int, memory: UInt64s
+    starts: Int64s,
+    stops: Int64s,
+    places: Int32s,
+    part: Int64s,
+    rows: Rows,
+    num_rows: int,
+    count_max: int,
+    memory: UInt64s,
 ) -> None:
     """Twin of `settle_homes`, row by row."""
-    trainers = np.repeat(part, np.diff(starts))
+    trainers, listed = np.repeat(part, stops - starts), _listed(starts, stops, places)
     for row in np.flatnonzero(rows.counts[:num_rows] <= count_max):
         leader, lead = 0, 0
-        for trainer in trainers[places[: starts[-1]] == row].tolist():
+        for trainer in trainers[listed == row].tolist():
             leader = trainer if lead == 0 else leader
             lead += 1 if leader == trainer else -1
         home, trust = int(rows.homes[row]), int(rows.trust[row])

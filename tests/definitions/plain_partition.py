@@ -74,7 +74,7 @@ class SimplePartition:
         who: dict[str, list[Any]] = {"victims": self.writers(plan.victims)}
         for (t, slot, freed), home in zip(self.listed(plan.fetch, plan.fetch.slot_after), homes, strict=True):
             place = (self.tables[t].group, slot)
-            self.owner[place] = {"owned": home, "partitioned": slot % self.trainers}.get(self.design)
+            self.owner[place] = None if self.replicas else home
             self.freed[place] = freed
             self.last_use.pop(place, None)
         leaving = {(t, slot) for t, slot, _ in self.listed(plan.evict, plan.evict.slots)}

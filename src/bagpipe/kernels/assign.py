@@ -2,7 +2,7 @@
 
 Whole numbers only, so that a kernel and its twin agree everywhere (I1). A set of trainers is one 64-bit word, hence 64
 trainers at most. `bagpipe.oracle.assign` puts the pieces together. For 16,384 samples of 26 ids and 8 trainers
-`find_rows` takes 5 ms of one core, `vote` and `settle_homes` 2 ms, the others less than 1 ms each.
+`find_rows` takes 3 ms of one core, `vote` 2 ms, the others about 1 ms each.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import inlined, kernel
-from bagpipe.kernels.intrinsics import FAR, prefetch
+from bagpipe.kernels.intrinsics import FAR, index, prefetch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 UInt8s = NDArray[np.uint8]
+UInt32s = NDArray[np.uint32]
 UInt64s = NDArray[np.uint64]
 
 TRAINERS_MAX = 64
@@ -61,75 +62,71 @@ def _hash(key: np.int64, salt: np.uint64) -> np.uint64:
 
 @kernel
 def find_rows(
-    memory: UInt64s,
-    stamp: int,
-    salt: np.uint64,
-    ids: Int64s,
-    ends: Int64s,
-    cursors: Int64s,
-    places: Int32s,
-    rows: Rows,
-    num_rows: int,
+    memory: UInt64s, stamp: int, salt: np.uint64, ids: Int64s, places: Int32s, rows: Rows, num_rows: int
 ) -> int:
     """Number the rows of one feature's ids within the batch; note where each is remembered, its home, its occurrences.
 
-    Sample i has the ids up to ends[i]; the places of their rows are written from places[cursors[i]] on. Rows that meet
-    in one entry of the memory are taken for one. Returns how many rows the batch has so far.
+    `places` gets the number of each id's row. Rows that meet in one entry of the memory are taken for one. Returns how
+    many rows the batch has so far.
     """
     num_bits = 0
     while 1 << num_bits < memory.shape[0]:
         num_bits += 1
     shift, mine = np.uint64(64 - num_bits), np.uint64(stamp)
+    hashes = np.empty(ids.shape[0], np.uint64)
+    for k in range(ids.shape[0]):
+        hashes[k] = _hash(ids[k], salt)
     last = ids.shape[0] - 1
-    start = 0
-    for i in range(ends.shape[0]):
-        cursor = cursors[i]
-        for k in range(start, ends[i]):
-            prefetch(memory, np.int64(_hash(ids[min(k + FAR, last)], salt) >> shift))
-            bits = _hash(ids[k], salt)
-            entry = np.int64(bits >> shift)
-            word = memory[entry]
-            if (word >> _STAMP) & _MASK16 == mine:
-                place = np.int64((word >> _PLACE) & _MASK24)
-                rows.counts[place] += 1
-            else:
-                place = np.int64(num_rows)
-                tag = bits & _MASK12
-                known = word >> _TAG == tag
-                home = word & _MASK8 if known else np.uint64(HOMELESS)
-                trust = (word >> _TRUST) & _MASK4 if known else _ZERO
-                memory[entry] = (tag << _TAG) | (mine << _STAMP) | (np.uint64(place) << _PLACE) | home
-                rows.trust[place] = trust
-                rows.entries[place] = entry
-                rows.homes[place] = home
-                rows.counts[place] = 1
-                num_rows += 1
-            places[cursor] = place
-            cursor += 1
-        cursors[i] = cursor
-        start = ends[i]
+    for k in range(ids.shape[0]):
+        prefetch(memory, np.int64(hashes[index(min(k + FAR, last))] >> shift))
+        entry = hashes[k] >> shift
+        word = memory[entry]
+        place = (word >> _PLACE) & _MASK24
+        if (word >> _STAMP) & _MASK16 == mine:
+            rows.counts[place] += 1
+        else:
+            place = np.uint64(num_rows)
+            tag = hashes[k] & _MASK12
+            known = word >> _TAG == tag
+            home = word & _MASK8 if known else np.uint64(HOMELESS)
+            memory[entry] = (tag << _TAG) | (mine << _STAMP) | (place << _PLACE) | home
+            rows.trust[place] = (word >> _TRUST) & _MASK4 if known else _ZERO
+            rows.entries[place] = entry
+            rows.homes[place] = home
+            rows.counts[place] = 1
+            num_rows += 1
+        places[k] = place
     return num_rows
 
 
 @kernel
-def vote(starts: Int64s, places: Int32s, rows: Rows, weights: Int32s, scores: Int32s) -> None:
-    """Add each row's weight, by its occurrences, to the score of its home; keep in `places` only rows of any weight.
+def weigh(rows: Rows, num_rows: int, weights: Int32s) -> UInt32s:
+    """The vote of each row: its home, its weight by its occurrences, and whether it has any. One word, no branch."""
+    votes = np.empty(num_rows, np.uint32)
+    for row in range(num_rows):
+        kept, at_home = rows.counts[row] < weights.shape[0], rows.homes[row] != HOMELESS
+        weight = weights[rows.counts[row]] if kept and at_home else 0
+        votes[row] = (int(kept) << 16) | (weight << 8) | (rows.homes[row] if at_home else 0)
+    return votes
 
-    Sample i has places[starts[i]:starts[i + 1]] before and after; `scores` is (samples, trainers), zero before.
+
+@kernel
+def vote(found: Int32s, ends: Int64s, votes: UInt32s, stops: Int64s, places: Int32s, scores: Int32s) -> None:
+    """Add the votes for one feature's ids to the scores of their samples; list the rows that have one.
+
+    Sample i has the ids up to ends[i]; its rows go to `places` from stops[i] on, which moves. `scores` is (samples,
+    trainers).
     """
-    num_kept = 0
-    begin = starts[0]
-    for i in range(starts.shape[0] - 1):
-        end = starts[i + 1]
-        for p in range(begin, end):
-            place = places[p]
-            if rows.counts[place] < weights.shape[0]:
-                places[num_kept] = place
-                num_kept += 1
-                if rows.homes[place] != HOMELESS:
-                    scores[i, rows.homes[place]] += weights[rows.counts[place]]
-        begin = end
-        starts[i + 1] = num_kept
+    start = 0
+    for i in range(ends.shape[0]):
+        stop = stops[i]
+        for k in range(start, ends[i]):
+            word = votes[index(found[index(k)])]
+            places[index(stop)] = found[index(k)]
+            stop += word >> 16
+            scores[i, index(word & 0xFF)] += (word >> 8) & 0xFF
+        stops[i] = stop
+        start = ends[i]
 
 
 @kernel
@@ -139,11 +136,10 @@ def place(scores: Int32s, room: Int64s, part: Int64s) -> None:
     To move samples on to the best placement of all saves next to nothing: the look at where others went does.
     """
     for i in range(part.shape[0]):
-        best = -1
+        best, most = 0, np.int64(-1)
         for j in range(room.shape[0]):
-            gain = scores[i, j] - scores[i, best]
-            if room[j] > 0 and (best < 0 or gain > 0 or (gain == 0 and room[j] > room[best])):
-                best = j
+            worth = (np.int64(scores[i, j]) << 32) + room[j] if room[j] > 0 else np.int64(-1)
+            best, most = (j, worth) if worth > most else (best, most)
         part[i] = best
         room[best] -= 1
 
@@ -156,20 +152,27 @@ def _use(users: UInt64s, place: int, trainer: int) -> None:
 
 
 @kernel
-def note_users(starts: Int64s, places: Int32s, homes: UInt8s, part: Int64s, users: UInt64s) -> None:
+def note_users(starts: Int64s, stops: Int64s, places: Int32s, homes: UInt8s, part: Int64s, users: UInt64s) -> None:
     """Write who has each row: its home, and the trainers of its samples."""
     for row in range(homes.shape[0]):
         bit = _ZERO if homes[row] == HOMELESS else _ONE << np.uint64(homes[row])
         users[row, 0] = bit
         users[row, 1] = bit
     for i in range(part.shape[0]):
-        for p in range(starts[i], starts[i + 1]):
+        for p in range(starts[i], stops[i]):
             _use(users, places[p], part[i])
 
 
 @kernel
 def look_again(
-    starts: Int64s, places: Int32s, users: UInt64s, part: Int64s, loads: Int64s, load_max: int, scores: Int32s
+    starts: Int64s,
+    stops: Int64s,
+    places: Int32s,
+    users: UInt64s,
+    part: Int64s,
+    loads: Int64s,
+    load_max: int,
+    scores: Int32s,
 ) -> int:
     """One sample after the other to the trainer that has most of its rows, as all others are placed; how many moved.
 
@@ -182,8 +185,9 @@ def look_again(
         old = part[i]
         alone = _ONE << np.uint64(old)
         scores[i, :] = 0
-        for p in range(starts[i], starts[i + 1]):
-            there = users[places[p], 0] & ~(alone & ~users[places[p], 1])
+        for p in range(starts[i], stops[i]):
+            row = index(places[index(p)])
+            there = users[row, 0] & ~(alone & ~users[row, 1])
             for j in range(loads.shape[0]):
                 scores[i, j] += np.int32((there >> np.uint64(j)) & _ONE)
         new = old
@@ -195,7 +199,7 @@ def look_again(
             loads[old] -= 1
             loads[new] += 1
             num_moved += 1
-            for p in range(starts[i], starts[i + 1]):
+            for p in range(starts[i], stops[i]):
                 users[places[p], 0] &= ~(alone & ~users[places[p], 1])
                 _use(users, places[p], new)
     return num_moved
@@ -203,29 +207,38 @@ def look_again(
 
 @kernel
 def settle_homes(
-    starts: Int64s, places: Int32s, part: Int64s, rows: Rows, num_rows: int, count_max: int, memory: UInt64s
+    starts: Int64s,
+    stops: Int64s,
+    places: Int32s,
+    part: Int64s,
+    rows: Rows,
+    num_rows: int,
+    count_max: int,
+    memory: UInt64s,
 ) -> None:
     """Give rows a home, or another one if most of their samples are elsewhere again and again, and remember it.
 
     A row's leader is the trainer that a majority of its occurrences in the batch has, if any has it (the vote of Boyer
     and Moore). Rows that occur more often than `count_max` are as they were.
     """
-    leaders, leads = np.zeros(num_rows, np.uint8), np.zeros(num_rows, np.int32)
+    leading = np.zeros(num_rows, np.uint32)  # the leader, and by how much it leads
     for i in range(part.shape[0]):
-        for p in range(starts[i], starts[i + 1]):
-            place = places[p]
-            if leads[place] == 0:
-                leaders[place] = part[i]
-            leads[place] += 1 if leaders[place] == part[i] else -1
+        mine = np.uint32(part[i])
+        for p in range(starts[i], stops[i]):
+            word = leading[index(places[index(p)])]
+            leader = word & np.uint32(0xFF) if word >> 8 else mine
+            lead = (word >> 8) + 1 if leader == mine else (word >> 8) - 1
+            leading[index(places[index(p)])] = (lead << 8) | leader
     for place in range(num_rows):
+        prefetch(memory, rows.entries[min(place + FAR, num_rows - 1)])
         if rows.counts[place] <= count_max:
-            trust = rows.trust[place]
-            if rows.homes[place] == leaders[place] and leads[place] > 0:
+            trust, leader, lead = rows.trust[place], leading[place] & 0xFF, leading[place] >> 8
+            if rows.homes[place] == leader and lead > 0:
                 trust = min(trust + 1, TRUST_MAX)
-            elif rows.homes[place] == HOMELESS or (leads[place] >= LEAD_MIN and trust == 0):
-                rows.homes[place] = leaders[place]
+            elif rows.homes[place] == HOMELESS or (lead >= LEAD_MIN and trust == 0):
+                rows.homes[place] = leader
                 trust = TRUST_FIRST
-            elif leads[place] >= LEAD_MIN:
+            elif lead >= LEAD_MIN:
                 trust -= 1
             rows.trust[place] = trust
             word = memory[rows.entries[place]] & ~((_MASK4 << _TRUST) | _MASK8)

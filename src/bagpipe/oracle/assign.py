@@ -134,7 +134,7 @@ class Aware:
         self._memory = np.full(entries, HOMELESS, np.uint64)
         self._rows = _rows(0)
         self._users = np.empty((0, 2), np.uint64)
-        self._places = np.empty(0, np.int32)
+        self._found, self._places = np.empty((2, 0), np.int32)
         # A row that occurs n times is with a share of about 1 - (1 - 1/N)^n of the trainers anyway, so it has the less
         # say; the steeper (1 - 2/N) did better. A row that is everywhere has none.
         self._count_max = OCCURRENCES_MAX * max(8, trainers)
@@ -155,42 +155,48 @@ class Aware:
         self._next = number + 1
         if samples == 0:
             return contiguous(samples, self._trainers)
-        starts = np.zeros(samples + 1, np.int64)
-        for until in ends:
-            starts[1:] += until
-        homes = self._find(number, flat, ends, starts)
-        part = self._place(starts, homes)
-        kernels.settle_homes(starts, self._places, part, self._rows, len(homes), self._count_max, self._memory)
-        return Assignment(np.argsort(part, kind="stable"), contiguous(samples, self._trainers).bounds)
-
-    def _find(self, number: int, flat: list[Int64s], ends: list[Int64s], starts: Int64s) -> NDArray[np.uint8]:
-        """Find the rows of a batch, and the place of each of its ids among them; the homes of these rows."""
-        self._reserve(int(starts[-1]))
-        cursors, num_rows = starts[:-1].copy(), 0
-        for salt, values, until in zip(self._salts, flat, ends, strict=True):
-            num_rows = kernels.find_rows(
-                self._memory, number % PERIOD + 1, salt, values, until, cursors, self._places, self._rows, num_rows
-            )
-        return self._rows.homes[:num_rows]
-
-    def _place(self, starts: Int64s, homes: NDArray[np.uint8]) -> Int64s:
-        """The trainer of each sample."""
-        samples = len(starts) - 1
-        sizes = np.diff(contiguous(samples, self._trainers).bounds)
-        scores = np.zeros((samples, self._trainers), np.int32)
+        rows, num_rows = self._find(number, flat)
         part = np.empty(samples, np.int64)
-        kernels.vote(starts, self._places, self._rows, self._weights, scores)
+        listed = self._place(flat, ends, num_rows, part)
+        kernels.settle_homes(*listed, part, rows, num_rows, self._count_max, self._memory)
+        return Assignment(np.argsort(part.astype(np.uint8), kind="stable"), contiguous(samples, self._trainers).bounds)
+
+    def _find(self, number: int, flat: list[Int64s]) -> tuple[Rows, int]:
+        """Find the rows of a batch, and the place of each of its ids among them; how many there are."""
+        self._reserve(sum(map(len, flat)))
+        at = num_rows = 0
+        for salt, ids in zip(self._salts, flat, strict=True):
+            found = self._found[at : at + len(ids)]
+            num_rows = kernels.find_rows(self._memory, number % PERIOD + 1, salt, ids, found, self._rows, num_rows)
+            at += len(ids)
+        return self._rows, num_rows
+
+    def _place(
+        self, flat: list[Int64s], ends: list[Int64s], num_rows: int, part: Int64s
+    ) -> tuple[Int64s, Int64s, NDArray[np.int32]]:
+        """Find the trainer of each sample; where the rows that had a say begin and end, sample by sample."""
+        samples = len(part)
+        starts = np.zeros(samples, np.int64)
+        for until in ends:
+            starts[1:] += until[:-1]
+        stops, places, at = starts.copy(), self._places, 0
+        votes = kernels.weigh(self._rows, num_rows, self._weights)
+        scores = np.zeros((samples, self._trainers), np.int32)
+        for ids, until in zip(flat, ends, strict=True):
+            kernels.vote(self._found[at : at + len(ids)], until, votes, stops, places, scores)
+            at += len(ids)
+        sizes = np.diff(contiguous(samples, self._trainers).bounds)
         kernels.place(scores, sizes.copy(), part)
-        kernels.note_users(starts, self._places, homes, part, self._users)
+        kernels.note_users(starts, stops, places, self._rows.homes[:num_rows], part, self._users)
         load_max = int(sizes.max() * (1 + SLACK)) + 1
-        kernels.look_again(starts, self._places, self._users, part, sizes.copy(), load_max, scores)
+        kernels.look_again(starts, stops, places, self._users, part, sizes.copy(), load_max, scores)
         kernels.place(scores, sizes.copy(), part)
-        return part
+        return starts, stops, places
 
     def _reserve(self, num_ids: int) -> None:
         if num_ids > len(self._places):
             num_rows = min(num_ids, len(self._memory))
-            self._places = np.empty(num_ids, np.int32)
+            self._found, self._places = np.empty((2, num_ids), np.int32)
             self._rows = _rows(num_rows)
             self._users = np.empty((num_rows, 2), np.uint64)
 

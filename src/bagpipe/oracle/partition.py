@@ -42,9 +42,8 @@ class Rules(NamedTuple):
     """What makes a design."""
 
     copies: bool = False
-    """All trainers update all rows, each its copy; otherwise a row has one owner at a time."""
-    slot_owns: bool = False
-    """The owner follows from the slot; otherwise it is who uses the row most while it is cached, as far as is seen."""
+    """All trainers update all rows, each its copy. Otherwise a row has one owner at a time: by the votes of its uses,
+    as `assign=aware` finds homes; when it is fetched, who will use it most while it is cached, as far as is seen."""
     users_read: bool = False
     """A row's first users read its vector from the store; otherwise its owner sends it to them."""
     lone: bool = False
@@ -55,7 +54,7 @@ class Rules(NamedTuple):
 
 RULES: dict[Design, Rules] = {
     "owned": Rules(users_read=True, moves=True),
-    "partitioned": Rules(slot_owns=True),
+    "partitioned": Rules(),
     "replicated": Rules(copies=True),
     "lrpp": Rules(copies=True, lone=True),
 }
@@ -135,7 +134,8 @@ class Partition:
         )
         used = Used(rows.bounds, rows.slots, sharing.users, sharing.next_users, sharing.later_users, sharing.before)
         readers: Masks = np.empty(len(fetch), masks)
-        taken = Taken(fetch.bounds, fetch.slots, fetch.slot_after, self._homes(fetch, sharing), readers)
+        homes = np.full(len(fetch), ALL, np.int8) if self._rules.copies else sharing.homes
+        taken = Taken(fetch.bounds, fetch.slots, fetch.slot_after, homes, readers)
         bounds, phases = rows.bounds, phase[:0]
         if self._waiting:
             bounds, phases = self._waiting[-1].plan.rows.bounds, self._waiting[-1].found.phase
@@ -143,11 +143,6 @@ class Partition:
         assert met == len(fetch), f"plan {plan.iteration} fetches rows that its batch does not use"
         evict_by = kernels.writers_of(plan.evict.bounds, plan.evict.slots, known)
         self._waiting.append(Uses(plan, sharing, found, known.bits, self._sent_at, readers, evict_by, victims_by))
-
-    def _homes(self, fetch: Fetch, sharing: Sharing) -> Ranks:
-        if self._rules.copies:
-            return np.full(len(fetch), ALL, np.int8)
-        return (fetch.slots % self.trainers).astype(np.int8) if self._rules.slot_owns else sharing.homes
 
     def _divide(self) -> Division:
         uses, *after = [*self._waiting, None, None][: AHEAD + 1]

@@ -34,30 +34,32 @@ def work(kernels, batches, samples, trainers, num_entries):
     memory = np.full(num_entries, assign.HOMELESS, np.uint64)
     left = []
     for stamp, features in enumerate(batches, 1):
-        starts = np.zeros(samples + 1, np.int64)
-        starts[1:] = sum(ends for _, ends in features)
-        rows, num_rows = make_rows(starts[-1]), 0
-        places, cursors = np.full(starts[-1], -1, np.int32), starts[:-1].copy()
-        for salt, (ids, ends) in enumerate(features):
-            num_rows = kernels["find_rows"](
-                memory, stamp, np.uint64(salt + 2**63), ids, ends, cursors, places, rows, num_rows
-            )
-        left += [num_rows, places.copy(), cursors]
+        lengths = sum(np.diff(ends, prepend=0) for _, ends in features)
+        starts = np.cumsum(lengths) - lengths
+        rows, num_rows = make_rows(lengths.sum()), 0
+        found = []
+        for salt, (ids, _) in enumerate(features):
+            found.append(np.full(len(ids), -1, np.int32))
+            num_rows = kernels["find_rows"](memory, stamp, np.uint64(salt + 2**63), ids, found[-1], rows, num_rows)
+        left += [num_rows, *found]
         scores = np.zeros((samples, trainers), np.int32)
-        kernels["vote"](starts, places, rows, np.array([9, 9, 5, 2], np.int32), scores)
-        left += [starts, places[: starts[-1]], scores.copy()]
+        votes = kernels["weigh"](rows, num_rows, np.array([9, 9, 5, 2], np.int32))
+        places, stops = np.full(lengths.sum(), -1, np.int32), starts.copy()
+        for (_, ends), own in zip(features, found, strict=True):
+            kernels["vote"](own, ends, votes, stops, places, scores)
+        left += [votes, stops, *(places[a:b] for a, b in zip(starts, stops, strict=True)), scores.copy()]
         part = np.arange(samples) * trainers // samples
         users = np.zeros((len(rows.homes), 2), np.uint64)
-        kernels["note_users"](starts, places, rows.homes[:num_rows], part, users)
+        kernels["note_users"](starts, stops, places, rows.homes[:num_rows], part, users)
         left += [users.copy()]
         loads = np.bincount(part, minlength=trainers)
-        left += [kernels["look_again"](starts, places, users, part, loads, samples // trainers + 2, scores)]
-        kernels["settle_homes"](starts, places, part, rows, num_rows, 3, memory)
+        left += [kernels["look_again"](starts, stops, places, users, part, loads, samples // trainers + 2, scores)]
+        kernels["settle_homes"](starts, stops, places, part, rows, num_rows, 3, memory)
         left += [users, loads, scores, part, *(array[:num_rows] for array in rows), memory.copy()]
     return left
 
 
-KERNELS = ("find_rows", "vote", "note_users", "look_again", "settle_homes")
+KERNELS = ("find_rows", "weigh", "vote", "note_users", "look_again", "settle_homes")
 
 
 @pytest.mark.parametrize(("samples", "trainers"), SHAPES)
@@ -82,32 +84,27 @@ def test_every_step_equals_its_twin(samples, trainers, num_entries, longest):
 
 
 def test_rows_are_told_apart_by_table_and_remembered_until_another_needs_their_entry():
-    memory, ends = np.full(1 << 16, assign.HOMELESS, np.uint64), np.arange(1, 4)
-    ids = np.array([7, 7, 8])
+    memory, ids = np.full(1 << 16, assign.HOMELESS, np.uint64), np.array([7, 7, 8])
 
     def find(stamp, salt):
         rows, places = make_rows(3), np.empty(3, np.int32)
-        cursors = np.arange(3)
-        num_rows = assign.find_rows(memory, stamp, np.uint64(salt), ids, ends, cursors, places, rows, 0)
-        return rows, places, num_rows
+        return rows, places, assign.find_rows(memory, stamp, np.uint64(salt), ids, places, rows, 0)
 
     rows, places, num_rows = find(1, 5)
     assert (num_rows, places.tolist(), rows.counts[:2].tolist()) == (2, [0, 0, 1], [2, 1])
     assert rows.homes[:2].tolist() == [assign.HOMELESS] * 2
-    assign.settle_homes(np.arange(4), places, np.array([3, 3, 2]), rows, 2, 9, memory)
+    assign.settle_homes(np.arange(3), np.arange(1, 4), places, np.array([3, 3, 2]), rows, 2, 9, memory)
     assert find(2, 5)[0].homes[:2].tolist() == [3, 2]
     assert find(3, 6)[0].homes[:2].tolist() == [assign.HOMELESS] * 2
     assert find(4, 5)[0].homes[:2].tolist() == [3, 2]
 
 
 def test_a_home_moves_when_most_samples_are_elsewhere_again_and_again():
-    memory, ends = np.full(1 << 10, assign.HOMELESS, np.uint64), np.arange(1, 6)
-    homes = []
+    memory, homes = np.full(1 << 10, assign.HOMELESS, np.uint64), []
     for stamp, part in enumerate([[1, 1, 1, 2, 2], [2, 2, 2, 1, 1], [2] * 5, [2] * 5, [3, 4, 5, 6, 7]], 1):
         rows, places = make_rows(5), np.empty(5, np.int32)
-        ids = np.full(5, 42)
-        assign.find_rows(memory, stamp, np.uint64(1), ids, ends, np.arange(5), places, rows, 0)
-        assign.settle_homes(np.arange(6), places, np.array(part), rows, 1, 9, memory)
+        assign.find_rows(memory, stamp, np.uint64(1), np.full(5, 42), places, rows, 0)
+        assign.settle_homes(np.arange(5), np.arange(1, 6), places, np.array(part), rows, 1, 9, memory)
         homes.append(int(rows.homes[0]))
     assert homes == [1, 1, 1, 2, 2]
 
@@ -115,7 +112,7 @@ def test_a_home_moves_when_most_samples_are_elsewhere_again_and_again():
 def test_a_row_that_is_everywhere_keeps_what_it_has():
     memory = np.full(1 << 10, assign.HOMELESS, np.uint64)
     rows, places = make_rows(5), np.empty(5, np.int32)
-    assign.find_rows(memory, 1, np.uint64(1), np.full(5, 42), np.arange(1, 6), np.arange(5), places, rows, 0)
+    assign.find_rows(memory, 1, np.uint64(1), np.full(5, 42), places, rows, 0)
     before = memory.copy()
-    assign.settle_homes(np.zeros(6, np.int64), places, np.zeros(5, np.int64), rows, 1, 4, memory)
+    assign.settle_homes(*np.zeros((2, 5), np.int64), places, np.zeros(5, np.int64), rows, 1, 4, memory)
     assert np.array_equal(memory, before)

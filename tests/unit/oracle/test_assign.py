@@ -9,6 +9,7 @@ import torch
 import bagpipe.kernels.assign
 from bagpipe import optim
 from bagpipe.errors import BatchError, ConfigError
+from bagpipe.kernels.assign import HOMELESS
 from bagpipe.oracle.assign import Assigner, Assignment, Aware
 from bagpipe.types import contiguous_parts
 from harness.world import TABLES, assert_identical, make_batches, train_reference
@@ -136,56 +137,42 @@ def test_samples_of_a_kind_come_together_where_their_rows_are(trainers):
     assert num_pairs[-1] == trainers
 
 
-@pytest.mark.parametrize("trainers", [2, 3, 5])
-def test_votes_for_homes_are_placed_near_the_optimum(trainers, monkeypatch):
-    """The optimum: a linear assignment in parts of even size. These parts have four samples, of which the last ones
-    have no choice: 1.41, 1.45 and 1.23 times the least cost, before samples look where the others are."""
-    seen = []
-
-    def recording(scores, room, part):
-        place(scores, room, part)
-        seen.append((scores.copy(), part.copy()))
-
-    place = bagpipe.kernels.assign.place
-    monkeypatch.setattr(bagpipe.kernels.assign, "place", recording)
-    assigner = Aware(trainers, 0, [5], entries=1 << 12)
-    samples = 4 * trainers
-    for number, (_, ids) in enumerate(groups_of_rows(30, samples, 2 * trainers, seed=trainers)):
-        assigner.assign(number, samples, ids, ())
-    votes = seen[::2]  # before samples look where the others are
-    assert len(votes) == 30
-    found = least = 0
-    for scores, part in votes:
-        costs = scores.sum(1, keepdims=True) - scores  # what votes for homes elsewhere would have to change hands
-        found += costs[np.arange(samples), part].sum()
-        least += least_cost(costs, samples // trainers)
-    assert found <= 1.5 * least
+def homes_of(assigner, ids):
+    """(samples, ids a sample): the number of each id's row, and of each row its home as it is remembered."""
+    kernels, memory = bagpipe.kernels.assign, assigner._memory.copy()
+    columns = [np.empty(own.size, kind) for kind in (np.int32, np.uint8, np.int32, np.uint8) for own in [np.ravel(ids)]]
+    rows, places = kernels.Rows(*columns), np.empty(np.size(ids), np.int32)
+    num_rows = kernels.find_rows(memory, 60_000, assigner._salts[0], np.ravel(ids), places, rows, 0)
+    return places.reshape(np.shape(ids)).T, rows.homes[:num_rows]
 
 
-def least_cost(costs, size):
-    """By the Hungarian method, with `size` columns for each trainer: nothing in common with what is tested."""
-    columns = np.repeat(costs, size, axis=1).astype(float)
-    n = len(columns)
-    row_prices, column_prices = np.zeros(n + 1), np.zeros(n + 1)
-    row_of = np.zeros(n + 1, int)
-    for row in range(1, n + 1):
-        row_of[0], column = row, 0
-        least, way, done = np.full(n + 1, np.inf), np.zeros(n + 1, int), np.zeros(n + 1, bool)
-        while row_of[column]:
-            done[column] = True
-            reduced = columns[row_of[column] - 1] - row_prices[row_of[column]] - column_prices[1:]
-            better = ~done[1:] & (reduced < least[1:])
-            least[1:][better], way[1:][better] = reduced[better], column
-            after = 1 + int(np.where(done[1:], np.inf, least[1:]).argmin())
-            step = least[after]
-            row_prices[row_of[done]] += step
-            column_prices[done] -= step
-            least[~done] -= step
-            column = after
-        while column:
-            row_of[column] = row_of[way[column]]
-            column = way[column]
-    return sum(columns[row_of[column] - 1, column - 1] for column in range(1, n + 1))
+@pytest.mark.parametrize(("trainers", "most"), [(2, 1.2), (4, 1.25), (8, 1.25)])
+def test_samples_are_placed_near_the_optimum_of_the_papers_program(trainers, most):
+    """Section 3.3: samples in even parts, so that the fewest of their rows are at home elsewhere.
+
+    Found: 1.11, 1.16 and 1.16 times the least cost; parts as they come cost 1.43 to 1.47 times it. The program does not
+    see that samples of one trainer share what they fetch. Counted like that, the second look at where the others are
+    makes up for it: 0.96, 1.00 and 1.01 times the rows that its optimum fetches.
+    """
+    optimize = pytest.importorskip("scipy.optimize")
+    samples, random = 8 * trainers, np.random.default_rng(trainers)
+    size, assigner = samples // trainers, Aware(trainers, 0, [6], entries=1 << 14)
+    cost, fetched = np.zeros(3, int), np.zeros(3, int)
+    for number in range(40):
+        ids = np.array([random.zipf(1.3, samples) % 400 for _ in range(6)])
+        rows, homes = homes_of(assigner, ids)
+        needs = np.zeros((samples, len(homes)), bool)
+        np.put_along_axis(needs, rows, True, axis=1)
+        elsewhere = (homes[:, None] != np.arange(trainers)) & (homes != HOMELESS)[:, None]
+        costs = needs.astype(int) @ elsewhere
+        optimum = optimize.linear_sum_assignment(np.repeat(costs, size, axis=1))[1] // size
+        ours = trainer_of(assigner.assign(number, samples, list(ids), ()))
+        for k, part in enumerate((ours, optimum, np.arange(samples) // size) if number >= 10 else ()):
+            cost[k] += costs[np.arange(samples), part].sum()
+            fetched[k] += sum((needs[part == rank].any(0) & elsewhere[:, rank]).sum() for rank in range(trainers))
+    assert cost[1] <= cost[0] <= most * cost[1]
+    assert fetched[0] <= 1.05 * fetched[1]
+    assert fetched[0] < 0.9 * fetched[2]
 
 
 def test_it_is_a_function_of_the_data_trainers_and_seed(short_period):
