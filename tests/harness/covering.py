@@ -27,6 +27,11 @@ def pairwise(choices, impossible=lambda _: False):
     return rows
 
 
+def few(number, of):
+    """So many of the numbers from 0 on for `parametrize`, and the others up to `of` as long ones."""
+    return [*range(number), *(pytest.param(other, marks=pytest.mark.long) for other in range(number, of))]
+
+
 def covered(choices):
     """For `parametrize`: all combinations, of which those are long that no two values need in order to meet."""
     needed = pairwise(choices)

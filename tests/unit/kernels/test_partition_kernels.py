@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,7 +82,11 @@ def some_state(random, trainers):
 
 
 cases = pytest.mark.parametrize(
-    ("trainers", "seed"), [(trainers, seed) for trainers in TRAINERS for seed in range(6)] + [(2, 99), (64, 99)]
+    ("trainers", "seed"),
+    [
+        pytest.param(trainers, seed, marks=pytest.mark.long if 1 < seed < 6 else ())
+        for trainers, seed in [*itertools.product(TRAINERS, range(6)), (2, 99), (64, 99)]
+    ],
 )
 
 
