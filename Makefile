@@ -58,7 +58,7 @@ bench: install  ## all benchmarks, with FBGEMM's kernels to compare with
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[bench]'
 	$(BIN)/bagpipe bench all
 
-chaos: install  ## the long tests: many seeds, many kills, millions of lines; ten times the examples of properties
+chaos: install  ## the long tests: many seeds, many kills, millions of lines; 25 times the examples of properties
 	HYPOTHESIS_PROFILE=chaos $(PYTEST) -m 'hypothesis and not long' --timeout=1800 tests/exact tests/property tests/unit
 	HYPOTHESIS_PROFILE=chaos $(BIN)/python -m pytest -m long
 

@@ -1,5 +1,7 @@
 import tempfile
 
+import pytest
+
 from benchmarks import load
 from benchmarks import prepare as module
 
@@ -15,6 +17,7 @@ def test_the_benchmark_gives_a_rate_and_the_peak_of_memory_and_leaves_nothing_be
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_million_lines_are_prepared_within_the_memory_that_was_given(tmp_path):
     module.write_criteo(tmp_path / "train.txt", 1_000_000)
     found = module._prepare(tmp_path / "train.txt", tmp_path / "data", ())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 
 def pairwise(choices, impossible=lambda _: False):
     """Combinations as dicts; `impossible` says of a dict with two settings whether they exclude each other."""
@@ -23,6 +25,20 @@ def pairwise(choices, impossible=lambda _: False):
         missing -= set(itertools.combinations([(name, row[name]) for name in names], 2))
         rows.append({name: row[name] for name in names})
     return rows
+
+
+def few(number, of):
+    """So many of the numbers from 0 on for `parametrize`, and the others up to `of` as long ones."""
+    return [*range(number), *(pytest.param(other, marks=pytest.mark.long) for other in range(number, of))]
+
+
+def covered(choices):
+    """For `parametrize`: all combinations, of which those are long that no two values need in order to meet."""
+    needed = pairwise(choices)
+    return ",".join(choices), [
+        pytest.param(*values, marks=() if dict(zip(choices, values, strict=True)) in needed else pytest.mark.long)
+        for values in itertools.product(*choices.values())
+    ]
 
 
 def _best(name, values, row, missing, names, impossible):

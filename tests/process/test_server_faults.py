@@ -63,7 +63,7 @@ def test_training_over_servers_with_keys_is_bit_identical(tmp_path):
     assert losses == found_losses
 
 
-@pytest.mark.parametrize(("shared_memory", "pause_s"), [(True, 10.0), (False, 1.0)])
+@pytest.mark.parametrize(("shared_memory", "pause_s"), [(True, 3.0), (False, 1.0)])
 def test_training_goes_on_exactly_after_a_server_was_paused(shared_memory, pause_s):
     """Asked again meanwhile, over new connections and memory: what the server then does with the old ones is lost."""
     batches = make_batches(14)

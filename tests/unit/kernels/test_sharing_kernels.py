@@ -13,8 +13,9 @@ from bagpipe.kernels.oracle import HALF, KEEP, Batch, Rings, Rows, RowState
 from bagpipe.kernels.sharing import UserRings
 from bagpipe.oracle.oracle import mask_type
 from definitions.sharing import define_choose_owners, define_note_users
+from harness.covering import few
 
-SEEDS = range(25)
+SEEDS = few(5, of=25)
 TRAINERS = [2, 8, 9, 33, 64]
 NUM_TABLES, NUM_IDS, FIRST, COLUMNS = 3, 12, 20, 16
 
@@ -39,7 +40,7 @@ def random_users(random, trainers, count):
 
 @pytest.mark.parametrize("trainers", TRAINERS)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", few(2, of=5))
 def test_the_trainers_of_its_ids_are_the_users_of_a_row(seed, ahead, trainers):
     random = np.random.default_rng(seed)
     tables = np.array([0, 1, 2] if seed else [0, 2])

@@ -15,6 +15,7 @@ from bagpipe.policies import POLICIES
 from bagpipe.policies.lookahead import RAMP
 from definitions.division import cut
 from definitions.plain_partition import SimplePartition
+from harness.covering import few
 
 TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
 SIZES = (24, 30, 30, 5)
@@ -60,7 +61,7 @@ def differing(ours, theirs, name=""):
 
 @pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize("delayed", [True, False])
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 16))])
+@pytest.mark.parametrize("seed", few(4, of=16))
 def test_parts_are_those_of_a_division_with_dictionaries(design, delayed, seed):
     random = np.random.default_rng([seed, delayed, DESIGNS.index(design)])
     trainers, policy = int(random.integers(2, 5)), str(random.choice(sorted(POLICIES)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bagpipe.store.views import StoreView
+from harness.covering import covered
 from harness.events import train_with_events
 from harness.explorer import FETCHES, INSERTS, WRITES_BACK, Together
 from harness.trainers import DESIGNS, Several, World, run
@@ -14,9 +15,11 @@ BATCHES = make_batches(9, size=9, last=2)
 BARRIERS = {2: "barrier", 5: "barrier after", 6: "save"}
 
 
-@pytest.mark.parametrize("policy", ["lookahead", "lru"])
-@pytest.mark.parametrize("design", DESIGNS)
-def test_large_write_backs_come_in_blocks_of_bounded_size(design, policy, monkeypatch):
+SCHEDULES = [(), (WRITES_BACK,), ((1, INSERTS), (2, FETCHES[0]))]
+
+
+@pytest.mark.parametrize(*covered({"design": DESIGNS, "policy": ("lookahead", "lru"), "seed": (0, 1, 2)}))
+def test_large_write_backs_come_in_blocks_of_bounded_size(design, policy, seed, monkeypatch):
     sizes, write_many = [], StoreView.write_many
 
     def noting(view, parts, passed=-1):
@@ -26,15 +29,15 @@ def test_large_write_backs_come_in_blocks_of_bounded_size(design, policy, monkey
     monkeypatch.setattr(StoreView, "write_many", noting)
     monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 4)
     world = World(BATCHES, trainers=3)
-    for seed, last in enumerate([(), (WRITES_BACK,), ((1, INSERTS), (2, FETCHES[0]))]):
-        found = run(world, seed, 2.0, last, train_with_events(BARRIERS), design=design, cache=60, policy=policy)
-        assert_identical(world.reference(), found.state)
+    schedule, loop = SCHEDULES[seed], train_with_events(BARRIERS)
+    found = run(world, seed, 2.0, schedule, loop, design=design, cache=60, policy=policy)
+    assert_identical(world.reference(), found.state)
     assert max(sizes) == 4
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("policy", ["lookahead", "lru", "nocache"])
-@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize(
+    *covered({"design": DESIGNS, "policy": ("lookahead", "lru", "nocache"), "optimizer": ("adam", "sgd")})
+)
 def test_the_peak_of_a_trainer_counts_the_rows_that_it_updates(design, policy, optimizer):
     several = Several(World(BATCHES, optimizer, trainers=3), Together(1, 2.0), design=design, cache=60, policy=policy)
     found = several.run()
