@@ -183,11 +183,12 @@ class _Counts:
         sent = VECTOR_BYTES * (gradients + np.array([vectors[FETCHED] + vectors[NEXT], vectors[LATER]]))
         sent += 4 * (state + 1) * np.array([moved[FETCHED] + moved[NEXT], moved[LATER]])
         elsewhere = np.where(uses.found.arrival == FETCHED, 0, users & ~uses.found.held)
-        pairs = sum(np.count_nonzero(elsewhere & bit) for bit in uses.bits[:-1])
+        pairs = sum(int(np.count_nonzero(elsewhere & bit)) for bit in uses.bits[:-1])
+        rows, critical, others = (int(np.count_nonzero(flags)) for flags in (exchanged, exchanged & now, elsewhere))
+        moving = float(moved.sum())
         return cls(
-            len(division.plan.rows), np.count_nonzero(exchanged), np.count_nonzero(exchanged & now),
-            np.count_nonzero(elsewhere), pairs, moved.sum(), sent.sum() / trainers, sent[0] / trainers,
-        )  # fmt: skip
+            len(uses.plan.rows), rows, critical, others, pairs, moving, sent.sum() / trainers, sent[0] / trainers
+        )
 
     @classmethod
     def mean(cls, counts: list[_Counts]) -> _Counts:
@@ -204,7 +205,8 @@ def _costs(tables: int, optimizer: str | None) -> list[float]:
 def _between(routes: Routes, trainers: int) -> NDArray[np.int64]:
     """How many rows go from a trainer to another, by time."""
     pairs = (routes.bounds[:, -1] - routes.bounds[:, 0]).reshape(-1, trainers, trainers)
-    return pairs.sum((1, 2)) - np.trace(pairs, axis1=1, axis2=2)
+    sent: NDArray[np.int64] = pairs.sum((1, 2)) - np.trace(pairs, axis1=1, axis2=2)
+    return sent
 
 
 BENCHMARK = Benchmark("sync", "rows and bytes that trainers exchange, by design and assignment, from plans alone", run)

@@ -206,4 +206,7 @@ class Trainers:
         for other, dirty in enumerate(self.dirty):
             assert other == rank or self.replicas or row not in dirty, "two have a row to write"
             dirty.discard(row)
+        for slots in self.slots:  # or a row that comes back to its slot would seem to be there still
+            if slots.get(place, [None])[0] == row:
+                del slots[place]
         self.store[row] = self.version[row]
