@@ -150,7 +150,8 @@ class RowCache:
 
     def flushes(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Whether this trainer flushes what is in these slots, for all that have copies."""
-        return slots % self._copies == self._rank
+        own: npt.NDArray[np.bool_] = slots % self._copies == self._rank
+        return own
 
     def mark_updated(self, table: int, slots: Slots) -> None:
         """The rows in these slots differ from the store from now on; not those that another trainer will write."""

@@ -37,9 +37,8 @@ def pack_sync(sync: Sync, packing: Packing) -> SyncHead:
         sizes.append(_pack_rows(rows, packing))
         sizes += [_pack_routes(routes, packing, rising=True) for routes in (gradients.send, gradients.receive)]
     sizes += [_pack_rows(rows, packing) for rows in (sync.drop, sync.drop_victims)]
-    return SyncHead(
-        sync.rank, [list(samples) for samples in sync.samples], *[values.slot_after for values in _vectors(sync)], sizes
-    )
+    samples, afters = [list(samples) for samples in sync.samples], [values.slot_after for values in _vectors(sync)]
+    return SyncHead(sync.rank, samples, afters[0], afters[1], afters[2], sizes)
 
 
 def _pack_routes(routes: Routes, packing: Packing, rising: bool) -> int:
@@ -209,7 +208,7 @@ def _check_design(sync: Sync, division: DividedBy, num_rows: int, name: str) -> 
         moved = [routes.whole is not None for each in vectors for routes in (each.send, each.receive)]
         unknown["rows that change their owner"] = sum(moved)
     if not division.delayed:
-        unknown["later gradients"] = sum(map(len, later))
+        unknown["later gradients"] = sum(len(each) for each in later)
         unknown["later vectors"] = not sync.later_values.empty
     for what, count in unknown.items():
         if count:
