@@ -37,7 +37,7 @@ def small_groups(monkeypatch):
     ids=" ".join,
 )
 def test_trainers_over_a_bad_network_have_the_bits_of_the_reference(settings, tmp_path):
-    job = make_job(tmp_path / "run", *settings)
+    job = make_job(tmp_path / "run", "epochs=1", *settings)
     expected, _ = train_reference(job, quiet)
     with Served(job, 2, seed=3, **FAULTS) as served:
         ended = served.train_all()
