@@ -483,37 +483,37 @@ def received(about):
 
 
 def drops(about, rank=1):
-    """What trainer 0 sent does not count at one trainer."""
+    """What the trainer that sent most has sent does not count at one trainer."""
 
     @received(about)
     def change(group, receive):
         if group.rank == rank:
-            receive[0].zero_()
+            max(receive, key=len).zero_()
 
     return change
 
 
 def doubles(about, rank=1):
-    """What trainer 0 sent counts twice at one trainer."""
+    """What the trainer that sent most has sent counts twice at one trainer."""
 
     @received(about)
     def change(group, receive):
         if group.rank == rank:
-            receive[0].mul_(2)
+            max(receive, key=len).mul_(2)
 
     return change
 
 
-def swaps(about, rank=1):
-    """What two trainers sent is taken for each other's, as far as it is as long."""
+def swaps(about):
+    """What two trainers sent is taken for each other's at the third, as far as it is as long."""
 
     @received(about)
     def change(group, receive):
-        length = min(len(receive[0]), len(receive[2]))
-        if group.rank == rank and length:
-            kept = receive[0][:length].clone()
-            receive[0][:length] = receive[2][:length]
-            receive[2][:length] = kept
+        first, second = (part for rank, part in enumerate(receive) if rank != group.rank)
+        length = min(len(first), len(second))
+        kept = first[:length].clone()
+        first[:length] = second[:length]
+        second[:length] = kept
 
     return change
 

@@ -31,6 +31,7 @@ ORACLE = """
 import json, sys
 from bagpipe.data.service import DataOrder, RemoteBatches
 from bagpipe.oracle.service import OracleService, PlanSettings
+from bagpipe.policy_options import PolicyOptions
 from bagpipe.types import Table
 from bagpipe.wire.in_order import Patience
 from bagpipe.wire.listening import on_socket
@@ -39,6 +40,7 @@ job = json.loads(sys.argv[1])
 run, settings = bytes.fromhex(job["run"]), job["settings"]
 settings["tables"] = tuple(Table(**table) for table in settings["tables"])
 settings["widths"] = tuple(settings["widths"])
+settings["options"] = PolicyOptions(**settings["options"])
 network = SocketNetwork()
 order = DataOrder(**job["order"])
 batches = RemoteBatches(network, job["processors"], order, run=run, patience=Patience(retry_s=0.5))

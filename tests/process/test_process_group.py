@@ -18,6 +18,7 @@ from bagpipe.reference import _mean_dense
 
 COMMON = """
 import json, os, signal, sys, threading, time
+import scipy.linalg  # Numba takes its BLAS from there with the first kernel, and that has a thread
 import torch
 from torch import nn
 from bagpipe.errors import BagpipeError

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from bagpipe.config import Size, cache_size
 from bagpipe.data.manifest import VOCABULARY, load_manifest
 from bagpipe.data.prepare.numbering import Numbering, parse_numberings
@@ -17,6 +19,7 @@ from bagpipe.data.prepare.space import resident_bytes
 from bagpipe.data.prepare.vocabulary import Vocabulary
 from bagpipe.data.writer import SHARD_SAMPLES
 from bagpipe.errors import ConfigError
+from bagpipe.kernels.idmap import IdMap
 
 _SHARE_MIN = 64_000_000
 _SLACK = 0.1
@@ -90,6 +93,8 @@ def memory_shares(options: Options, schema: Schema) -> tuple[int, int]:
     size = cache_size(options.memory)
     if not isinstance(size, Size):
         raise ConfigError(f"memory is {options.memory}: give bytes, such as '2GB'")
+    # The program has its compiler loaded when it is measured, whether kernels are on disk already or not.
+    IdMap().find_or_insert(np.zeros(1, np.int64), np.empty(1, np.int64))
     program = resident_bytes()
     left = int((size.num_bytes - program) * (1 - _SLACK))
     sample_bytes = 8 * (len(schema.categorical) + 1) + 4 * (len(schema.numeric) + 1)
