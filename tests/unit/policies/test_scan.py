@@ -91,10 +91,9 @@ def test_rows_without_an_array_are_brought_along_only_if_the_window_has_them() -
         oracle = Oracle(
             [OracleTable("only", 100)], [20], policy="frequency", options=ALL, rows_direct_max=rows_direct_max
         )
-        assert oracle.sample is not None
+        assert oracle.to_count is not None
         for batch in batches:
-            oracle.sample.count([np.array(batch[0])])
-        oracle.sample.whole = True
+            oracle.count([np.array(batch[0])])
         plans = [plan for plan, _ in oracle.plans(([np.array(batch[0])], None) for batch in batches)]
         check_contract(plans, [0], [20], batches)
         brought.append(set(plans[0].fetch.ids.tolist()))
