@@ -126,7 +126,8 @@ def accelerate(
     if launch is None or launch.trainers == 1:
         refuse_ranks(os.environ.get("WORLD_SIZE") if launch is None else None)
     options = as_options(policy_options)
-    exact = make_policy(policy, options).exact
+    chosen_policy = make_policy(policy, options)
+    exact = chosen_policy.exact
     if check and not exact:
         raise ConfigError(f"policy {policy!r} with these options reads old rows, which check stops at: leave one out")
     for name, value in (("epochs", epochs), ("accumulate", accumulate), ("depth", depth)):
@@ -178,6 +179,7 @@ def accelerate(
             return Batches(
                 model, binding, rows, layouts, plans, row_cache, opened, used_driver,
                 depth=depth, threads=used_threads, check=check, peers=peers, keeping=keeping,
+                ahead=chosen_policy.lead(lookahead, options),
             )  # fmt: skip
         except BaseException:
             if earlier is None:
@@ -186,7 +188,14 @@ def accelerate(
 
     if launch is None or launch.trainers == 1:
         oracle = make_oracle(
-            binding.tables, widths, size, source.first_ids(), lookahead=lookahead, policy=policy, options=options
+            binding.tables,
+            widths,
+            size,
+            source.first_ids(),
+            source.other_ids(),
+            lookahead=lookahead,
+            policy=policy,
+            options=options,
         )
         return make(LocalPlans(source, oracle), oracle.capacity)
     costs = tuple(layout.move_cost for layout in layouts)

@@ -2,7 +2,8 @@
 
 Slots are filled and emptied by plans only. The training loop, prefetch and write-back touch disjoint slots at any time
 (plans see to it), so they share the arrays without locks; who lives in a slot and whether it was updated since it was
-last written is kept beside them, for flushes and for the checker. Its size is fixed at the start (I5).
+last written is kept beside them, for flushes and for the checker. Its size is fixed at the start (I5); which width has
+how many slots may change while no row is there.
 """
 
 from __future__ import annotations
@@ -46,13 +47,25 @@ def group_by_width(widths: Sequence[int]) -> tuple[list[int], list[int]]:
     return [distinct.index(width) for width in widths], distinct
 
 
+def num_bytes(capacity: Sequence[int], widths: Sequence[int]) -> int:
+    """What so many slots of each width take."""
+    return sum(4 * slots * width for slots, width in zip(capacity, widths, strict=True))
+
+
 def divide(
-    size: int | Size, widths: Sequence[int], needed: Sequence[int], most: Sequence[int | None], *, whole: bool = False
+    size: int | Size,
+    widths: Sequence[int],
+    needed: Sequence[int],
+    most: Sequence[int | None],
+    *,
+    whole: bool = False,
+    bytes_max: int = UNLIMITED,
 ) -> list[int]:
     """Slots of each row width, for a cache of so many rows or bytes.
 
     Each width gets what a batch needs of it (`needed` rows of each table), and of the rest a part in that proportion,
     but not more than its tables have (`most`); what one can't use goes to the others. `whole`: all that they have.
+    Where that takes more than `bytes_max`, there is less of the rest.
     """
     group, distinct = group_by_width(widths)
     in_bytes = isinstance(size, Size)
@@ -74,6 +87,12 @@ def divide(
             slots[each] = min(slots[each] + floor[each] * left // shares, limit[each])
         if all(slots[each] < limit[each] for each in growing):
             break
+    if num_bytes(slots, distinct) > bytes_max:
+        least = num_bytes(floor, distinct)
+        if least > bytes_max:
+            raise _too_small(bytes_max, True, floor, distinct, least)
+        rest, room = num_bytes(slots, distinct) - least, bytes_max - least
+        slots = [few + (many - few) * room // rest for few, many in zip(floor, slots, strict=True)]
     return slots
 
 
@@ -106,21 +125,37 @@ class RowCache:
 
     def __init__(self, widths: Sequence[int], capacity: Sequence[int], device: torch.device) -> None:
         self.group, self.widths = group_by_width(widths)
-        self.capacity = tuple(capacity)
         self.device = device
-        self.num_bytes = sum(4 * slots * width for slots, width in zip(capacity, self.widths, strict=True))
-        self.data = [_zeros(slots, width, device) for slots, width in zip(capacity, self.widths, strict=True)]
-        self.tenant_table = [np.full(slots, VACANT, np.int32) for slots in capacity]
-        self.tenant_id = [np.zeros(slots, np.int64) for slots in capacity]
-        self.dirty = [np.zeros(slots, np.bool_) for slots in capacity]
+        self.num_bytes = num_bytes(capacity, self.widths)
         self._alone: list[npt.NDArray[np.bool_]] = []
         self._rank, self._copies = 0, 1
+        self._make_slots(capacity)
         # Held while tenants change outside of training, so that a flush sees all of a change or nothing.
         self.moving = threading.Lock()
         self._transfers = None if is_host(device) else Transfers(device)
         self.num_rows = self.peak_rows = 0
         """Rows that this trainer updates and has in slots, or that are about to take them: now, and at the most."""
         self._counting = threading.Lock()
+
+    def divide(self, capacity: Sequence[int]) -> None:
+        """Give each row width so many slots, within the bytes that there are; all of them are empty.
+
+        In one memory or the other: what is given back comes before what is taken.
+        """
+        with self.moving:
+            # Of rows that another trainer updates, vectors may still be here.
+            assert not self.num_rows, f"{self.num_rows} rows are in the cache"
+            self.release()
+            self._make_slots(capacity)
+
+    def _make_slots(self, capacity: Sequence[int]) -> None:
+        self.capacity = tuple(capacity)
+        self.data = [_zeros(slots, width, self.device) for slots, width in zip(capacity, self.widths, strict=True)]
+        self.tenant_table = [np.full(slots, VACANT, np.int32) for slots in capacity]
+        self.tenant_id = [np.zeros(slots, np.int64) for slots in capacity]
+        self.dirty = [np.zeros(slots, np.bool_) for slots in capacity]
+        if self._copies > 1:
+            self._alone = [np.zeros(slots, np.bool_) for slots in capacity]
 
     def expect(self, num_rows: int) -> None:
         """So many rows are about to take slots that are free; those that another trainer updates do not count."""

@@ -189,9 +189,15 @@ class PolicyOptionsConfig(Section):
     policy)."""
     ways: Annotated[int, Field(ge=1, le=WAYS_MAX)] = 16
     """Places in the cache that a row of a large table can be in (windowed)."""
+    preload: bool = False
+    """Fetch the rows of a window all with its first batch, instead of each with the first batch that uses it
+    (windowed)."""
+    windows: str = ""
+    """Empty: windows have `lookahead` batches. "measured": as many as the times of planning, fetching and training ask
+    for, and more when training stalls; the summary has the list. Such a list, "16,48:24": the same again (windowed)."""
     mode: Literal["strict", "stale"] = "strict"
-    """stale, as published: rows are read without waiting for their last write-back, so that updates can be lost and the
-    result is not that of plain training (windowed)."""
+    """stale, as published: rows are read a window ahead without waiting for their last write-back, so that updates can
+    be lost and the result is not that of plain training (windowed)."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes what is drawn at random (scratchpipe with replacement random, windowed)."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from bagpipe.errors import ConfigError
 
 Replacement = Literal["lru", "lfu", "random"]
 Mode = Literal["strict", "stale"]
+MEASURED = "measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,15 @@ class PolicyOptions:
     """Oracles that divide the tables among them, each with its part of the cache (every policy)."""
     ways: int = 16
     """Places that a row of a large table can be in (windowed)."""
+    preload: bool = False
+    """Whether the rows of a window are all fetched with its first batch; else each with the first that uses it
+    (windowed)."""
+    windows: str = ""
+    """Empty: windows have `lookahead` batches. "measured": their length follows from times. A list such as "16,48:24",
+    as a measured run has recorded it: so many batches, and another number from an iteration on (windowed)."""
     mode: Mode = "strict"
-    """stale: rows are read without waiting for their last write-back, which can lose an update (windowed)."""
+    """stale: rows are read a window ahead without waiting for their last write-back, which can lose an update
+    (windowed)."""
     seed: int = 0
     """Fixes what is drawn at random (scratchpipe with replacement random, windowed)."""
 
@@ -46,8 +55,20 @@ class PolicyOptions:
                 raise ConfigError(
                     f"policy option {name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}"
                 )
-        if not isinstance(self.pipelined, bool):
-            raise ConfigError(f"policy option pipelined is {self.pipelined!r}: give True or False")
+        for name in ("pipelined", "preload"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"policy option {name} is {getattr(self, name)!r}: give True or False")
+        if self.windows != MEASURED and (self.windows or not isinstance(self.windows, str)):
+            parse_windows(self.windows)
+        if self.windows == MEASURED and self.oracles > 1:
+            raise ConfigError(
+                f"policy option windows is 'measured' and oracles is {self.oracles}: windows are chosen by one oracle"
+            )
+        if self.windows == MEASURED and self.mode == "stale":
+            raise ConfigError(
+                "policy option windows is 'measured' and mode is 'stale': how old the rows are would depend on times; "
+                "give the lookahead, or the windows that a run with mode 'strict' has recorded"
+            )
 
 
 SAMPLE_MAX = 4096
@@ -76,3 +97,23 @@ def as_options(given: PolicyOptions | Mapping[str, Any] | None) -> PolicyOptions
         if name not in known:
             raise ConfigError(f"there is no policy option {name!r}: choose from {', '.join(known)}")
     return PolicyOptions(**given)
+
+
+def parse_windows(text: object) -> list[tuple[int, int]]:
+    """From which iteration on windows have which length: "16,48:24" has windows of 16, and of 24 from 48 on."""
+    pairs = [part.split(":") for part in f"0:{text}".split(",")]
+    if not isinstance(text, str) or not all(
+        len(pair) == 2 and all(number.isdecimal() for number in pair) for pair in pairs
+    ):
+        raise _not_windows(text)
+    windows = [(int(begin), int(length)) for begin, length in pairs]
+    if any(a >= b for (a, _), (b, _) in pairwise(windows)) or not all(1 <= length < 65535 for _, length in windows):
+        raise _not_windows(text)
+    return windows
+
+
+def _not_windows(text: object) -> ConfigError:
+    return ConfigError(
+        f"policy option windows is {text!r}: give {MEASURED!r}, or lengths and the iterations from which on they hold, "
+        "such as '16,48:24' for windows of 16 batches, and of 24 from iteration 48 on"
+    )

@@ -100,9 +100,9 @@ def share_batches(
 
 def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: PlanSettings) -> ServedPlans:
     oracle = make_oracle(
-        settings.tables, settings.widths, cache_size(settings.cache), source.first_ids(), lookahead=settings.lookahead,
-        policy=settings.policy, options=settings.options, trainers=settings.trainers, uses_ahead=settings.uses_ahead,
-        design=settings.design,
+        settings.tables, settings.widths, cache_size(settings.cache), source.first_ids(), source.other_ids(),
+        lookahead=settings.lookahead, policy=settings.policy, options=settings.options, trainers=settings.trainers,
+        uses_ahead=settings.uses_ahead, design=settings.design,
     )  # fmt: skip
     try:
         features = [table.features for table in settings.tables]

@@ -75,7 +75,8 @@ class Trainers:
         sync, widths = config.sync, [layout.width for layout in layouts]
         costs = [layout.move_cost for layout in layouts if sync.moving and sync.design == "owned"]
         oracle = make_oracle(
-            binding.tables, widths, cache_size(config.cache), source.first_ids(), lookahead=config.lookahead,
+            binding.tables, widths, cache_size(config.cache), source.first_ids(), source.other_ids(),
+            lookahead=config.lookahead,
             policy=config.policy, options=config.policy_options.build(), trainers=trainers,
             uses_ahead=uses_ahead(costs), design=sync.design,
         )  # fmt: skip

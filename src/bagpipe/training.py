@@ -32,6 +32,7 @@ from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
 from bagpipe.opening import OpenStore, memory_of_files, open_rows
 from bagpipe.oracle.assign import Assigner
+from bagpipe.policies import POLICIES
 from bagpipe.reference import Reference
 from bagpipe.results import (
     Clock,
@@ -227,7 +228,7 @@ def train_over(
     stats = batches.stats()
     summary = clock.summary() | (metrics_summary(trained, clock.auc_untrained) if rank == 0 else {})
     moved = ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows", "peak_rows")
-    summary |= {key: stats[key] for key in moved}
+    summary |= {key: stats[key] for key in (*moved, "windows") if key in stats}
     summary["stall_fraction"] = stats["stall_seconds"] / clock.session_seconds
     if rank:
         return None, summary
@@ -272,6 +273,7 @@ def train_remote(
         batches = remote_batches(
             model, binding, layouts, layouts[0].optimizer, plans, store, check=config.check and peers is None,
             driver=driver, peers=peers, assign=config.assign, keeping=kept.keeping(store, rank, threads=threads),
+            ahead=POLICIES[config.policy].lead(config.lookahead, config.policy_options.build()),
         )  # fmt: skip
         state, summary = train_over(job, model, layouts, batches, report, rank, hold=hold)
         if peers is None:

@@ -58,6 +58,8 @@ class Trainers:
         self.store = defaultdict(int)
         self.version = defaultdict(int)
         """What synchronous training would have."""
+        self.unused = set()
+        """Rows that were brought along and not used yet: there is nothing to write."""
         self.sent = self.moved = 0
 
     def run(self, found, batches):
@@ -81,6 +83,9 @@ class Trainers:
                 self.write(rank, row, place)
             assert part.victims.evict_after == plan.victims.evict_after
         assert sum(len(part.victims) for part in parts) == len(plan.victims), "one trainer writes a victim"
+        self.unused |= {row for row, _ in listed(plan.fetch, self.tables)} - {
+            row for row, _ in listed(plan.rows, self.tables)
+        }
         read_whole = defaultdict(int)
         for rank, part in enumerate(parts):
             whole = np.ones(len(part.fetch), bool) if part.fetch.whole is None else part.fetch.whole
@@ -148,6 +153,7 @@ class Trainers:
                 self.dirty[rank].add(row)
         for row in updated:
             self.version[row] += 1
+        self.unused -= updated
         return updated
 
     def named(self, rows, lists, rank):
@@ -188,8 +194,9 @@ class Trainers:
             place = (self.tables[t].group, slot)
             assert self.slots[sender][place][0] == (t, row)
             assert place not in self.narrow[sender], "who gives a row away has its state"
-            self.dirty[sender].remove((t, row))
-            self.dirty[receiver].add((t, row))
+            if (t, row) not in self.unused:
+                self.dirty[sender].remove((t, row))
+                self.dirty[receiver].add((t, row))
             self.moved += 1
         return set(given)
 
@@ -202,7 +209,8 @@ class Trainers:
     def write(self, rank, row, place):
         assert self.slots[rank][place] == [row, self.version[row]], "a stale row is written"
         assert place not in self.narrow[rank], "a row is written without its state"
-        assert row in self.dirty[rank], "who writes a row has not updated it"
+        assert (row in self.dirty[rank]) != (row in self.unused), "who writes a row has not updated it"
+        self.unused.discard(row)
         for other, dirty in enumerate(self.dirty):
             assert other == rank or self.replicas or row not in dirty, "two have a row to write"
             dirty.discard(row)

@@ -90,7 +90,14 @@ class SimplePartition:
             if self.costs and kind != "fetched":
                 self.owner[place] = self.better_owner(plan, t, index, slot, users, holder)
             uses.append(_Use(t, index, row, slot, users, holder, self.owner[place], kind, self.freed[place]))
-        who["takers"] = [self.takers(use) for use in uses if use.kind == "fetched"]
+        of_batch = {(use.table, use.slot): use for use in uses}
+        who["owners"], who["takers"] = [], []
+        for t, slot, _ in self.listed(plan.fetch, plan.fetch.slots):
+            place, use = (self.tables[t].group, slot), of_batch.get((t, slot))
+            if use is None:  # is brought along: its owner has it from now on, and sends it to its first users
+                self.last_use[place] = plan.iteration
+            who["owners"].append(self.owner[place])
+            who["takers"].append(self.takers(self.owner[place], set() if use is None else use.users))
         return uses, who | {"evict": self.writers(plan.evict)}
 
     def better_owner(self, plan: Plan, table: int, index: int, slot: int, users: set[int], holder: int | None) -> Any:
@@ -116,11 +123,11 @@ class SimplePartition:
             and index - plan.rows.bounds[table] in inverse[slice(*plan.sharing.cuts[f, rank : rank + 2])]
         }
 
-    def takers(self, use: _Use) -> set[int]:
+    def takers(self, owner: int | None, users: set[int]) -> set[int]:
         """Who reads a row from the store."""
-        if use.owner is None:
+        if owner is None:
             return set(range(self.trainers))
-        return {use.owner} if self.design == "partitioned" else {use.owner} | use.users
+        return {owner} if self.design == "partitioned" else {owner} | users
 
     def writers(self, rows: RowList) -> list[int]:
         """Who writes a row to the store."""
@@ -143,7 +150,7 @@ class SimplePartition:
             *self.gradients(plan, uses[0], rank, False), self.values(uses[2] if self.delayed else [], rank, ("later",)),
             self.rows(plan.evict, drops["evict"]), self.rows(plan.victims, drops["victims"]),
         )  # fmt: skip
-        whole = np.array([use.owner == rank for use in uses[0] if use.kind == "fetched"], bool)
+        whole = np.array([owner == rank for owner in who["owners"]], bool)
         taken = [rank in takers for takers in who["takers"]]
         fetch, victims = self.rows(plan.fetch, taken), self.rows(plan.victims, [by == rank for by in who["victims"]])
         return replace(

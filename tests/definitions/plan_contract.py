@@ -32,9 +32,14 @@ def make_plans(
 
 
 def check_contract(plans: Sequence[Plan], groups: Sequence[int], capacity: Sequence[int], batches: Batches) -> None:
-    """Every row of x is in its slot at x; slots have one tenant and lie within the cache; all rows leave at the end."""
+    """Every row of x is in its slot at x; slots have one tenant and lie within the cache; all rows leave at the end,
+    and before the slots are divided anew."""
     tenant: dict[tuple[int, int], tuple[int, int]] = {}
     for plan, batch in zip(plans, batches, strict=True):
+        if plan.capacity:
+            assert not tenant
+            assert (plan.fetch.slot_after == plan.iteration - 1).all()
+            capacity = plan.capacity
         for row, slot in listed(plan.victims, groups):
             assert tenant.pop(slot) == row
             assert plan.victims.evict_after < plan.iteration

@@ -122,6 +122,7 @@ class Execution:
                     and x == self.num_prefetched
                     and self._all_done("copy victims", x, len(plan.victims))
                     and (freed_by < 0 or not self.waits.copied_out or self._copied_out(freed_by))
+                    and (not plan.capacity or all(self._copied_out(before) for before in range(x)))
                 )
             case ["prefetched"]:
                 return x == self.num_prefetched and self._all_done("insert", x, len(plan.fetch))

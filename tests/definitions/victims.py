@@ -32,15 +32,16 @@ def define_note_next_uses(
         next_uses[slot_begins[t] + there[there > 0] - 1] = iteration
 
 
-def define_count_absent(state: RowState, rings: Rings, members: Int64s, first: int, last: int) -> int:
-    """Twin of `count_absent`."""
+def define_find_absent(state: RowState, rings: Rings, members: Int64s, first: int, last: int) -> set[int]:
+    """Twin of `find_absent`."""
     rows: set[int] = set()
     for iteration in range(first, last + 1):
         column = iteration & (rings.begins.shape[1] - 1)
         for k in members:
             own = rings.rows[rings.begins[k, column] : rings.begins[k + 1, column]]
-            rows.update(own[state.location[own] <= 0].tolist())
-    return len(rows)
+            codes = (int(rings.tables[k]) << HALF) | own.astype(np.int64)
+            rows.update(codes[state.location[own] <= 0].tolist())
+    return rows
 
 
 def define_choose_ways(

@@ -10,6 +10,7 @@ import torch
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.config import Config, Section
 from bagpipe.errors import ConfigError
+from bagpipe.policy_options import MEASURED
 from bagpipe.recovery import BEGINNING, Point
 from bagpipe.resuming import Resumed
 
@@ -90,6 +91,12 @@ class Request:
                     f"--processors {self.processors} has no effect on the script {self.script}, which reads its own "
                     "loader: leave it out, and give bagpipe.data.Loader(..., processes=N) in the script"
                 )
+        if self.script is None and config.policy == "windowed" and config.policy_options.windows == MEASURED:
+            raise ConfigError(
+                "policy_options.windows = 'measured' is for an oracle in the process that trains, and launch starts "
+                "one that may have to give the same plans again: measure with bagpipe train, and give the windows "
+                "of its summary here"
+            )
         if config.trainers == 1:
             return
         if config.check:

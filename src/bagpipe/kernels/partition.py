@@ -44,6 +44,8 @@ class Slots(NamedTuple):
 
     bases: Int64s
     state: Int64s
+    brought: Int32s
+    """The plan that brought a row along for later ones; of other rows any plan before that."""
     bits: Masks
     """The mask of each trainer; the last, where ALL points, is that of all."""
     costs: NDArray[np.float64]
@@ -63,7 +65,7 @@ class Used(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Those among them that are fetched, in the same order."""
+    """Of each table those among them that are fetched, in the same order, and behind them rows brought along."""
 
     bounds: Int64s
     slots: Int32s
@@ -118,14 +120,22 @@ def better_owner(holder: int, users: Any, after: Any, later: Any, cost: float, n
 
 @kernel
 def track_owners(
-    rows: Used, fetch: Taken, slots: Slots, users_read: bool, found: Found, bounds_before: Int64s, phase_before: Ranks
+    iteration: int,
+    rows: Used,
+    fetch: Taken,
+    slots: Slots,
+    users_read: bool,
+    found: Found,
+    bounds_before: Int64s,
+    phase_before: Ranks,
 ) -> int:
     """Let a plan take its rows: those that it fetches move in, owned by their homes. About 6 ns a row.
 
     Rows are read from the store by who updates them, and by their users if these read too. Rows of the plan before
     that this one uses have to be updated NOW. A row that LEAVES and has one user is updated by that one alone. One that
     was in the cache may change its owner, where that is worth its table's cost; who held it sends it to its users as
-    ever. Returns how many of the fetched rows were met.
+    ever. A row that is brought along is read by its owner, who sends it to its first users. Returns how many rows of
+    the batch were fetched.
     """
     met = 0
     for t in range(rows.bounds.shape[0] - 1):
@@ -150,15 +160,21 @@ def track_owners(
                 if cost < NEVER:
                     after, later = np.uint64(rows.next_users[i]), np.uint64(rows.later_users[i])
                     owner = better_owner(holder, users, after, later, cost, rows.slots[i])
+                found.arrival[i] = LATER
                 if rows.before[i] >= 0:
                     found.arrival[i] = NEXT
                     phase_before[index(bounds_before[t] + rows.before[i])] = NOW
-                else:
-                    found.arrival[i] = LATER
+                elif slots.brought[place] == iteration - 1:
+                    found.arrival[i] = NEXT
             slots.state[place] = (word & ~OWNER) | (owner + 1)
             found.held[i], found.updaters[i] = slots.bits[holder], slots.bits[owner]
             found.freed[i] = word >> HALF
         met += f - fetch.bounds[t]
+        for n in range(f, fetch.bounds[t + 1]):
+            place, owner = base + fetch.slots[n], fetch.homes[n]
+            slots.state[place] = (np.int64(fetch.freed[n]) << HALF) | (owner + 1)
+            slots.brought[place] = iteration
+            fetch.readers[n] = slots.bits[owner]
     return met
 
 

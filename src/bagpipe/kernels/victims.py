@@ -40,21 +40,29 @@ def note_next_uses(
 
 
 @kernel
-def count_absent(state: RowState, rings: Rings, members: Int64s, first: int, last: int) -> int:
+def find_absent(state: RowState, rings: Rings, members: Int64s, first: int, last: int) -> Int64s:
     """Rows of the window's batches `first` to `last` that are not in the cache, each once; of a shard's tables k.
 
-    Each use knows in how many iterations the next is (0: not in the window): only the last in these batches counts.
+    Each has its table in the upper half and the row in the lower. Each use knows in how many iterations the next is
+    (0: not in the window): only the last in these batches counts.
     """
     mask = rings.begins.shape[1] - 1
-    absent = 0
+    most = 0
+    for iteration in range(first, last + 1):
+        for k in members:
+            most += rings.begins[k + 1, iteration & mask] - rings.begins[k, iteration & mask]
+    codes = np.empty(most, np.int64)
+    count = 0
     for iteration in range(first, last + 1):
         column = iteration & mask
         for k in members:
+            table = rings.tables[k] << HALF
             for at in range(rings.begins[k, column], rings.begins[k + 1, column]):
                 use = rings.next_use[at]
                 if (use == 0 or iteration + use > last) and state.location[rings.rows[at]] <= 0:
-                    absent += 1
-    return absent
+                    codes[count] = table | rings.rows[at]
+                    count += 1
+    return codes[:count]
 
 
 @kernel

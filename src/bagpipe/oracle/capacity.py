@@ -1,18 +1,19 @@
-"""The oracle of a run, its cache divided by what the first batch needs: the same wherever the oracle is."""
+"""The oracle of a run, its cache divided by what some batches need: the same wherever the oracle is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.cache import divide, group_by_width
+from bagpipe.cache import divide, group_by_width, num_bytes
 from bagpipe.config import Share, Size
 from bagpipe.embedding import check_range
-from bagpipe.errors import ConfigError
+from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels.parallel import spare_threads
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.oracles import AnyOracle, Oracles
@@ -28,6 +29,7 @@ def make_oracle(
     widths: Sequence[int],
     size: int | Size | Share,
     first: Mapping[str, NDArray[np.int64]],
+    others: Iterable[Mapping[str, NDArray[np.int64]]] = (),
     *,
     lookahead: Lookahead,
     policy: str,
@@ -38,15 +40,29 @@ def make_oracle(
 ) -> AnyOracle:
     """The oracle for a cache of this size, rows of these widths, and batches of which `first` has the ids by feature.
 
-    Ids out of range and a cache too small for the first batch are refused.
+    Where the cache is to be divided, `others` tell more of what a batch needs, as far as there is room for it. Ids out
+    of range and a cache too small for the first batch are refused.
     """
     for table in tables:
         check_range(table, [first[name] for name in table.features])
-    needed = [len(np.unique(np.concatenate([first[name] for name in table.features]))) for table in tables]
+    needed = _rows_of(tables, first)
     if isinstance(size, Share):
         size = size.num_rows(tables)
-    whole = policy == "ideal"
-    capacity = divide(size, widths, needed, [table.rows for table in tables], whole=whole)
+    whole, most = policy == "ideal", [table.rows for table in tables]
+    capacity = divide(size, widths, needed, most, whole=whole)
+    if len(capacity) > 1 or options.oracles > 1:
+        for other in others:
+            more = np.maximum(needed, _rows_of(tables, other)).tolist()
+            with suppress(CapacityError):
+                capacity, needed = divide(size, widths, more, most, whole=whole), more
+
+    def divide_anew(needed: Sequence[int]) -> list[int] | None:
+        with suppress(CapacityError):
+            return divide(size, widths, needed, most, bytes_max=bytes_max)
+        return None
+
+    bytes_max = num_bytes(capacity, group_by_width(widths)[1])
+    can_divide = len(capacity) > 1 and options.oracles == 1 and not whole
     planned = [
         OracleTable(table.name, table.rows, table.features, group, width)
         for table, group, width in zip(tables, group_by_width(widths)[0], widths, strict=True)
@@ -65,9 +81,15 @@ def make_oracle(
                 trainers=trainers,
                 uses_ahead=uses_ahead,
                 keep_lone=design != "lrpp",
+                divide=divide_anew if can_divide else None,
             )
         )
     return made[0] if len(made) == 1 else Oracles(made, groups)
+
+
+def _rows_of(tables: Sequence[Table], batch: Mapping[str, NDArray[np.int64]]) -> list[int]:
+    """How many rows a batch has of each table."""
+    return [len(np.unique(np.concatenate([batch[name] for name in table.features]))) for table in tables]
 
 
 def _divide_tables(

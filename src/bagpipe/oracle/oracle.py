@@ -9,7 +9,8 @@ overflow because slots are only handed out while they are free (I5).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -17,11 +18,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.cache import num_bytes
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import KEEP, Rows
 from bagpipe.kernels.sharing import UserRings, choose_owners, find_before, note_users
-from bagpipe.kernels.victims import count_absent, note_next_uses
+from bagpipe.kernels.victims import find_absent, note_next_uses
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds, Reader
 from bagpipe.oracle.row_list import RowList
@@ -30,8 +32,9 @@ from bagpipe.oracle.slots import NEVER, NONE, Group, IdleQueue, SlotFacts, lowes
 from bagpipe.oracle.tables import OracleTable, described
 from bagpipe.oracle.tenants import Tenants
 from bagpipe.policies import make_policy
-from bagpipe.policies.base import Demand, Hottest, Lookahead, Policy
-from bagpipe.policies.sampled import Sample
+from bagpipe.policies.base import Demand, Extra, Lookahead, Policy, Wanted
+from bagpipe.policies.sampled import FrequencyPolicy, Sample
+from bagpipe.policies.windows import Times
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
 Int32s = NDArray[np.int32]
@@ -39,6 +42,8 @@ Int64s = NDArray[np.int64]
 NextUses = NDArray[np.uint16]
 Ids = Sequence[NDArray[np.integer]] | CutIds
 Payload = TypeVar("Payload")
+Divide = Callable[[Sequence[int]], list[int] | None]
+"""From rows of each table that must have room to the slots of each group; None: there are not enough."""
 TRAINERS_MAX = 64
 
 
@@ -87,6 +92,7 @@ class Oracle:
         trainers: int = 1,
         uses_ahead: int = 0,
         keep_lone: bool = True,
+        divide: Divide | None = None,
         rows_direct_max: int = ROWS_DIRECT_MAX,
         bytes_direct_max: int = BYTES_DIRECT_MAX,
     ) -> None:
@@ -94,18 +100,15 @@ class Oracle:
 
         Tables beyond the direct limits cost memory only for rows in use, and some speed. With several trainers batches
         are `CutIds`, and plans tell who uses each row the next `uses_ahead` times, 2 at most. Without `keep_lone` a row
-        that one of them uses, and no batch of the window needs, leaves at once instead of being idle.
+        that one of them uses, and no batch of the window needs, leaves at once instead of being idle. `divide` gives
+        the slots another division where a batch has no room in theirs.
         """
         _check_settings(tables, capacity, threads, ahead)
+        self._divide, self._lookahead, self._ahead = divide, lookahead, ahead
         self.trainers, self._uses_ahead, self._keep_lone = trainers, uses_ahead, keep_lone
         self.tables = tuple(tables)
-        members = [[t for t, table in enumerate(tables) if table.group == g] for g in range(len(capacity))]
-        self.groups = tuple(
-            Group(g, own, size, described([tables[t] for t in own]), [tables[t].rows for t in own])
-            for g, (own, size) in enumerate(zip(members, capacity, strict=True))
-        )
         self.policy = make_policy(policy, options)
-        self.policy.bind(self.groups, lookahead, ahead)
+        self._make_groups(capacity, -1)
         window_max = self.policy.window_max
         masks = mask_type(trainers) if trainers > 1 else None
         self._bits = None if masks is None else masks(1) << np.arange(trainers, dtype=masks)
@@ -117,10 +120,31 @@ class Oracle:
         self._window: deque[ReadBatch] = deque()
         self._first = 0
         """Iteration of the oldest batch in the window."""
-        self._tenants = Tenants(tables, capacity, self._shards)
+        self._most: Int64s = np.zeros(len(tables), np.int64)
+        """The most rows that a batch had of each table."""
+        self._announced: tuple[int, ...] = ()
+        """Slots that the next plan has to tell of."""
         self._sample = Sample([len(table.features) for table in tables]) if self.policy.samples else None
         """How often rows are used, until the first plan; None: the policy does not want to know."""
         self._nothing = _room_for(np.zeros(len(tables), np.int64))
+        self._take_slots()
+        widths = [self.tables[group.tables[0]].width or 0 for group in self.groups]
+        self.size = sum(capacity), num_bytes(capacity, widths)
+        """Rows and bytes of the cache, which may be more than what this oracle has of it; 0 bytes: not known."""
+
+    def _make_groups(self, capacity: Sequence[int], freed_by: int) -> None:
+        """Slot spaces of these sizes, vacant since the evictions of a plan, and the policy's beginning with them."""
+        members = [[t for t, table in enumerate(self.tables) if table.group == g] for g in range(len(capacity))]
+        self.groups = tuple(
+            Group(g, own, size, described([self.tables[t] for t in own]), [self.tables[t].rows for t in own], freed_by)
+            for g, (own, size) in enumerate(zip(members, capacity, strict=True))
+        )
+        self.policy.bind(self.groups, self._lookahead, self._ahead)
+
+    def _take_slots(self) -> None:
+        """Nobody is in any slot."""
+        capacity = self.capacity
+        self._tenants = Tenants(self.tables, capacity, self._shards)
         ranks, size = type(self.policy).keys is not Policy.keys, sum(capacity)
         self._idle_since: Int32s = np.full(size if self.policy.idles and not ranks else 0, -1, np.int32)
         """Of all slots, group by group, as `IdleQueue.since`."""
@@ -130,11 +154,7 @@ class Oracle:
             group = self.groups[g]
             group.idle = IdleQueue(self._idle_since[begin:end]) if len(self._idle_since) else None
             group.ranked = SlotFacts(self._next_uses[begin:end]) if ranks else None
-            group.rows_in = partial(self._tenants.rows_in, g)
-
-        widths = [self.tables[group.tables[0]].width or 0 for group in self.groups]
-        self.size = sum(capacity), sum(4 * width * slots for width, slots in zip(widths, capacity, strict=True))
-        """Rows and bytes of the cache, which may be more than what this oracle has of it; 0 bytes: not known."""
+            group.rows_in, group.absent = partial(self._tenants.rows_in, g), partial(self._absent, group)
 
     @property
     def capacity(self) -> list[int]:
@@ -152,30 +172,56 @@ class Oracle:
         self._sample.whole = True
         self._sample.count(ids)
 
+    def measure(self, times: Times) -> None:
+        """Where a policy that goes by time finds what its trainer has measured."""
+        self.policy.measure(times)
+
     def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
         """A plan for each batch, with the payload that came with its ids (one array a feature, in order of tables).
 
-        A batch that can't be used ends the data: all batches before it get their plans, then its error is raised.
+        A batch that can't be used ends the data: all batches before it get their plans, then its error is raised. One
+        that has room only if the slots are divided anew ends it for a moment: the plan before it leaves nothing in the
+        cache, and the one with it tells of the new division.
         """
         source = iter(batches)
         payloads: deque[Payload] = deque()
         error: Exception | None = None
+        waiting: tuple[Ids, Payload] | None = None
+        crowded: list[int] = []
         ended = False
         while True:
-            while not ended and len(self._window) < self.policy.window:
+            while not ended and not crowded and len(self._window) < self.policy.window:
                 try:
-                    ids, payload = next(source)
+                    ids, payload = waiting = waiting or next(source)
                     self.read(ids)
                     payloads.append(payload)
+                    waiting = None
                 except StopIteration:
                     ended = True
+                except _Crowded as found:
+                    crowded = found.capacity
                 except Exception as unusable:
                     error, ended = unusable, True
-            if not payloads:
+            none_follows = ended or bool(crowded)
+            if payloads:
+                yield self.emit(last=none_follows and len(payloads) == 1, ended=none_follows), payloads.popleft()
+            elif crowded:
+                self._divide_anew(crowded)
+                crowded = []
+            else:
                 break
-            yield self.emit(last=ended and len(payloads) == 1, ended=ended), payloads.popleft()
         if error is not None:
             raise error
+
+    def _divide_anew(self, capacity: list[int]) -> None:
+        """Go on with other slots; the last plan has evicted all rows."""
+        assert not self._window, "batches are planned with the slots that they were read for"
+        assert not len(self._tenants.evict_all(self._first)), "rows are in the cache"
+        self._make_groups(capacity, self._first - 1)
+        self._take_slots()
+        self._announced = tuple(capacity)
+        if isinstance(self.policy, FrequencyPolicy):
+            self._sample = self.policy.sample
 
     def read(self, ids: Ids) -> None:
         """Look at one more batch: find its unique rows, and note at their previous uses in the window how long to stay.
@@ -223,6 +269,7 @@ class Oracle:
                 group.idle.granted(int(batch.gaps[group.tables, length + 1].sum()))
         if self._sample is not None:
             self._sample.enter(given)
+        self._most = np.maximum(self._most, batch.counts)
         at = batch.positions.tolist()
         features = tuple([batch.inverse[a:b] for a, b in pairwise(at)])
         self._window.append(ReadBatch(_bounds(batch.counts), batch.inverse, features, cuts))
@@ -231,15 +278,17 @@ class Oracle:
         """The plan of the oldest batch read. `last`: no batch follows; `ended`: none follows those that were read."""
         iteration, length, policy = self._first, len(self._window), self.policy
         assert length, f"no batch was read for iteration {iteration}"
-        hottest = None if self._sample is None else policy.learn(self._sample)
+        if self._sample is not None:
+            policy.learn(self._sample)
         self._sample = None
         found = self._look_up(iteration)
         fetch, victims = self._place(iteration, found, ended=ended)
         sharing = self._sharing(iteration, found, fetch)
         evict = self._settle(iteration, found, fetch)
         hits = len(found.rows) - len(fetch)
-        if hottest is not None and not last and self.trainers == 1:
-            fetch = self._bring_along(iteration, fetch, hottest)
+        wanted = None if last else policy.along(iteration)
+        if wanted is not None:
+            fetch, victims, sharing = self._bring_along(iteration, wanted, found.rows, fetch, victims, sharing)
         evict = evict.joined(self._make_room(iteration, found, length - 1, ended=ended))
         if last:
             evict = evict.joined(self._tenants.evict_all(iteration))
@@ -248,7 +297,10 @@ class Oracle:
         lookahead = policy.advance(iteration, length)
         batch = self._window.popleft()
         self._first += 1
-        return Plan(iteration, found.rows, batch.features, fetch, evict, victims, lookahead, hits, sharing)
+        capacity, self._announced = self._announced, ()
+        return Plan(
+            iteration, found.rows, batch.features, fetch, evict, victims, lookahead, hits, sharing, capacity=capacity
+        )
 
     def _look_up(self, iteration: int) -> Found:
         """The rows of the oldest batch: hits and misses."""
@@ -296,8 +348,7 @@ class Oracle:
 
     def _settle(self, iteration: int, found: Found, fetch: Fetch) -> RowList:
         """Note who lives where, and what each fetch waits for; the rows of the batch that leave right after it."""
-        rows, evict = found.rows, _room_for(found.num_leaving)
-        acknowledged = max(-1, iteration - 1 - self.policy.horizon)
+        rows, evict, acknowledged = found.rows, _room_for(found.num_leaving), self._acknowledged(iteration)
         self._reader.on_all(lambda shard: kernels.settle(
             shard.state, shard.rings, iteration, acknowledged, Rows(rows.ids, rows.slots, rows.bounds), found.next_use,
             found.absent, Rows(fetch.ids, fetch.slots, fetch.bounds), fetch.after,
@@ -331,40 +382,71 @@ class Oracle:
     def _make_room_by_keys(self, iteration: int, group: Group) -> Int32s:
         """Let rows go for those of the next batch and the prefetches behind it; what these use themselves stays."""
         soon, end = iteration + 1 + self.policy.ahead, self._first + len(self._window) - 1
-        needed = sum(
-            count_absent(shard.state, shard.rings, shard.members(group.tables), iteration + 1, min(soon, end))
-            for shard in self._shards
-        )
+        needed = sum(len(codes) for _, codes in self._find_absent(group, iteration + 1, min(soon, end)))
         others = int(np.count_nonzero((group.facts.last >= 0) & (group.facts.next > soon)))
         count = min(needed - group.slots.num_free, others)
         if count <= 0:
             return NONE
         return group.facts.vacate(lowest(self.policy.keys(iteration, group, count), count))[0]
 
-    def _bring_along(self, iteration: int, fetch: Fetch, hottest: Hottest) -> Fetch:
-        """What the first plan fetches, and in each table behind it rows that are hot, as far as slots are free.
+    def _find_absent(self, group: Group, first: int, last: int) -> Iterator[tuple[Shard, Int64s]]:
+        for shard in self._shards:
+            yield shard, find_absent(shard.state, shard.rings, shard.members(group.tables), first, last)
 
-        Only where one trainer has all rows: how several divide the rows of a plan rests on who uses them.
-        """
-        more = []
-        for group, (tables, ids) in zip(self.groups, hottest, strict=True):
-            chosen, known = self._tenants.absent(tables, ids)
-            chosen, known = chosen[: group.slots.num_free], known[: group.slots.num_free]
-            slots, _ = group.slots.take(len(chosen))
-            self._tenants.move_in(tables[chosen], known, slots)
-            group.facts.came(slots)
-            group.facts.last[slots] = iteration
-            more.append((tables[chosen], ids[chosen], slots))
-        tables, ids, slots = (np.concatenate(part) for part in zip(*more, strict=True))
+    def _absent(self, group: Group, first: int, last: int) -> tuple[Int64s, Int64s]:
+        """Table and id of the rows that batches `first` to `last` of the window need and that are not in the cache."""
+        parts = []
+        for shard, codes in self._find_absent(group, first, min(last, self._first + len(self._window) - 1)):
+            tables, rows = codes >> kernels.HALF, codes & kernels.LOWER
+            parts.append((tables, shard.ids_of(tables, rows)))
+        tables, ids = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return tables, ids
+
+    def _acknowledged(self, iteration: int) -> int:
+        """What every fetch of a plan waits for."""
+        return max(-1, iteration - 1 - self.policy.horizon)
+
+    def _bring_along(
+        self,
+        iteration: int,
+        wanted: Wanted,
+        rows: RowList,
+        fetch: Fetch,
+        victims: Victims,
+        sharing: Sharing | None,
+    ) -> tuple[Fetch, Victims, Sharing | None]:
+        """What a plan fetches, and in each table behind it rows for later ones, as far as they find a place; who leaves
+        for both, and who owns them."""
+        leaving, evict_after, brought = [], victims.evict_after, []
+        for group, (tables, ids) in zip(self.groups, wanted, strict=True):
+            chosen, known, evicted = self._tenants.absent(tables, ids)
+            settled = evicted < iteration  # others leave just now
+            chosen, known, evicted = chosen[settled], known[settled], evicted[settled]
+            tables, ids = tables[chosen], ids[chosen]
+            demand = Extra(iteration, group, rows, np.arange(len(ids), dtype=np.int32), wanted=(tables, ids))
+            gone, last_use = group.admit(self.policy, demand)
+            leaving.append(gone)
+            evict_after = max(evict_after, last_use)
+            given = demand.new >= 0
+            brought.append([part[given] for part in (tables, ids, known, demand.new, evicted, demand.slot_after)])
+        out = self._tenants.evict(leaving, iteration) if any(map(len, leaving)) else self._nothing
+        tables, ids, known, slots, evicted, slot_after = (np.concatenate(part) for part in zip(*brought, strict=True))
+        self._tenants.move_in(tables, known, slots)
+        after = np.maximum(evicted, self._acknowledged(iteration)) if self.policy.exact else np.full_like(evicted, -1)
         all_tables = np.concatenate([np.repeat(np.arange(len(self.tables)), np.diff(fetch.bounds)), tables])
-        order, none = np.argsort(all_tables, kind="stable"), np.full(len(ids), -1, np.int32)
-        return Fetch(
+        order = np.argsort(all_tables, kind="stable")
+        fetch = Fetch(
             np.concatenate([fetch.ids, ids])[order],
             np.concatenate([fetch.slots, slots])[order],
             _bounds(np.bincount(all_tables, minlength=len(self.tables))),
-            np.concatenate([fetch.after, none])[order],
-            np.concatenate([fetch.slot_after, none])[order],
+            np.concatenate([fetch.after, after])[order],
+            np.concatenate([fetch.slot_after, slot_after])[order],
         )
+        if sharing is not None:
+            homes = (slots % self.trainers).astype(np.int8)
+            sharing = replace(sharing, homes=np.concatenate([sharing.homes, homes])[order])
+        joined = victims.joined(out)
+        return fetch, Victims(joined.ids, joined.slots, joined.bounds, evict_after), sharing
 
     def close(self) -> None:
         """Let the oracle's threads go."""
@@ -400,17 +482,36 @@ class Oracle:
         return Sharing(users.users, users.next * stays, users.later * stays, before, homes, batch.cuts, batch.inverse)
 
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:
-        for group in self.groups:
-            needed = int(counts[group.tables].sum())
-            if needed > group.capacity:
-                # Groups grow alike, as the division goes by what the first batch needs of each.
-                rows, size = (-(-total * needed // group.capacity) for total in self.size)
-                in_bytes = f", or {-(-size // 1000):,}KB" if size else ""
-                raise CapacityError(
-                    f"iteration {iteration} needs {needed:,} rows of {group.label} at once, and of the cache's "
-                    f"{self.size[0]:,} places they have {group.capacity:,}: raise `cache` to at least {rows:,} "
-                    f"rows{in_bytes}, or lower the batch size"
-                )
+        """CapacityError if a batch has no room; `_Crowded` if it has with the slots divided otherwise."""
+        needs = [int(counts[group.tables].sum()) for group in self.groups]
+        for group, needed in zip(self.groups, needs, strict=True):
+            if needed <= group.capacity:
+                continue
+            # Groups that are not divided anew grow alike, as the division goes by what the first batch needs of each.
+            rows, size = (-(-total * needed // group.capacity) for total in self.size)
+            if self._divide is not None:
+                for needed_rows in (np.maximum(self._most, counts), counts):
+                    capacity = self._divide(needed_rows.tolist())
+                    if capacity is not None:
+                        raise _Crowded(capacity)
+                # Of each width one more, as divisions round down; and so many rows that the first takes these bytes.
+                widths = [self.tables[each.tables[0]].width or 0 for each in self.groups]
+                size = num_bytes([need + 1 for need in needs], widths)
+                rows = max(sum(needs), -(-size * self.size[0] // self.size[1]))
+            in_bytes = f", or {-(-size // 1000):,}KB" if size else ""
+            raise CapacityError(
+                f"iteration {iteration} needs {needed:,} rows of {group.label} at once, and of the cache's "
+                f"{self.size[0]:,} places they have {group.capacity:,}: raise `cache` to at least {rows:,} "
+                f"rows{in_bytes}, or lower the batch size"
+            )
+
+
+class _Crowded(CapacityError):
+    """A batch has no room in the slots of a group, and would have with this division."""
+
+    def __init__(self, capacity: list[int]) -> None:
+        super().__init__("the slots have to be divided anew, which `plans` does")
+        self.capacity = capacity
 
 
 def _bounds(counts: Int64s) -> Int64s:

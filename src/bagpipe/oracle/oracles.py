@@ -20,6 +20,7 @@ from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.tables import OracleTable
+from bagpipe.policies.windows import Times
 
 Int64s = NDArray[np.int64]
 Payload = TypeVar("Payload")
@@ -54,6 +55,9 @@ class Oracles:
         """As `Oracle.count`."""
         for oracle, (begin, end) in zip(self._oracles, self._features, strict=True):
             oracle.count(ids[begin:end])
+
+    def measure(self, times: Times) -> None:
+        """As `Oracle.measure`; no policy of several oracles goes by it."""
 
     def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
         """As `Oracle.plans`."""

@@ -84,13 +84,13 @@ class Partition:
             raise ConfigError(f"sync.design is {design!r}: give one of {', '.join(DESIGNS)}")
         self.trainers, self.delayed, self._rules = trainers, delayed, RULES[design]
         assert len(move_costs) in (0, len(tables)), "of each table, or of none"
-        costs = np.full(len(tables), kernels.NEVER)
+        self._costs = np.full(len(tables), kernels.NEVER)
         if self._rules.moves and move_costs:
-            costs[:] = move_costs
-        ends = np.cumsum([0, *capacity])
-        bases = ends[[table.group for table in tables]].astype(np.int64)
+            self._costs[:] = move_costs
         bits = masks(1) << np.arange(trainers, dtype=masks)
-        self._slots = Slots(bases, np.zeros(ends[-1], np.int64), np.append(bits, bits.sum(dtype=masks)), costs)
+        self._bits: Masks = np.append(bits, bits.sum(dtype=masks))
+        self._groups = [table.group for table in tables]
+        self._slots = self._vacant(capacity)
         self._features: Int64s = np.repeat(np.arange(len(tables)), [len(table.features) for table in tables])
         sent_at = [-1 if self._rules.users_read else FETCHED, NEXT, LATER if delayed else NEXT]
         self._sent_at: Ranks = np.array([-1] * 3 if self._rules.copies else sent_at, np.int8)
@@ -118,8 +118,15 @@ class Partition:
         if error is not None:
             raise error
 
+    def _vacant(self, capacity: Sequence[int]) -> Slots:
+        ends = np.cumsum([0, *capacity])
+        state, brought = np.zeros(ends[-1], np.int64), np.full(ends[-1], -2, np.int32)
+        return Slots(ends[self._groups].astype(np.int64), state, brought, self._bits, self._costs)
+
     def _follow(self, plan: Plan) -> None:
         """Follow a plan through the slots."""
+        if plan.capacity:
+            self._slots = self._vacant(plan.capacity)
         rows, fetch, sharing, known = plan.rows, plan.fetch, plan.sharing, self._slots
         assert sharing is not None, "plans for one trainer are not divided"
         victims_by = kernels.writers_of(
@@ -139,8 +146,8 @@ class Partition:
         bounds, phases = rows.bounds, phase[:0]
         if self._waiting:
             bounds, phases = self._waiting[-1].plan.rows.bounds, self._waiting[-1].found.phase
-        met = kernels.track_owners(used, taken, known, self._rules.users_read, found, bounds, phases)
-        assert met == len(fetch), f"plan {plan.iteration} fetches rows that its batch does not use"
+        met = kernels.track_owners(plan.iteration, used, taken, known, self._rules.users_read, found, bounds, phases)
+        assert met == len(rows) - plan.hits, f"plan {plan.iteration} fetches rows of its batch in another order"
         evict_by = kernels.writers_of(plan.evict.bounds, plan.evict.slots, known)
         self._waiting.append(Uses(plan, sharing, found, known.bits, self._sent_at, readers, evict_by, victims_by))
 

@@ -22,7 +22,8 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch(RowList):
-    """Rows to bring from the store into their slots before the iteration trains."""
+    """Rows to bring from the store into their slots before the iteration trains: of each table those that the batch
+    needs, in the order of its rows, and behind them those that are brought along for later ones."""
 
     after: Int32s
     """For each row: reading it waits until all iterations up to this one are acknowledged; -1: no wait. It is at least
@@ -62,7 +63,8 @@ class Sharing:
     before: Int32s
     """For each row its index among those of its table in the batch before; -1: that does not use it."""
     homes: NDArray[np.int8]
-    """For each row to fetch the trainer that uses it most while it will be in the cache."""
+    """For each row to fetch the trainer that uses it most while it will be in the cache; for rows that are brought
+    along any."""
     cuts: Int64s
     """[f, r]: where trainer r's ids of feature f begin; one more for the end."""
     inverse: Int32s
@@ -91,3 +93,5 @@ class Plan:
     """Of a plan for several trainers that is not divided among them yet."""
     sync: Sync | None = None
     """Of one trainer's part of a plan."""
+    capacity: tuple[int, ...] = ()
+    """The slots of each group from here on, where they are divided anew: the plan before has evicted all rows."""

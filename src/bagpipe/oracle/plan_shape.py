@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.cache import group_by_width
+from bagpipe.cache import group_by_width, num_bytes
 from bagpipe.errors import WireError
 from bagpipe.kernels.bits import first_outside
 from bagpipe.oracle.row_list import RowList
@@ -39,6 +40,10 @@ class PlanShape:
     """How plans are divided, where several trainers share them."""
     trainer: int = 0
     """Whose parts come."""
+    widths: tuple[int, ...] = ()
+    """Floats of a row of each space."""
+    bytes_max: int = 0
+    """What all slots may take, however they are divided."""
 
     @classmethod
     def of(cls, described: PlansDescribed, trainer: int = 0) -> PlanShape:
@@ -51,8 +56,22 @@ class PlanShape:
                 f"plans of {len(tables)} tables with rows of {len(widths)} widths for {len(described.capacity)} slot "
                 "spaces, or of a feature in two tables: run the same release on both sides"
             )
-        capacity, accumulate = tuple(described.capacity), described.accumulate
-        return cls(tables, tuple(groups), capacity, accumulate, described.fingerprint, described.division, trainer)
+        capacity, size = tuple(described.capacity), num_bytes(described.capacity, widths)
+        return cls(
+            tables, tuple(groups), capacity, described.accumulate, described.fingerprint, described.division, trainer,
+            tuple(widths), size,
+        )  # fmt: skip
+
+    def divided_anew(self, capacity: Sequence[int], name: str) -> PlanShape:
+        """The shape from a plan on that divides the slots anew, if it does; WireError if it can't."""
+        if not capacity:
+            return self
+        if len(capacity) != len(self.capacity) or num_bytes(capacity, self.widths) > self.bytes_max:
+            raise WireError(
+                f"{name} divides the cache into {list(capacity)} slots of {list(self.widths)} floats: one number for "
+                f"each width is allowed, and {self.bytes_max:,} bytes in all"
+            )
+        return replace(self, capacity=tuple(capacity))
 
     @property
     def features(self) -> list[tuple[str, int]]:

@@ -58,7 +58,7 @@ def pack_plan_of(
     heads = [pack(batch, packing, features) for batch in batches]
     record = Planned(
         plan.iteration, fingerprint, plan.lookahead, plan.hits, plan.victims.evict_after, len(plan.rows),
-        len(plan.fetch), len(plan.evict), len(plan.victims), heads,
+        len(plan.fetch), len(plan.evict), len(plan.victims), list(plan.capacity), heads,
     )  # fmt: skip
     if plan.sync is None:
         return record, packing.buffers()
@@ -86,6 +86,7 @@ def unpack_plan_of(
     name = f"the plan of iteration {iteration}"
     record, head = (body.plan, body.sync) if isinstance(body, PlannedPart) else (body, None)
     _check_record(record, shape, name, iteration)
+    shape = shape.divided_anew(record.capacity, name)
     if (head is None) != (shape.division is None):
         raise WireError(f"{name} is {'whole' if head is None else 'divided'}, and was described as the opposite")
     unpacking = Unpacking(name, buffers)
@@ -138,7 +139,8 @@ def _unpack(
     inverse = _inverse(unpacking, shape, name, rows, record.batches)
     names = [feature for feature, _ in shape.features]
     batches = [unpack(head, unpacking, names) for head in record.batches]
-    plan = Plan(iteration, rows, inverse, fetch, evict, victims, record.lookahead, record.hits)
+    capacity = tuple(record.capacity)
+    plan = Plan(iteration, rows, inverse, fetch, evict, victims, record.lookahead, record.hits, capacity=capacity)
     return plan, batches
 
 

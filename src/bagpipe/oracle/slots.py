@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bagpipe.kernels.oracle import KEEP, pop_idle, rest
 
 if TYPE_CHECKING:
-    from bagpipe.policies.base import Demand, Policy
+    from bagpipe.policies.base import Demand, Extra, Policy
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -33,10 +33,11 @@ NEVER = 2**31 - 1
 class Slots:
     """The free slots of one group, oldest first, so that reuse rarely waits for the last tenant to be copied out."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, freed_by: int = -1) -> None:
+        """All are free, as freed by this plan."""
         self.capacity = capacity
         self._ring: Int32s = np.arange(capacity, dtype=np.int32)
-        self._freed_by: Int32s = np.full(capacity, -1, np.int32)
+        self._freed_by: Int32s = np.full(capacity, freed_by, np.int32)
         self._first = 0
         self.num_free = capacity
 
@@ -68,9 +69,9 @@ class Slots:
 class AddressedSlots(Slots):
     """The slots of one group for a policy that says itself which of them its rows take."""
 
-    def __init__(self, capacity: int, begin: int = 0) -> None:
+    def __init__(self, capacity: int, begin: int = 0, freed_by: int = -1) -> None:
         """Rows that may be anywhere take slots from `begin` on before others."""
-        super().__init__(capacity)
+        super().__init__(capacity, freed_by)
         self._begin = begin
         self._taken: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
 
@@ -225,14 +226,16 @@ class Group:
         capacity: int,
         label: str = "",
         rows: Sequence[int | None] = (),
+        freed_by: int = -1,
     ) -> None:
-        self.number, self.capacity = number, capacity
+        """Its slots are vacant since the evictions of plan `freed_by`."""
+        self.number, self.capacity, self.freed_by = number, capacity, freed_by
         self.label = label or f"group {number}"
         """What messages call it."""
         self.tables: Int64s = np.array(tables, np.int64)
         self.rows = tuple(rows) or (None,) * len(tables)
         """How many rows each table has, where known."""
-        self.slots = Slots(capacity)
+        self.slots = Slots(capacity, freed_by)
         self.idle: IdleQueue | None = None
         self.ranked: SlotFacts | None = None
         """Who makes room: one of the two, or neither where nobody ever has to."""
@@ -241,6 +244,9 @@ class Group:
         for the next ones: the sums of `kernels.admit`, if the policy keeps them."""
         self.rows_in: Callable[[Int64s], tuple[Int64s, Int64s]] = lambda slots: (slots[:0], slots[:0])
         """Table and id of the tenants of some slots."""
+        self.absent: Callable[[int, int], tuple[Int64s, Int64s]] = lambda first, last: (self.tables[:0],) * 2  # noqa: ARG005
+        """Table and id of the rows that batches of the window, from one iteration to another, need and that are not in
+        the cache."""
         firsts = [t for t in tables if t - 1 not in tables]
         lasts = [t for t in tables if t + 1 not in tables]
         self._runs = [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
@@ -261,19 +267,40 @@ class Group:
             more, last = self.make_room(policy, demand, count - self.slots.num_free)
             demand.new, demand.slot_after = self.slots.take(count)
         else:
-            assert isinstance(self.slots, AddressedSlots)
-            given = chosen >= 0
-            victims, last = self.facts.vacate(chosen[given])
-            self.slots.free(victims, -1)
-            demand.new, demand.slot_after = chosen.copy(), np.empty(count, np.int32)
-            demand.slot_after[given] = self.slots.claim(chosen[given])
-            others = count - int(np.count_nonzero(given))
+            victims, last = self._claim(demand, chosen)
+            rest = chosen < 0
+            others = int(np.count_nonzero(rest))
             more, used = self.make_room(policy, demand, others - self.slots.num_free)
-            demand.new[~given], demand.slot_after[~given] = self.slots.take(others)
+            demand.new[rest], demand.slot_after[rest] = self.slots.take(others)
             more, last = np.concatenate([victims, more]), max(last, used)
         if self.ranked is not None:
             self.ranked.came(demand.new)
         return more, last
+
+    def admit(self, policy: Policy, demand: Extra) -> tuple[Int32s, int]:
+        """The same for rows that a plan brings along: as far as they find a place; -1 for those that do not."""
+        chosen, count = policy.place(demand), len(demand.missing)
+        if chosen is None:
+            count = min(count, self.slots.num_free)
+            demand.new, demand.slot_after = np.full((2, len(demand.missing)), -1, np.int32)
+            demand.new[:count], demand.slot_after[:count] = self.slots.take(count)
+            victims, last = NONE, -1
+        else:
+            victims, last = self._claim(demand, chosen)
+        slots = demand.new[demand.new >= 0]
+        self.facts.came(slots)
+        self.facts.last[slots], self.facts.next[slots] = demand.iteration, NEVER
+        return victims, last
+
+    def _claim(self, demand: Demand, chosen: Int32s) -> tuple[Int32s, int]:
+        """Take the slots that the policy has chosen (-1: none) from whoever is there; as `assign`."""
+        assert isinstance(self.slots, AddressedSlots)
+        given = chosen >= 0
+        victims, last = self.facts.vacate(chosen[given])
+        self.slots.free(victims, -1)
+        demand.new, demand.slot_after = chosen.copy(), np.full(len(chosen), -1, np.int32)
+        demand.slot_after[given] = self.slots.claim(chosen[given])
+        return victims, last
 
     def make_room(self, policy: Policy, demand: Demand, count: int) -> tuple[Int32s, int]:
         """Free the slots of so many rows outside the batch; them, and the last iteration that used any of the rows."""

@@ -46,17 +46,19 @@ class Tenants:
             ids[own] = shard.ids_of(tables[own], rows[own])
         return tables, ids
 
-    def absent(self, tables: Int64s, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Which of these rows can be brought along, and where they are known: not what is in the cache, and of mapped
-        tables only rows of the window, as their maps have room for no others."""
+    def absent(self, tables: Int64s, ids: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        """Which of these rows can be brought along, where they are known, and which plan evicted them (-1: none). Not
+        what is in the cache, and of mapped tables only rows of the window, as their maps have room for no others."""
         rows: Int64s = np.full(len(ids), -1, np.int64)
+        evicted: Int32s = np.full(len(ids), -1, np.int32)
         for t in np.unique(tables).tolist():
             own, shard = np.flatnonzero(tables == t), self.shard_of(t)
             own = own[shard.is_known(t, ids[own])]
             found = shard.rows_of(t, ids[own])
-            rows[own] = np.where(shard.state.location[found] > 0, -1, found)
+            location = shard.state.location[found]
+            rows[own], evicted[own] = np.where(location > 0, -1, found), -location - 1
         chosen = np.flatnonzero(rows >= 0)
-        return chosen, rows[chosen]
+        return chosen, rows[chosen], evicted[chosen]
 
     def move_in(self, tables: Int64s, rows: Int64s, slots: Int32s) -> None:
         """These rows live in these slots from now on."""

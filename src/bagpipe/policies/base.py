@@ -22,13 +22,14 @@ from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
 if TYPE_CHECKING:
     from bagpipe.policies.sampled import Sample
+    from bagpipe.policies.windows import Times
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Lookahead = int | Literal["auto"]
-Hottest = list[tuple[Int64s, Int64s]]
-"""Of each group tables and ids of rows, from hot to cold."""
+Wanted = Sequence[tuple[Int64s, Int64s]]
+"""Of each group tables and ids of rows, in the order in which they get what room there is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,19 @@ class Demand:
     def misses(self) -> tuple[Int64s, Int64s]:
         """Table and id of each row that is missing."""
         return np.searchsorted(self.rows.bounds, self.missing, "right") - 1, self.rows.ids[self.missing]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Extra(Demand):
+    """The same of rows that a plan brings along, beside those of its batch, whose slots are taken."""
+
+    wanted: tuple[Int64s, Int64s]
+    """Tables and ids."""
+
+    @property
+    def misses(self) -> tuple[Int64s, Int64s]:
+        """All of them."""
+        return self.wanted
 
 
 class Policy:
@@ -90,6 +104,11 @@ class Policy:
         """Whether the result is that of synchronous training, bit for bit: whatever the options, unless it says so."""
         return True
 
+    @classmethod
+    def lead(cls, lookahead: Lookahead, options: PolicyOptions) -> int:  # noqa: ARG003 - for subclasses
+        """How many plans before their own rows are to be read; 0: as the executor sees fit."""
+        return 0
+
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:  # noqa: ARG002 - for subclasses
         """Begin a run."""
         self.groups, self.ahead = groups, ahead
@@ -122,9 +141,17 @@ class Policy:
         """
         raise NotImplementedError
 
-    def learn(self, sample: Sample) -> Hottest:
-        """How often each row of each table is used. Returns rows that the first plan brings along if there is room."""
+    def learn(self, sample: Sample) -> None:
+        """How often each row of each table is used."""
         raise NotImplementedError
+
+    def along(self, iteration: int) -> Wanted | None:  # noqa: ARG002
+        """Rows that the plan just made brings along for later ones: those that find a place, as `place` says; where it
+        gives none, those for which there are free slots."""
+        return None
+
+    def measure(self, times: Times) -> None:
+        """What the trainer measures while it runs, for a policy that goes by it."""
 
     def advance(self, iteration: int, window: int) -> int:  # noqa: ARG002
         """A plan was made, with `window` batches that begin with it: set `window` for the next. Returns its lookahead:

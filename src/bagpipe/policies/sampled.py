@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bagpipe.kernels.idmap import IdMap
 from bagpipe.oracle.slots import NEVER, Group
-from bagpipe.policies.base import Demand, Hottest, Int32s, Int64s, Lookahead, Policy
+from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, Policy, Wanted
 
 BATCHES = 64
 """Read before the first plan where all data was counted."""
@@ -60,7 +60,7 @@ class Sample:
                 self._counts[t] = np.concatenate([self._counts[t], more])
             np.add.at(self._counts[t], positions, 1)
 
-    def rank(self, groups: Sequence[Group]) -> Hottest:
+    def rank(self, groups: Sequence[Group]) -> Wanted:
         """The rows of each group from hot to cold; of equals the first in order of tables and ids is hotter."""
         self._ranks = [np.empty(len(rows), np.int32) for rows in self._maps]
         hottest = []
@@ -100,13 +100,24 @@ class FrequencyPolicy(Policy):
         super().bind(groups, lookahead, ahead)
         self.window = self.window_max = max(2, self.options.sample or BATCHES)
 
-    def learn(self, sample: Sample) -> Hottest:
+    def learn(self, sample: Sample) -> None:
         """Rank the rows; the sample is in memory, and from now on one batch at a time is read."""
         self.window = 2
         self.sample = sample
         hottest = sample.rank(self.groups)
-        sizes = [group.capacity for group in self.groups]
-        return [(tables[:size], ids[:size]) for size, (tables, ids) in zip(sizes, hottest, strict=True)]
+        sizes = self._most_brought()
+        self._hottest: Wanted | None = [
+            (tables[:size], ids[:size]) for size, (tables, ids) in zip(sizes, hottest, strict=True)
+        ]
+
+    def _most_brought(self) -> Sequence[int]:
+        """How many of each group's hottest rows the first plan brings along, if there is room."""
+        return [group.capacity for group in self.groups]
+
+    def along(self, iteration: int) -> Wanted | None:  # noqa: ARG002
+        """The hottest rows, with the first plan."""
+        hottest, self._hottest = self._hottest, None
+        return hottest
 
     def keys(self, iteration: int, group: Group, count: int) -> Int64s:  # noqa: ARG002 - the same at any time
         """The coldest first, and of rows that the sample does not know the one used longest ago."""
@@ -125,11 +136,10 @@ class StaticPolicy(FrequencyPolicy):
 
     name = "static"
 
-    def learn(self, sample: Sample) -> Hottest:
-        """Rank the rows, and decide how many of each group are pinned."""
-        hottest = super().learn(sample)
+    def _most_brought(self) -> Sequence[int]:
+        """As many as are pinned."""
         self.num_pinned = [self._most_pinned(group) for group in self.groups]
-        return [(tables[:n], ids[:n]) for n, (tables, ids) in zip(self.num_pinned, hottest, strict=True)]
+        return self.num_pinned
 
     def leaves(self, demand: Demand, *, ended: bool) -> Int32s:  # noqa: ARG002
         """Rows that are not pinned."""

@@ -18,14 +18,15 @@ import numpy as np
 
 from bagpipe.kernels.victims import choose_ways
 from bagpipe.oracle.slots import HELD, AddressedSlots, Group
-from bagpipe.policies.base import Demand, Flags, Int32s, Int64s, Lookahead, checked
+from bagpipe.policies.base import Demand, Extra, Flags, Int32s, Int64s, Lookahead, Wanted, checked
 from bagpipe.policies.belady import ForesightedPolicy
+from bagpipe.policies.windows import WINDOW, Times, Windows
 from bagpipe.policy_options import PolicyOptions
 
-WINDOW = 16
-"""Batches of a window where the lookahead is "auto"."""
 VICTIM_SHARE = 8
 """The victim table takes this part of the slots at least, unless a batch has fewer rows."""
+CROWDED = 8
+"""A window is crowded if more than this part of the rows that it lacked got no way."""
 
 
 class WindowedPolicy(ForesightedPolicy):
@@ -36,9 +37,12 @@ class WindowedPolicy(ForesightedPolicy):
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
-        self.length = checked(lookahead, WINDOW)
-        self.window = self.window_max = max(2, self.length)
+        if not hasattr(self, "windows"):  # they go on where slots are divided anew
+            self.windows = Windows(self.options.windows, checked(lookahead, WINDOW))
+        self.window, self.window_max = max(2, self.windows.length), max(2, self.windows.most)
         self._first = self._end = -1
+        self._lacked = self._refused = 0
+        """Rows that this window had to place so far, and those that got no way."""
         self.layouts: dict[int, SetLayout] = {}
         """The sets of each group, once its first plan is made."""
         self._largest = np.zeros(len(groups), np.int64)
@@ -49,6 +53,11 @@ class WindowedPolicy(ForesightedPolicy):
     def is_exact(cls, options: PolicyOptions) -> bool:
         """Unless reads do not wait."""
         return options.mode == "strict"
+
+    @classmethod
+    def lead(cls, lookahead: Lookahead, options: PolicyOptions) -> int:
+        """A window, if they may be old."""
+        return 0 if cls.is_exact(options) else Windows(options.windows, checked(lookahead, WINDOW)).most
 
     def grant(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
         """Every stay; what the first window needs says how large sets and victim tables are."""
@@ -61,26 +70,46 @@ class WindowedPolicy(ForesightedPolicy):
         """Ways for those that get one, places in the victim table for the others: where that is too small, those make
         room whose next use is farthest, be they of the window."""
         if demand.iteration >= self._end:
-            self._first, self._end = demand.iteration, demand.iteration + self.length
+            self._first, self._end = demand.iteration, demand.iteration + self.windows.length
         group, number, facts = demand.group, demand.group.number, demand.group.facts
         if number not in self.layouts:
             used = np.asarray(self._used)[group.tables]
             self.layouts[number] = SetLayout(group, self.options.ways, used, int(self._largest[number]))
-            group.slots = AddressedSlots(group.capacity, self.layouts[number].end)
+            group.slots = AddressedSlots(group.capacity, self.layouts[number].end, group.freed_by)
         pinned: Flags = (facts.last >= self._first) | ((facts.last >= 0) & (facts.next < self._end))
-        source = np.random.Philox(key=self.options.seed, counter=[0, 0, number, demand.iteration])
+        brings = isinstance(demand, Extra)
+        if brings:
+            pinned[demand.slots] = True  # their use is not noted yet
+        source = np.random.Philox(key=self.options.seed, counter=[0, int(brings), number, demand.iteration])
         draws = np.random.Generator(source).integers(0, 2**62, (2, len(demand.missing)))
         chosen = np.empty(len(demand.missing), np.int32)
         self.layouts[number].choose(*demand.misses, draws, pinned, chosen)
         self._conflicts = demand.missing[chosen < 0]
+        self._lacked += len(chosen)
+        self._refused += len(self._conflicts)
         return chosen
+
+    def along(self, iteration: int) -> Wanted | None:
+        """With the first plan of a window, if asked for, the rows of all its batches."""
+        if not self.options.preload or iteration != self._first:
+            return None
+        return [group.absent(iteration + 1, self._end - 1) for group in self.groups]
 
     def leaves(self, demand: Demand, *, ended: bool) -> Int32s:  # noqa: ARG002
         """Conflict victims."""
         return self._conflicts
 
+    def measure(self, times: Times) -> None:
+        """How long windows are may follow from it."""
+        self.windows.times = times
+
     def advance(self, iteration: int, window: int) -> int:
-        """The lookahead is what is left of the window."""
+        """The lookahead is what is left of the window; behind its last plan the next one is chosen, which must have
+        been read before it begins."""
+        if iteration == self._end - 1:
+            self.windows.advance(self._end, crowded=self._refused * CROWDED > self._lacked)
+            self.window = max(2, self.windows.length)
+            self._lacked = self._refused = 0
         return max(1, min(window, self._end - iteration))
 
 

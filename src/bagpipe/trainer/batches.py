@@ -71,7 +71,9 @@ class Batches:
         check: bool,
         peers: Peers | None = None,
         keeping: Keeping | None = None,
+        ahead: int = 0,
     ) -> None:
+        """The rows of `ahead` plans may be on their way to the cache, if that is more than the pipeline's own."""
         self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
         self._before = 0
         """Iterations of the run before this loop."""
@@ -84,8 +86,9 @@ class Batches:
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = make_checker(layouts, cache, peers) if check else None
         self._pipeline: Pipeline[list[Rewritten]] = Pipeline(
-            source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts]
+            source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts], ahead
         )
+        source.measure(self._pipeline.traffic)
         self._plan: Plan | None = None
         self._views: list[TableView] = []
         self._micro: list[Rewritten] = []
@@ -296,11 +299,16 @@ class Batches:
 
     def stats(self) -> dict[str, Any]:
         """What has moved so far, and how long training waited for it."""
-        return self._pipeline.traffic.summary() | {
-            "data_wait_seconds": self._data_wait_s,
-            "cache_rows": sum(self.cache.capacity),
-            "cache_bytes": self.cache.num_bytes,
-        }
+        traffic = self._pipeline.traffic
+        return (
+            traffic.summary()
+            | {
+                "data_wait_seconds": self._data_wait_s,
+                "cache_rows": sum(self.cache.capacity),
+                "cache_bytes": self.cache.num_bytes,
+            }
+            | ({"windows": traffic.windows} if traffic.windows else {})
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training has changed besides the dense part: rows with their state, counters, data position.

@@ -20,6 +20,7 @@ from bagpipe.oracle.reader import CutIds
 from bagpipe.trainer.read_ahead import Held
 from bagpipe.trainer.reading import LookBack
 from bagpipe.trainer.source import Group, Ids, Plans, Rewritten, Source, rewrite
+from bagpipe.trainer.traffic import Traffic
 
 Divide = Callable[[Any], Sequence[tuple[Any, int]]]
 """From a batch to each trainer's part of it, and its number of samples."""
@@ -110,13 +111,13 @@ class SharedPlans:
     """The plans of one oracle for all trainers of this process: `of(rank)` is what each reads."""
 
     def __init__(self, source: Divided, oracle: AnyOracle, partition: Partition) -> None:
-        self._source, self._oracle, self._partition = source, oracle, partition
+        self._source, self.oracle, self._partition = source, oracle, partition
         self._streams = fan_out(self._parts(), partition.trainers)
         self._open = partition.trainers
 
     def of(self, rank: int) -> OwnPlans:
         """The plans of one trainer: a `PlanSource`."""
-        return OwnPlans(self, self._streams[rank])
+        return OwnPlans(self, self._streams[rank], rank)
 
     @property
     def source(self) -> Divided:
@@ -128,11 +129,11 @@ class SharedPlans:
         self._open -= 1
         if self._open == 0:
             self._source.close()
-            self._oracle.close()
+            self.oracle.close()
 
     def _parts(self) -> Generator[list[tuple[Plan, list[Rewritten]]], None, None]:
         source = self._source
-        for division, parts in source.divided(self._oracle, self._partition):
+        for division, parts in source.divided(self.oracle, self._partition):
             samples = list(zip(*(part.samples for part in parts), strict=True))
             plans = [division.part(rank, *samples) for rank in range(len(parts))]
             yield [
@@ -144,13 +145,18 @@ class SharedPlans:
 class OwnPlans:
     """One trainer's plans."""
 
-    def __init__(self, shared: SharedPlans, stream: Plans) -> None:
-        self._shared, self._stream = shared, stream
+    def __init__(self, shared: SharedPlans, stream: Plans, rank: int) -> None:
+        self._shared, self._stream, self._rank = shared, stream, rank
         self._closed = False
 
     def plans(self) -> Plans:
         """All plans."""
         return self._stream
+
+    def measure(self, traffic: Traffic) -> None:
+        """What this trainer measures; the first one's counts for all."""
+        if self._rank == 0:
+            self._shared.oracle.measure(traffic)
 
     def waited_s(self) -> float:
         """How long the loader was waited for, by whoever asked."""

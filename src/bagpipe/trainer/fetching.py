@@ -1,4 +1,4 @@
-"""Reads the rows that plans fetch: those of READERS plans at once, handed on in the order of the plans.
+"""Reads the rows that plans fetch: READERS at once, each for one plan, handed on in the order of the plans.
 
 Between a request and its answer a link has nothing to carry, and while rows take their slots neither: with a second
 request under way it has. Rows that the store has are read while others of their plan are still to be written.
@@ -6,6 +6,7 @@ request under way it has. Rows that the store has are read while others of their
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,32 +59,37 @@ class Fetching(Generic[Payload]):
         points: Points,
         observer: Observer | None,
         dims: Sequence[int] | None,
+        ahead: int = READERS,
     ) -> None:
+        """The rows of up to `ahead` plans may be on their way."""
+        self.fetch_s = 0.0
+        """Spent on reading, by all readers."""
         self.planned: deque[tuple[Plan, Payload]] = deque()
         self.exhausted = False
         """No plan is added any more."""
         self._cache, self._store, self._points = cache, store, points
         self._observer, self._dims = observer, dims
+        self._ahead = max(READERS, ahead)
         self._taken = self._handed_on = 0
-        self._fetched: list[Fetched[Payload] | None] = [None] * READERS
-        self._ended = [False] * READERS
+        self._fetched: dict[int, Fetched[Payload]] = {}
+        """By the number of their plan."""
+        self._num_reading = READERS
 
     def stages(self) -> dict[str, Stage]:
         """The readers: plans are theirs in turn."""
-        return {f"fetch-{reader}": self._fetch(reader) for reader in range(len(self._fetched))}
+        return {f"fetch-{reader}": self._fetch(reader) for reader in range(READERS)}
 
     def has_next(self) -> bool:
         """Whether the rows of the next plan were read, or there is none."""
-        reader = self._handed_on % len(self._fetched)
-        return self._fetched[reader] is not None or self._ended[reader]
+        return self._handed_on in self._fetched or not self._num_reading
 
     def next(self) -> Fetched[Payload] | None:
         """The next plan, which counts as being on its way until `done`; None after the last one."""
-        return self._fetched[self._handed_on % len(self._fetched)]
+        return self._fetched.get(self._handed_on)
 
     def done(self) -> None:
-        """The rows of that plan are in their slots: its reader may go on."""
-        self._fetched[self._handed_on % len(self._fetched)] = None
+        """The rows of that plan are in their slots: those of another one may be on their way."""
+        del self._fetched[self._handed_on]
         self._handed_on += 1
 
     def read(self, plan: Plan, parts: Sequence[Part], after: int) -> Rows:
@@ -92,8 +98,10 @@ class Fetching(Generic[Payload]):
         for table, ids, slots, columns in parts:
             values = np.empty((len(ids), columns), np.float32)
             fetched.append((TableRows(table, ids, values), slots))
+        begin = time.perf_counter()
         if fetched:
             self._store.read_many([rows for rows, _ in fetched], after)
+        self.fetch_s += time.perf_counter() - begin
         if self._observer:
             for rows, _ in fetched:
                 self._observer.fetched(plan, rows)
@@ -105,6 +113,7 @@ class Fetching(Generic[Payload]):
             if self._is_over():
                 break
             plan, payload = self.planned.popleft()
+            number = self._taken
             self._taken += 1
             yield Wait("its turn", lambda: True)  # the next plan is another reader's, who may wait for it
             early, late = self._read_early(plan)
@@ -115,13 +124,16 @@ class Fetching(Generic[Payload]):
             first, *others = self._blocks(late)
             rows = early + self.read(plan, first, after)  # while the victims of the plan may still be in use
             reach("trainer.fetch.read")
-            self._fetched[reader] = Fetched(plan, payload, rows, after, others)
+            self._fetched[number] = Fetched(plan, payload, rows, after, others)
             del early, rows  # whoever inserts them lets go of them
-            yield Wait("its rows to take their slots", lambda: self._fetched[reader] is None or self._points.closing)
-        self._ended[reader] = True
+            yield Wait("rows to take their slots", self._has_room_for(number + READERS))
+        self._num_reading -= 1
 
     def _is_turn_of(self, reader: int) -> bool:
-        return bool(self.planned) and self._taken % len(self._fetched) == reader
+        return bool(self.planned) and self._taken % READERS == reader
+
+    def _has_room_for(self, number: int) -> Callable[[], bool]:
+        return lambda: number < self._handed_on + self._ahead or self._points.closing
 
     def _is_over(self) -> bool:
         return self._points.closing or (self.exhausted and not self.planned)
@@ -132,7 +144,7 @@ class Fetching(Generic[Payload]):
     def _read_early(self, plan: Plan) -> tuple[Rows, Fetch]:
         """Rows that the store has already, read while others of the plan are still to be written back; and these."""
         fetch, late = plan.fetch, plan.fetch.after > self._points.acknowledged
-        if not late.any() or late.all() or len(fetch) > _rows_at_once():
+        if not late.any() or late.all() or len(fetch) > self._rows_at_once():
             return [], fetch
         early = fetch.only(~late)
         after = int(early.after.max())
@@ -144,14 +156,14 @@ class Fetching(Generic[Payload]):
     def _blocks(self, fetch: Fetch) -> list[list[Part]]:
         """What a plan fetches, in blocks of bounded size; at least one."""
         found: list[list[Part]] = [[]]
-        room = _rows_at_once()
+        room = self._rows_at_once()
         for table, ids, slots, columns in self._parts(fetch):
             while len(ids):
                 found[-1].append((table, ids[:room], slots[:room], columns))
                 ids, slots, room = ids[room:], slots[room:], room - min(room, len(ids))
                 if not room:
                     found.append([])
-                    room = _rows_at_once()
+                    room = self._rows_at_once()
         return found if found[-1] else found[:-1] or found
 
     def _parts(self, fetch: Fetch) -> Iterator[Part]:
@@ -166,7 +178,6 @@ class Fetching(Generic[Payload]):
                 if chosen.any():
                     yield table, ids[chosen], slots[chosen], columns
 
-
-def _rows_at_once() -> int:
-    """So many may each reader have on their way."""
-    return max(1, staging.STAGED_ROWS // READERS)
+    def _rows_at_once(self) -> int:
+        """So many of a plan may be on their way."""
+        return max(1, staging.STAGED_ROWS * self._ahead // READERS**2)

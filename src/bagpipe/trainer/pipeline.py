@@ -5,7 +5,8 @@ An iteration passes four points: trained, updated, copied out, acknowledged. The
   1. copy-out of an eviction waits until the iteration of the row's last update is updated;
   2. an insertion waits until the slot's last tenant is copied out;
   3. a fetch waits until all iterations up to its `after` are acknowledged (`fetching.py`).
-Queues are bounded by `depth` plans, and rows on their way by STAGED_ROWS each way (I5).
+Queues are bounded by `depth` plans, and rows on their way by STAGED_ROWS each way (I5), unless they are read further
+ahead than they would have to be.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.row_list import RowList
 from bagpipe.store.base import NO_ITERATION, Store
 from bagpipe.trainer import staging
-from bagpipe.trainer.fetching import Fetching, Rows
+from bagpipe.trainer.fetching import READERS, Fetching, Rows
 from bagpipe.trainer.observer import Observer
 from bagpipe.trainer.points import Points
 from bagpipe.trainer.stages import Driver, Stage, Wait
@@ -45,13 +46,17 @@ class Pipeline(Generic[Payload]):
         depth: int = DEPTH,
         observer: Observer | None = None,
         dims: Sequence[int] | None = None,
+        ahead: int = READERS,
     ) -> None:
-        """`dims` are the columns that the vectors of each table's rows have; needed by plans with rows not whole."""
+        """`dims` are the columns that the vectors of each table's rows have; needed by plans with rows not whole.
+
+        The rows of up to `ahead` plans may be on their way to the cache.
+        """
         self.points, self.traffic = Points(), Traffic()
         self._plans, self._cache, self._store, self._driver = plans, cache, store, driver
         self._depth, self._observer = depth, observer
         self._started = False
-        self._fetching = Fetching[Payload](cache, store, self.points, observer, dims)
+        self._fetching = Fetching[Payload](cache, store, self.points, observer, dims, ahead)
         self._ready: deque[tuple[Plan, Payload]] = deque()
         self._trained: deque[Plan] = deque()
         self._victims: deque[tuple[int, list[TableRows]]] = deque()
@@ -131,11 +136,13 @@ class Pipeline(Generic[Payload]):
             yield Wait(
                 "room for another plan", lambda: len(self._fetching.planned) < self._depth or self.points.closing
             )
+            begin = time.perf_counter()
             try:
                 item = None if self.points.closing else next(self._plans, None)
             except Exception as error:
                 self.source_error = error
                 item = None
+            self.traffic.plan_s += time.perf_counter() - begin
             if item is None:
                 break
             reach("trainer.plan.received")
@@ -150,6 +157,12 @@ class Pipeline(Generic[Payload]):
             if fetched is None:
                 break
             plan = fetched.plan
+            if plan.capacity:
+                last = plan.iteration - 1  # has evicted all rows
+                yield self._until(f"iteration {last} to leave", self._reached("copied_out", last))
+                if self._ended():
+                    break
+                self._cache.divide(plan.capacity)
             if plan.victims.evict_after >= 0:  # also if another trainer writes them: their slots are about to be taken
                 yield from self._make_room(plan)
             freed = int(plan.fetch.slot_after.max(initial=-1))
@@ -244,6 +257,7 @@ class Pipeline(Generic[Payload]):
                 if self._observer:
                     self._observer.inserted(plan, rows.table, rows.ids, slots)
                 self._cache.insert(rows.table, rows.ids, slots, rows.values)
+        self.traffic.fetch_s = self._fetching.fetch_s
         self.traffic.fetched_rows += sum(len(slots) for _, slots in fetched)
         self.traffic.fetched_bytes += sum(rows.values.nbytes for rows, _ in fetched)
         self.traffic.peak_rows = self._cache.peak_rows

@@ -28,6 +28,7 @@ from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.source import Group, Plans, rewrite
 from bagpipe.trainer.stages import Driver, Threads
 from bagpipe.trainer.sync import Peers
+from bagpipe.trainer.traffic import Traffic
 from bagpipe.types import Batch
 from bagpipe.wire.channel import Network
 from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpected
@@ -113,12 +114,16 @@ class RemotePlans:
             if not isinstance(body, Planned | PlannedPart):
                 raise unexpected(body, f"plan {iteration}")
             plan, group = self._read(body, message.buffers, iteration)
+            self._shape = self._shape.divided_anew(plan.capacity, f"plan {iteration}")
             self._num_batches += len(group.batches)
             assert self._adapter is not None
             yield plan, rewrite(plan, group, self._shape.tables, self._adapter)
             iteration += 1
         if self._abandoned:
             raise PipelineError(self._abandoned)
+
+    def measure(self, traffic: Traffic) -> None:
+        """The oracle is elsewhere, and no policy there goes by it."""
 
     def waited_s(self) -> float:
         """How long plans were waited for."""
@@ -223,6 +228,7 @@ def remote_batches(
     peers: Peers | None = None,
     assign: str = "contiguous",
     keeping: Keeping | None = None,
+    ahead: int = 0,
 ) -> Batches:
     """What `bagpipe.accelerate` returns, for plans from elsewhere and rows in this store.
 
@@ -236,7 +242,7 @@ def remote_batches(
     return Batches(
         model, binding, rows, layouts, plans, cache, store, driver or Threads(),
         depth=depth, threads=threads or torch.get_num_threads(), check=check, peers=peers,
-        keeping=keeping,
+        keeping=keeping, ahead=ahead,
     )  # fmt: skip
 
 

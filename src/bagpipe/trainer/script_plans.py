@@ -23,6 +23,7 @@ from bagpipe.split import Splitter
 from bagpipe.trainer.divided import Divided, Part
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.source import Group, Plans, rewrite
+from bagpipe.trainer.traffic import Traffic
 from bagpipe.wire.arrays import TYPES, Packing, Unpacking
 from bagpipe.wire.channel import Network
 from bagpipe.wire.dispatch import Reply
@@ -148,6 +149,10 @@ class ServedPlans:
             self._outbox.ask(body.trainer - 1, body.iteration, body.received, message, reply)
         else:
             self._outbox.ask(body.trainer - 1, DESCRIPTION, DESCRIPTION, message, reply)
+
+    def measure(self, traffic: Traffic) -> None:
+        """What this trainer measures counts for all."""
+        self._oracle.measure(traffic)
 
     def waited_s(self) -> float:
         """How long the loader was waited for."""

@@ -7,6 +7,7 @@ plan's `inverse`, half their size. A loader that fails ends the data: what it ga
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,15 +19,19 @@ from bagpipe.adapt import Adapter
 from bagpipe.data.batch_wire import nothing
 from bagpipe.data.loader import Loader
 from bagpipe.embedding import check_range
-from bagpipe.errors import ConfigError, ValueRangeError
+from bagpipe.errors import BagpipeError, ConfigError, ValueRangeError
 from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.trainer.read_ahead import Held, ReadAhead
 from bagpipe.trainer.reading import LookBack, Reading
+from bagpipe.trainer.traffic import Traffic
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
+
+NUM_OTHERS = 8
+"""Batches that are looked at beside the first one, to divide the cache by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,10 @@ class PlanSource(Protocol):
 
     def plans(self) -> Plans:
         """All plans; called once."""
+        ...
+
+    def measure(self, traffic: Traffic) -> None:
+        """What the trainer measures, for an oracle in this process that goes by it."""
         ...
 
     def waited_s(self) -> float:
@@ -117,6 +126,14 @@ class Source:
     def first_ids(self) -> dict[str, Ids]:
         """The ids of the first batch."""
         return self.adapter.extract(self.reading.examples[0], self.features, 0)
+
+    def other_ids(self) -> Iterator[dict[str, Ids]]:
+        """The ids of some batches all over the data, if the loader is known to give the same ones again."""
+        if self._loader is None:
+            return
+        with suppress(BagpipeError):  # whatever is wrong with a batch is said when it is its turn
+            for number, batch in self._spread(self._loader, NUM_OTHERS):
+                yield self.adapter.extract(batch, self.features, number)
 
     def planned(self, oracle: AnyOracle) -> Generator[tuple[Plan, Group], None, None]:
         """For each iteration its plan and its batches; what went wrong with the loader comes after them."""
@@ -244,6 +261,10 @@ class LocalPlans:
         """All plans."""
         for plan, group in self._source.planned(self._oracle):
             yield plan, rewrite(plan, group, self._source.tables, self._source.adapter)
+
+    def measure(self, traffic: Traffic) -> None:
+        """What the trainer measures."""
+        self._oracle.measure(traffic)
 
     def waited_s(self) -> float:
         """How long the loader was waited for."""

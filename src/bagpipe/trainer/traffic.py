@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 
@@ -17,12 +18,22 @@ class Traffic:
     unique_rows: int = 0
     hit_rows: int = 0
     stall_s: float = 0.0
+    plan_s: float = 0.0
+    """Spent on making plans, or waiting for them; the loader included."""
+    fetch_s: float = 0.0
+    """Spent on reading rows from the store."""
     iterations: int = 0
     lookahead_sum: int = 0
     peak_rows: int = 0
     """Slots in use at the most: by rows that plans keep, rows fetched ahead and rows that have not left yet, so it
     depends on how far apart the stages were. Of one among several trainers: by the rows that it updates, which are its
     share where rows have owners; copies of rows that others update are not counted."""
+    windows: str = ""
+    """The lengths of windows that were chosen, if a policy chooses them."""
+
+    def seconds(self) -> float:
+        """Now, since any moment."""
+        return time.perf_counter()
 
     @property
     def lookahead(self) -> float:

@@ -125,6 +125,8 @@ class Planned(Record, frozen=True):
     num_fetch: Size
     num_evict: Size
     num_victims: Size
+    capacity: list[Positive]
+    """The slots of each row width from here on; empty: as before."""
     batches: list[BatchHead]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bagpipe.cache import group_by_width
+from bagpipe.cache import group_by_width, num_bytes
 from bagpipe.data.batch_wire import pack_batch, unpack_batch
 from bagpipe.errors import BagpipeError, BatchError, WireError
 from bagpipe.oracle.capacity import make_oracle
@@ -85,6 +85,23 @@ def test_the_ids_of_a_batch_do_not_travel_beside_the_plan():
     assert num_ids // 4 < int32s - 4 * 2000 < num_ids + 16 * rows, "places take as many bits as the number of rows has"
     assert floats == 4 * (2000 * 4 + len(plan.inverse[FEATURES.index("words")]))
     assert {feature.bits for feature in message.body.batches[0].features} == {0}
+
+
+def test_a_plan_that_divides_the_cache_anew_says_so_and_stays_within_its_bytes():
+    pairs, shape = planned(make_batches(4))
+    shape = replace(shape, widths=(5, 3), bytes_max=num_bytes(shape.capacity, (5, 3)))
+    wide, narrow = shape.capacity
+    plan, group = pairs[1]
+    for capacity in ((wide - 3, narrow + 5), (wide, narrow)):
+        message = sent(replace(plan, capacity=capacity), group)
+        found, _ = unpack_plan(message.body, message.buffers, shape, 1)
+        assert found.capacity == capacity
+        assert shape.divided_anew(found.capacity, "").capacity == capacity
+    few = (int(plan.rows.slots.max()), 1)
+    for capacity, message in (((wide + 1, narrow), "bytes in all"), ((wide,), "one number"), (few, "slots of table")):
+        wrong = sent(replace(plan, capacity=capacity), group)
+        with pytest.raises(WireError, match=message):
+            unpack_plan(wrong.body, wrong.buffers, shape, 1)
 
 
 def test_features_that_no_table_has_keep_their_ids():

@@ -26,6 +26,9 @@ VARIANTS: dict[str, tuple[str, PolicyOptions]] = {
     "static, not pipelined": ("static", PolicyOptions(pipelined=False)),
     "lookahead, not pipelined": ("lookahead", PolicyOptions(pipelined=False)),
     "windowed, one way": ("windowed", PolicyOptions(ways=1, seed=5)),
+    "windowed, preloaded": ("windowed", PolicyOptions(preload=True)),
+    "windowed, one way, preloaded": ("windowed", PolicyOptions(ways=1, preload=True)),
+    "windowed, windows that change": ("windowed", PolicyOptions(windows="2,4:5,9:1", preload=True)),
     "frequency, one batch seen": ("frequency", PolicyOptions(sample=1)),
     "static, all batches seen": ("static", PolicyOptions(sample=4096)),
 }

@@ -170,11 +170,14 @@ def test_lfu_is_its_twin_with_dictionaries(seed: int) -> None:
     assert num_victims > 0
 
 
-def test_several_trainers_get_no_rows_beyond_their_batches() -> None:
+def test_several_trainers_get_rows_beyond_their_batches_each_with_an_owner() -> None:
     oracle = Oracle([OracleTable("only", 9)], [8], policy="frequency", options=PolicyOptions(sample=3), trainers=2)
     batches = [CutIds([np.array([1, 2])], np.array([[0, 1, 2]])), CutIds([np.array([3, 4])], np.array([[0, 1, 2]]))]
     plans = [plan for plan, _ in oracle.plans((batch, None) for batch in batches)]
-    assert [plan.fetch.ids.tolist() for plan in plans] == [[1, 2], [3, 4]]
+    assert [plan.fetch.ids.tolist() for plan in plans] == [[1, 2, 3, 4], []]
+    assert plans[0].sharing is not None
+    assert plans[0].sharing.homes.tolist() == [0, 1, 0, 1]
+    assert [plan.hits for plan in plans] == [0, 2]
 
 
 def test_lfu_lets_the_row_go_that_the_fewest_batches_have_used() -> None:
