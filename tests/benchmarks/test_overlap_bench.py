@@ -67,6 +67,7 @@ def test_of_a_long_message_only_what_has_passed_is_counted():
         link.close()
 
 
+@pytest.mark.long
 def test_trainer_and_servers_train_in_namespaces_with_keys_and_without():
     try:
         with joined_namespaces() as namespaces:

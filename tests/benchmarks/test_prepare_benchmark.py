@@ -6,6 +6,7 @@ from benchmarks import load
 from benchmarks import prepare as module
 
 
+@pytest.mark.long
 def test_the_benchmark_gives_a_rate_and_the_peak_of_memory_and_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(module, "SAMPLES_QUICK", 2000)

@@ -45,6 +45,7 @@ class Here:
         return command
 
 
+@pytest.mark.long
 def test_both_trainers_train_in_namespaces_with_the_same_losses_in_two_designs(monkeypatch):
     monkeypatch.delenv(torchrec_ranks.VARIABLE, raising=False)
     try:

@@ -45,6 +45,7 @@ def test_two_servers_give_the_parameters_of_one_process(tmp_path, scratch):
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.long
 def test_three_nodes_give_the_same_and_are_left_as_they_were(three_nodes, tmp_path):
     words = (
         "launch",

@@ -82,6 +82,7 @@ def test_a_trainer_that_fails_in_the_middle_ends_all_with_its_error(tmp_path, sc
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_killed_and_may_not_be_started_again_ends_the_launch_and_is_named(tmp_path, scratch):
     driver = Driver(tmp_path / "run", "--trainers", "2", *settings("iterations=100000", "recovery.restarts_max=0"))
     driver.wait_for("trainer 1: iteration")

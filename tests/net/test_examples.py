@@ -53,6 +53,7 @@ def test_an_example_is_short(name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 60
 
 
+@pytest.mark.long
 def test_a_script_that_is_ended_and_started_again_ends_with_the_same_bits(tmp_path):
     def resumed(name, *last):
         command = [sys.executable, str(EXAMPLES / "resumed.py"), str(tmp_path / name), str(tmp_path / f"{name}.out")]

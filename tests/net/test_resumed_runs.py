@@ -33,7 +33,13 @@ def overrides(settings, prefix=""):
             yield from ("--set", f"{prefix}{key}={json.dumps(value)}")
 
 
-@pytest.mark.parametrize("more", [{}, {"trainers": 2, "store": "mapped"}], ids=["one trainer", "two trainers"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="one trainer", marks=pytest.mark.long),
+        pytest.param({"trainers": 2, "store": "mapped"}, id="two trainers"),
+    ],
+)
 def test_a_run_killed_in_the_middle_and_resumed_has_the_same_parameters(tmp_path, more):
     settings = SETTINGS | more
     expected = trained(prepared(settings, tmp_path / "undisturbed"))

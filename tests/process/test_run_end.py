@@ -83,7 +83,7 @@ def few_bytes(train):
     return train(SHORT)[1]
 
 
-@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("servers", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_end_of_a_run_does_not_bring_its_rows_into_memory(train, few_bytes, servers):
     """Files are read and written by calls, not mapped, so what they take of the page cache is not counted here."""
     summary, many_bytes = train(LONG, servers)

@@ -41,7 +41,7 @@ def turning(chance, num_batches):
         yield [[chance.randrange(60) for _ in range(most)] for most in kind]
 
 
-@examples(80)
+@examples(30)
 @given(
     policy=st.sampled_from(CHANGING), lookahead=st.sampled_from([1, 3, "auto"]), preload=st.booleans(),
     cache=st.sampled_from([45, 60, "460B", "500B", "700B"]), seed=st.integers(0, 2**32),

@@ -138,7 +138,7 @@ def test_show_prints_values_and_as_json(bagpipe, tmp_path):
     assert "go together" in bagpipe("data", "show", tmp_path / "data", "--feature", "C3").stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_command_says_how_to_go_on_and_goes_on(bagpipe, tmp_path, number):
     write_criteo(tmp_path / "train.txt", 80_000)
     command = ["data", "prepare", "criteo", tmp_path / "train.txt", tmp_path / "data", "--shard-samples", "4000"]

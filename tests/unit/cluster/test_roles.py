@@ -143,6 +143,7 @@ def test_two_trainers_meet_and_end_with_the_parameters_of_threads_of_one_process
         assert role.stop() is None
 
 
+@pytest.mark.long
 def test_a_script_finds_the_servers_of_its_launch_and_its_exit_code_is_told(servers, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["pytest"])
     monkeypatch.syspath_prepend(str(tmp_path))  # restores sys.path afterwards

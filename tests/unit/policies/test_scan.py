@@ -145,7 +145,7 @@ def test_a_scan_in_small_and_large_caches_gives_the_bits_of_the_reference(shards
     assert 0.2 < hit_rates["0.3%"] < hit_rates["64%"]
 
 
-@pytest.mark.parametrize("sample", [0, 3])
+@pytest.mark.parametrize("sample", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_several_trainers_scan_too(shards: Path, tmp_path: Path, sample: int) -> None:
     settings = {"trainers": 2, "cache": "1.5%", "policy": "static", "policy_options": {"sample": sample}}
     expected, _ = train_reference(job_of(shards, tmp_path, **settings), ignore)

@@ -295,6 +295,7 @@ def write_unique(path, num_lines):
     path.write_bytes(lines.tobytes())
 
 
+@pytest.mark.long
 def test_memory_stays_under_its_bound_when_vocabularies_do_not_fit(tmp_path):
     """150,000 lines have 3.9 million values, which take more than is left beside the program and its blocks."""
     write_unique(tmp_path / "train.txt", 150_000)
