@@ -149,7 +149,9 @@ class Partition:
         met = kernels.track_owners(plan.iteration, used, taken, known, self._rules.users_read, found, bounds, phases)
         assert met == len(rows) - plan.hits, f"plan {plan.iteration} fetches rows of its batch in another order"
         evict_by = kernels.writers_of(plan.evict.bounds, plan.evict.slots, known)
-        self._waiting.append(Uses(plan, sharing, found, known.bits, self._sent_at, readers, evict_by, victims_by))
+        self._waiting.append(
+            Uses(plan, sharing, found, known.bits, self._sent_at, self._rules.moves, readers, evict_by, victims_by)
+        )
 
     def _divide(self) -> Division:
         uses, *after = [*self._waiting, None, None][: AHEAD + 1]
@@ -168,6 +170,8 @@ class Uses:
     bits: Masks
     sent_at: Ranks
     """When vectors of rows that arrive in each way are sent; -1: never."""
+    moves: bool
+    """Whether rows change their owners."""
     readers: Masks
     evict_by: Ranks
     victims_by: Ranks
@@ -180,9 +184,29 @@ class Uses:
 
     @cached_property
     def vectors(self) -> Routes:
-        """From who has them to other users, by when they are sent."""
+        """From who has them to other users, by when they are sent; a row goes whole to who updates it from then on."""
         found = self.found
-        return self._routes(found.held, self.sharing.users & ~found.held, self.sent_at[found.arrival], 3)
+        routes = self._routes(found.held, self.sharing.users & ~found.held, self.sent_at[found.arrival], 3)
+        if not self.moves:
+            return routes
+        receivers = np.tile(self.bits[:-1], len(routes.bounds) // (len(self.bits) - 1))
+        counts = routes.bounds[:, -1] - routes.bounds[:, 0]
+        return replace(routes, whole=found.updaters[routes.items] == np.repeat(receivers, counts))
+
+    @cached_property
+    def vector_slots(self) -> Routes:
+        """The same by the slots of the rows."""
+        return replace(self.vectors, items=self.plan.rows.slots[self.vectors.items])
+
+    @cached_property
+    def freed(self) -> Int32s:
+        """Of each list of `vectors` the last plan that freed a slot of its rows; -1: none."""
+        begins, ends = self.vectors.bounds[:, 0], self.vectors.bounds[:, -1]
+        last: Int32s = np.full(len(begins), -1, np.int32)
+        if len(self.vectors):
+            some = begins < ends
+            last[some] = np.maximum.reduceat(self.found.freed[self.vectors.items], begins[some])
+        return last
 
     def _routes(self, senders: Masks, receivers: Masks, when: Ranks, times: int) -> Routes:
         return Routes(*kernels.route(self.plan.rows.bounds, senders, receivers, when, times, len(self.bits) - 1))
@@ -240,7 +264,7 @@ class Division:
         """What one trainer exchanges in a phase, and the rows that it updates."""
         rows, found, uses = self.plan.rows, self.uses.found, self.uses
         mine, bounds, numbers = kernels.renumber(rows.bounds, found.updaters, uses.bits[rank], found.phase, phase)
-        send, receive = _of_rank(uses.gradients, phase, rank, self.trainers)
+        send, receive = map(uses.gradients.lists, _of_rank(phase, rank, self.trainers))
         exchange = Exchange(Routes(own[send.items], send.bounds), Routes(numbers[receive.items], receive.bounds))
         return exchange, RowList(rows.ids[mine], rows.slots[mine], bounds)
 
@@ -249,20 +273,12 @@ class Division:
         if uses is None or when not in uses.sent_at:
             none = Routes(np.empty(0, np.int32), np.zeros((self.trainers, len(self.plan.rows.bounds)), np.int64))
             return Exchange(none, none)
-        rows, updaters = uses.plan.rows, uses.found.updaters
-        send, receive = _of_rank(uses.vectors, when, rank, self.trainers)
-        slot_after = int(uses.found.freed[receive.items].max(initial=-1))
-        gives = takes = None
-        if self.rules.moves:
-            receivers = np.repeat(uses.bits[:-1], send.bounds[:, -1] - send.bounds[:, 0])
-            flags = updaters[send.items] == receivers, updaters[receive.items] == uses.bits[rank]
-            gives, takes = (each if each.any() else None for each in flags)
+        sent, received = _of_rank(when, rank, self.trainers)
+        taken = uses.vectors.lists(received).moved().items if self.rules.moves else slice(0)
         return Exchange(
-            Routes(rows.slots[send.items], send.bounds, gives),
-            Routes(rows.slots[receive.items], receive.bounds, takes),
-            slot_after,
-            rows.ids[receive.only(takes).items],
-        )
+            uses.vector_slots.lists(sent), uses.vector_slots.lists(received), int(uses.freed[received].max()),
+            uses.plan.rows.ids[taken],
+        )  # fmt: skip
 
     def _fetch(self, rank: int) -> Fetch:
         fetch, uses = self.plan.fetch, self.uses
@@ -277,11 +293,11 @@ class Division:
         return tuple([own[bounds[t] :][part] for t, part in zip(self.features, ids, strict=True)])
 
 
-def _of_rank(routes: Routes, when: int, rank: int, trainers: int) -> tuple[Routes, Routes]:
-    """What a trainer sends to each, and what it receives from each."""
+def _of_rank(when: int, rank: int, trainers: int) -> tuple[slice, slice]:
+    """The lists that a trainer sends to each, and those that it receives from each."""
     first = when * trainers * trainers
-    send = slice(first + rank * trainers, first + (rank + 1) * trainers)
-    return routes.lists(send), routes.lists(slice(first + rank, first + trainers * trainers, trainers))
+    sent = slice(first + rank * trainers, first + (rank + 1) * trainers)
+    return sent, slice(first + rank, first + trainers * trainers, trainers)
 
 
 def _flagged(rows: RowList, flags: NDArray[np.bool_]) -> RowList:
