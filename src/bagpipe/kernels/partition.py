@@ -1,8 +1,9 @@
 """The loops that divide plans among trainers: who updates each row and how it comes to its users; what goes to whom.
 
 All slot spaces lie end to end, table t's at bases[t]. `state` has a word for each slot: in the upper half the plan that
-freed it for its tenant, in the lower the tenant's owner + 1 (0: all trainers update it) and LEAVES. Lists of rows are
-flat over tables, in that order. Sets of trainers are bit masks.
+freed it for its tenant, in the lower the tenant's owner + 1 (0: all trainers update it), LEAVES, and of one that was
+brought along and not used yet the plan that did. Lists of rows are flat over tables, in that order. Sets of trainers
+are bit masks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ ALL = -1
 OWNER = 0xFF
 LEAVES = 0x100
 """The tenant is evicted by the plan that is followed just now."""
+BROUGHT_AT = 9
+BROUGHT = 0x3FFFFF << BROUGHT_AT
+"""Where the plan that brought a tenant along is, as `brought_by` has it; 0: none, or it was used since."""
 FETCHED, NEXT, LATER = 0, 1, 2
 """How a row comes to its users: from the store; after an update in the iteration before; after an earlier one."""
 NOW, AFTERWARDS = 0, 1
@@ -44,8 +48,6 @@ class Slots(NamedTuple):
 
     bases: Int64s
     state: Int64s
-    brought: Int32s
-    """The plan that brought a row along for later ones; of other rows any plan before that."""
     bits: Masks
     """The mask of each trainer; the last, where ALL points, is that of all."""
     costs: NDArray[np.float64]
@@ -92,6 +94,13 @@ class Found(NamedTuple):
 
 
 @kernel
+def brought_by(iteration: int) -> int:
+    """A plan as a number that is not 0; of a row that waits for four million plans it may be wrong, and the row is sent
+    later than it could be."""
+    return (iteration % 0x3FFFFF + 1) << BROUGHT_AT
+
+
+@kernel
 def better_owner(holder: int, users: Any, after: Any, later: Any, cost: float, number: int) -> int:
     """The current owner, or a user whose next two uses save more traffic than the move costs.
 
@@ -104,18 +113,14 @@ def better_owner(holder: int, users: Any, after: Any, later: Any, cost: float, n
         later = np.uint64(0)
     gain = 0 if (users >> had) & _ONE else 1
     gain -= 2 * int((after >> had) & _ONE) + 2 * int((later >> had) & _ONE)
-    best, equals, left = cost, np.uint64(0), users & ~(_ONE << had)
-    if gain + 4 <= cost:
-        return holder
-    while left:
-        rank = np.uint64(lowest(left))
-        left &= left - _ONE
-        own = gain + 2 * int((after >> rank) & _ONE) + 2 * int((later >> rank) & _ONE)
-        if own > best:
-            best, equals = float(own), _ONE << rank
-        elif own == best and equals:
-            equals |= _ONE << rank
-    return one_of(equals, number) if equals else holder
+    best = users & ~(_ONE << had)  # those for whom most next uses speak: both, one or none
+    if best & after & later:
+        gain += 4
+        best &= after & later
+    elif best & (after | later):
+        gain += 2
+        best &= after | later
+    return one_of(best, number) if best and gain > cost else holder
 
 
 @kernel
@@ -164,16 +169,15 @@ def track_owners(
                 if rows.before[i] >= 0:
                     found.arrival[i] = NEXT
                     phase_before[index(bounds_before[t] + rows.before[i])] = NOW
-                elif slots.brought[place] == iteration - 1:
+                elif word & BROUGHT == brought_by(iteration - 1):
                     found.arrival[i] = NEXT
-            slots.state[place] = (word & ~OWNER) | (owner + 1)
+            slots.state[place] = (word & ~(OWNER | BROUGHT)) | (owner + 1)
             found.held[i], found.updaters[i] = slots.bits[holder], slots.bits[owner]
             found.freed[i] = word >> HALF
         met += f - fetch.bounds[t]
         for n in range(f, fetch.bounds[t + 1]):
             place, owner = base + fetch.slots[n], fetch.homes[n]
-            slots.state[place] = (np.int64(fetch.freed[n]) << HALF) | (owner + 1)
-            slots.brought[place] = iteration
+            slots.state[place] = (np.int64(fetch.freed[n]) << HALF) | brought_by(iteration) | (owner + 1)
             fetch.readers[n] = slots.bits[owner]
     return met
 

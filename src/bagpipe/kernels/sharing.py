@@ -98,6 +98,8 @@ def find_before(previous: Int64s, iteration: int) -> Int32s:
 def one_of(users: Any, number: int) -> int:
     """One of the users, by a number that spreads them evenly."""
     count, left = 0, np.uint64(users)
+    if left & (left - _ONE) == np.uint64(0):
+        return int(lowest(left))
     while left:
         count += 1
         left &= left - _ONE

@@ -120,8 +120,7 @@ class Partition:
 
     def _vacant(self, capacity: Sequence[int]) -> Slots:
         ends = np.cumsum([0, *capacity])
-        state, brought = np.zeros(ends[-1], np.int64), np.full(ends[-1], -2, np.int32)
-        return Slots(ends[self._groups].astype(np.int64), state, brought, self._bits, self._costs)
+        return Slots(ends[self._groups].astype(np.int64), np.zeros(ends[-1], np.int64), self._bits, self._costs)
 
     def _follow(self, plan: Plan) -> None:
         """Follow a plan through the slots."""

@@ -36,11 +36,10 @@ def test_fetched_rows_that_the_batch_lacks_are_brought_along_by_their_owner():
     rows = partition.Used(one, np.array([3], np.int32), mask, mask, mask, place - np.int32(1))
     fetch = partition.Taken(one, np.array([4], np.int32), place, np.zeros(1, np.int8), np.zeros(1, np.uint8))
     slots = partition.Slots(
-        np.zeros(1, np.int64), np.zeros(9, np.int64), np.full(9, -2, np.int32), np.array([1, 2, 3], np.uint8),
-        np.full(1, partition.NEVER),
+        np.zeros(1, np.int64), np.zeros(9, np.int64), np.array([1, 2, 3], np.uint8), np.full(1, partition.NEVER)
     )  # fmt: skip
     found = partition.Found(mask.copy(), mask.copy(), *np.zeros((2, 1), np.int8), place.copy())
     assert partition.track_owners(5, rows, fetch, slots, True, found, one, np.zeros(0, np.int8)) == 0
     assert fetch.readers.tolist() == [1]
-    assert slots.brought.tolist() == [-2, -2, -2, -2, 5, -2, -2, -2, -2]
+    assert np.flatnonzero(slots.state & partition.BROUGHT == partition.brought_by(5)).tolist() == [4]
     assert slots.state[4] & partition.OWNER == 1
