@@ -77,6 +77,21 @@ def test_the_slots_are_divided_anew_only_when_a_batch_has_no_room():
     assert plans[6].hits == 0
 
 
+@pytest.mark.parametrize("policy", CHANGING)
+def test_the_first_batch_may_be_another_than_the_cache_was_divided_by(policy):
+    """As with accumulated batches, of which the first one tells."""
+    batches = [[np.arange(12), np.arange(3), np.arange(2)] for _ in range(4)]
+    first = {"wide": np.arange(1), "narrow": np.arange(9), "word": np.arange(9)}
+    oracle = make_oracle(
+        TABLES, WIDTHS, cache_size("700B"), first, lookahead="auto", policy=policy, options=PolicyOptions(sample=2)
+    )
+    capacity = oracle.capacity
+    assert capacity[0] < 12
+    plans = [plan for plan, _ in oracle.plans((batch, None) for batch in batches)]
+    assert [bool(plan.capacity) for plan in plans] == [True, False, False, False]
+    check_contract(plans, [table.group for table in oracle.tables], capacity, batches)
+
+
 def test_what_has_no_room_in_any_division_is_refused_after_the_plans_before_it():
     """Nine rows of eight floats and nine of three take 396 bytes."""
     source = [([np.arange(wide), np.arange(narrow), np.arange(0)], wide) for wide, narrow in [(2, 8), (8, 2), (9, 9)]]

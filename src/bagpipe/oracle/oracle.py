@@ -220,8 +220,8 @@ class Oracle:
         self._make_groups(capacity, self._first - 1)
         self._take_slots()
         self._announced = tuple(capacity)
-        if isinstance(self.policy, FrequencyPolicy):
-            self._sample = self.policy.sample
+        if self._sample is None and isinstance(self.policy, FrequencyPolicy):
+            self._sample = self.policy.sample  # what it knows says other things of other slots
 
     def read(self, ids: Ids) -> None:
         """Look at one more batch: find its unique rows, and note at their previous uses in the window how long to stay.
