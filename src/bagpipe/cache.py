@@ -138,10 +138,7 @@ class RowCache:
         self._counting = threading.Lock()
 
     def divide(self, capacity: Sequence[int]) -> None:
-        """Give each row width so many slots, within the bytes that there are; all of them are empty.
-
-        In one memory or the other: what is given back comes before what is taken.
-        """
+        """Give each row width so many slots, within the bytes that there are, while all are empty."""
         with self.moving:
             # Of rows that another trainer updates, vectors may still be here.
             assert not self.num_rows, f"{self.num_rows} rows are in the cache"

@@ -102,18 +102,11 @@ def as_options(given: PolicyOptions | Mapping[str, Any] | None) -> PolicyOptions
 def parse_windows(text: object) -> list[tuple[int, int]]:
     """From which iteration on windows have which length: "16,48:24" has windows of 16, and of 24 from 48 on."""
     pairs = [part.split(":") for part in f"0:{text}".split(",")]
-    if not isinstance(text, str) or not all(
-        len(pair) == 2 and all(number.isdecimal() for number in pair) for pair in pairs
-    ):
-        raise _not_windows(text)
-    windows = [(int(begin), int(length)) for begin, length in pairs]
-    if any(a >= b for (a, _), (b, _) in pairwise(windows)) or not all(1 <= length < 65535 for _, length in windows):
-        raise _not_windows(text)
-    return windows
-
-
-def _not_windows(text: object) -> ConfigError:
-    return ConfigError(
+    if isinstance(text, str) and all(len(pair) == 2 and all(map(str.isdecimal, pair)) for pair in pairs):
+        windows = [(int(begin), int(length)) for begin, length in pairs]
+        if all(a < b for (a, _), (b, _) in pairwise(windows)) and all(1 <= length < 65535 for _, length in windows):
+            return windows
+    raise ConfigError(
         f"policy option windows is {text!r}: give {MEASURED!r}, or lengths and the iterations from which on they hold, "
         "such as '16,48:24' for windows of 16 batches, and of 24 from iteration 48 on"
     )

@@ -297,10 +297,8 @@ class Oracle:
         lookahead = policy.advance(iteration, length)
         batch = self._window.popleft()
         self._first += 1
-        capacity, self._announced = self._announced, ()
-        return Plan(
-            iteration, found.rows, batch.features, fetch, evict, victims, lookahead, hits, sharing, capacity=capacity
-        )
+        new, self._announced = self._announced, ()
+        return Plan(iteration, found.rows, batch.features, fetch, evict, victims, lookahead, hits, sharing, None, new)
 
     def _look_up(self, iteration: int) -> Found:
         """The rows of the oldest batch: hits and misses."""
@@ -381,24 +379,21 @@ class Oracle:
 
     def _make_room_by_keys(self, iteration: int, group: Group) -> Int32s:
         """Let rows go for those of the next batch and the prefetches behind it; what these use themselves stays."""
-        soon, end = iteration + 1 + self.policy.ahead, self._first + len(self._window) - 1
-        needed = sum(len(codes) for _, codes in self._find_absent(group, iteration + 1, min(soon, end)))
+        soon = iteration + 1 + self.policy.ahead
+        needed = len(group.absent(iteration + 1, soon)[0])
         others = int(np.count_nonzero((group.facts.last >= 0) & (group.facts.next > soon)))
         count = min(needed - group.slots.num_free, others)
         if count <= 0:
             return NONE
         return group.facts.vacate(lowest(self.policy.keys(iteration, group, count), count))[0]
 
-    def _find_absent(self, group: Group, first: int, last: int) -> Iterator[tuple[Shard, Int64s]]:
-        for shard in self._shards:
-            yield shard, find_absent(shard.state, shard.rings, shard.members(group.tables), first, last)
-
     def _absent(self, group: Group, first: int, last: int) -> tuple[Int64s, Int64s]:
         """Table and id of the rows that batches `first` to `last` of the window need and that are not in the cache."""
-        parts = []
-        for shard, codes in self._find_absent(group, first, min(last, self._first + len(self._window) - 1)):
-            tables, rows = codes >> kernels.HALF, codes & kernels.LOWER
-            parts.append((tables, shard.ids_of(tables, rows)))
+        end, parts = self._first + len(self._window) - 1, []
+        for shard in self._shards:
+            codes = find_absent(shard.state, shard.rings, shard.members(group.tables), first, min(last, end))
+            tables = codes >> kernels.HALF
+            parts.append((tables, shard.ids_of(tables, codes & kernels.LOWER)))
         tables, ids = (np.concatenate(part) for part in zip(*parts, strict=True))
         return tables, ids
 
@@ -407,13 +402,7 @@ class Oracle:
         return max(-1, iteration - 1 - self.policy.horizon)
 
     def _bring_along(
-        self,
-        iteration: int,
-        wanted: Wanted,
-        rows: RowList,
-        fetch: Fetch,
-        victims: Victims,
-        sharing: Sharing | None,
+        self, iteration: int, wanted: Wanted, rows: RowList, fetch: Fetch, victims: Victims, sharing: Sharing | None
     ) -> tuple[Fetch, Victims, Sharing | None]:
         """What a plan fetches, and in each table behind it rows for later ones, as far as they find a place; who leaves
         for both, and who owns them."""

@@ -139,8 +139,9 @@ def _unpack(
     inverse = _inverse(unpacking, shape, name, rows, record.batches)
     names = [feature for feature, _ in shape.features]
     batches = [unpack(head, unpacking, names) for head in record.batches]
-    capacity = tuple(record.capacity)
-    plan = Plan(iteration, rows, inverse, fetch, evict, victims, record.lookahead, record.hits, capacity=capacity)
+    plan = Plan(
+        iteration, rows, inverse, fetch, evict, victims, record.lookahead, record.hits, capacity=tuple(record.capacity)
+    )
     return plan, batches
 
 

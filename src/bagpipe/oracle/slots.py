@@ -244,7 +244,7 @@ class Group:
         for the next ones: the sums of `kernels.admit`, if the policy keeps them."""
         self.rows_in: Callable[[Int64s], tuple[Int64s, Int64s]] = lambda slots: (slots[:0], slots[:0])
         """Table and id of the tenants of some slots."""
-        self.absent: Callable[[int, int], tuple[Int64s, Int64s]] = lambda first, last: (self.tables[:0],) * 2  # noqa: ARG005
+        self.absent: Callable[[int, int], tuple[Int64s, Int64s]]
         """Table and id of the rows that batches of the window, from one iteration to another, need and that are not in
         the cache."""
         firsts = [t for t in tables if t - 1 not in tables]

@@ -45,16 +45,15 @@ class Routes:
     def lists(self, chosen: slice) -> Routes:
         """Some of the lists; those that are side by side are not copied."""
         bounds = self.bounds[chosen]
-        if chosen.step in (None, 1):
-            part = slice(bounds[0, 0], bounds[-1, -1])
-            whole = None if self.whole is None else _any_of(self.whole[part])
-            return Routes(self.items[part], bounds - bounds[0, 0], whole)
-        parts = [slice(own[0], own[-1]) for own in bounds]
         ends = np.cumsum(bounds[:, -1] - bounds[:, 0])
-        whole = None if self.whole is None else _any_of(np.concatenate([self.whole[part] for part in parts]))
-        return Routes(
-            np.concatenate([self.items[part] for part in parts]), bounds - bounds[:, -1:] + ends[:, None], whole
-        )
+        part = slice(bounds[0, 0], bounds[-1, -1])
+        items, whole = self.items[part], None if self.whole is None else self.whole[part]
+        if chosen.step not in (None, 1):
+            parts = [slice(own[0], own[-1]) for own in bounds]
+            items = np.concatenate([self.items[part] for part in parts])
+            whole = None if self.whole is None else np.concatenate([self.whole[part] for part in parts])
+        whole = whole if whole is not None and whole.any() else None
+        return Routes(items, bounds - bounds[:, -1:] + ends[:, None], whole)
 
     def only(self, flags: NDArray[np.bool_] | None) -> Routes:
         """The same lists, with those of the items alone whose flag is set."""
@@ -65,10 +64,6 @@ class Routes:
     def moved(self) -> Routes:
         """Those of the rows that are whole."""
         return self.only(self.whole)
-
-
-def _any_of(flags: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-    return flags if flags.any() else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

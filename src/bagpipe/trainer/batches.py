@@ -299,16 +299,11 @@ class Batches:
 
     def stats(self) -> dict[str, Any]:
         """What has moved so far, and how long training waited for it."""
-        traffic = self._pipeline.traffic
-        return (
-            traffic.summary()
-            | {
-                "data_wait_seconds": self._data_wait_s,
-                "cache_rows": sum(self.cache.capacity),
-                "cache_bytes": self.cache.num_bytes,
-            }
-            | ({"windows": traffic.windows} if traffic.windows else {})
-        )
+        return self._pipeline.traffic.summary() | {
+            "data_wait_seconds": self._data_wait_s,
+            "cache_rows": sum(self.cache.capacity),
+            "cache_bytes": self.cache.num_bytes,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training has changed besides the dense part: rows with their state, counters, data position.

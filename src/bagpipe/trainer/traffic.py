@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Traffic:
         """Effective lookahead, mean over iterations."""
         return self.lookahead_sum / max(1, self.iterations)
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, Any]:
         """For people."""
         return {
             "iterations": self.iterations,
@@ -51,4 +52,4 @@ class Traffic:
             "stall_seconds": self.stall_s,
             "lookahead": self.lookahead,
             "peak_rows": self.peak_rows,
-        }
+        } | ({"windows": self.windows} if self.windows else {})
