@@ -73,7 +73,7 @@ class Fetching(Generic[Payload]):
         self._taken = self._handed_on = 0
         self._fetched: dict[int, Fetched[Payload]] = {}
         """By the number of their plan."""
-        self._num_reading = READERS
+        self._ended = [False] * READERS
 
     def stages(self) -> dict[str, Stage]:
         """The readers: plans are theirs in turn."""
@@ -81,7 +81,7 @@ class Fetching(Generic[Payload]):
 
     def has_next(self) -> bool:
         """Whether the rows of the next plan were read, or there is none."""
-        return self._handed_on in self._fetched or not self._num_reading
+        return self._handed_on in self._fetched or all(self._ended)
 
     def next(self) -> Fetched[Payload] | None:
         """The next plan, which counts as being on its way until `done`; None after the last one."""
@@ -127,7 +127,7 @@ class Fetching(Generic[Payload]):
             self._fetched[number] = Fetched(plan, payload, rows, after, others)
             del early, rows  # whoever inserts them lets go of them
             yield Wait("rows to take their slots", self._has_room_for(number + READERS))
-        self._num_reading -= 1
+        self._ended[reader] = True
 
     def _is_turn_of(self, reader: int) -> bool:
         return bool(self.planned) and self._taken % READERS == reader

@@ -6,19 +6,38 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
+from bagpipe import optim
+from bagpipe.api import accelerate
+from bagpipe.cache import RowCache
 from bagpipe.cluster.request import Request
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
+from bagpipe.initial import Constant
+from bagpipe.layout import RowLayout
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import PolicyOptions
 from bagpipe.policies.windowed import WindowedPolicy
 from bagpipe.policies.windows import WINDOW, WINDOW_MAX, Windows
+from bagpipe.store import MemoryStore
 from bagpipe.trainer.fetching import READERS
+from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.stages import Threads
 from bagpipe.trainer.traffic import Traffic
-from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from bagpipe.types import Table
+from harness.wire import until
+from harness.world import (
+    OPTIMIZERS,
+    TABLES,
+    assert_identical,
+    make_batches,
+    make_model,
+    train_accelerated,
+    train_reference,
+)
 
 
 @dataclass(slots=True)
@@ -174,3 +193,28 @@ def test_rows_of_the_stale_mode_are_read_a_window_ahead() -> None:
     assert WindowedPolicy.lead(40, stale) == 40
     assert WindowedPolicy.lead(40, PolicyOptions()) == 0
     assert WindowedPolicy.lead(40, PolicyOptions(mode="stale", windows="8,40:12")) == 12
+
+
+@pytest.mark.parametrize("ahead", [READERS, 6])
+def test_rows_of_so_many_plans_are_read_before_one_is_trained(ahead: int) -> None:
+    oracle = Oracle([OracleTable("only")], [200], 4, "windowed", PolicyOptions(mode="stale"))
+    plans = ((plan, None) for plan, _ in oracle.plans(([np.array([number])], None) for number in range(20)))
+    store = MemoryStore([RowLayout(Table("only"), (2,), optim.SGD(0.1), Constant(0.0))])
+    pipeline = Pipeline(plans, RowCache([2], [200], torch.device("cpu")), store, Threads(60), 1, ahead=ahead)  # type: ignore[arg-type]
+    assert pipeline.wait()
+    fetching, handed_on = pipeline._fetching, 1  # the first is ready; the second is in its slots and waits for its turn
+    until(lambda: fetching._taken == handed_on + 1 + ahead, 60)
+    while pipeline.wait():
+        pipeline.updated(pipeline.take()[0])
+    pipeline.close()
+
+
+def test_the_stale_mode_of_a_script_reads_a_window_ahead() -> None:
+    for mode, ahead in (("stale", WINDOW), ("strict", READERS)):
+        options = {"mode": mode}
+        loop = accelerate(
+            make_model(), make_batches(), OPTIMIZERS["sgd"](), tables=TABLES, policy="windowed", policy_options=options,
+            cache=200,
+        )  # fmt: skip
+        with loop:
+            assert loop._pipeline._fetching._ahead == ahead
