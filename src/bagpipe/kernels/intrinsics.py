@@ -81,6 +81,16 @@ def lowest(_typing: Any, _mask: Any) -> Any:
 
 
 @intrinsic
+def num_bits(_typing: Any, _mask: Any) -> Any:
+    """How many bits of a mask (uint64) are set."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.ctpop(values[0])
+
+    return types.uint64(types.uint64), emit
+
+
+@intrinsic
 def int64_at(_typing: Any, _address: Any, _number: Any) -> Any:
     """The 64-bit number that stands so many behind an address in memory, aligned or not.
 

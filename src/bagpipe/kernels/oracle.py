@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
 from bagpipe.kernels.intrinsics import FAR, index, int64_at, prefetch
-from bagpipe.kernels.window_map import Numbers, number
+from bagpipe.kernels.window_map import Numbers, number, thin
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -26,6 +26,7 @@ NextUses = NDArray[np.uint16]
 
 HALF = 32
 LOWER = 0xFFFFFFFF
+_ANY_ROW = np.uint64(2**63 - 1)
 KEEP = 65535
 """A next use that is not known, of a row that stays; 0: leaves after this batch; else in so many iterations."""
 
@@ -59,8 +60,8 @@ class Batch(NamedTuple):
     """Where those of each feature begin in `inverse`; one more for the end."""
     features: Int64s
     """[t]: the first feature of table t; one more for the end."""
-    sizes: Int64s
-    """[t]: ids are less than this."""
+    last_ids: UInt64s
+    """[t]: no id of table t is larger, negative ones being the largest of all."""
     inverse: Int32s
     """Of each id the index of its row among the unique ones of its table."""
     counts: Int64s
@@ -93,24 +94,25 @@ def read(state: RowState, rings: Rings, batch: Batch, previous: Int64s, iteratio
     begin = at = begins[0, column]
     for k in range(tables.shape[0]):
         t, base, first = tables[k], state.bases[tables[k]], at
-        size = np.uint64(batch.sizes[t])
         begins[k, column] = first
         gaps[t, : window + 2] = 0
         for f in range(batch.features[t], batch.features[t + 1]):
             ids, position = batch.addresses[f], batch.positions[f]
-            count = batch.positions[f + 1] - position
+            found = inverse[position : batch.positions[f + 1]]
+            count, last = found.shape[0], batch.last_ids[t]
             if mapped:
-                number(state.numbers, t, ids, count)
-                ids = np.uint64(state.numbers.given.ctypes.data)
+                count = thin(state.numbers, ids, found)
+                number(state.numbers, t, last, state.numbers.keys[:count])
+                found, ids, last = state.numbers.found, np.uint64(state.numbers.given.ctypes.data), _ANY_ROW
             for i in range(min(FAR, count)):
-                if np.uint64(int64_at(ids, i)) < size:
+                if np.uint64(int64_at(ids, i)) <= last:
                     prefetch(last_use, base + int64_at(ids, i))
             for i in range(count):
                 ahead = int64_at(ids, min(i + FAR, count - 1))
-                if np.uint64(ahead) < size:
+                if np.uint64(ahead) <= last:
                     prefetch(last_use, base + ahead)
                 given = int64_at(ids, i)
-                if np.uint64(given) >= size:
+                if np.uint64(given) > last:
                     begins[k + 1 :, column] = at
                     unread(state, rings, previous, iteration, window, keep)
                     return int(f)
@@ -129,7 +131,10 @@ def read(state: RowState, rings: Rings, batch: Batch, previous: Int64s, iteratio
                     use = (stamp << HALF) | (at - first)
                     last_use[row] = use
                     at += 1
-                inverse[index(position + i)] = use & LOWER
+                found[index(i)] = use & LOWER
+            if mapped:
+                for i in range(position, batch.positions[f + 1]):
+                    inverse[index(i)] = found[index(inverse[index(i)])]
         batch.counts[t] = at - first
     begins[tables.shape[0], column] = at
     return -1

@@ -111,15 +111,11 @@ def better_owner(holder: int, users: Any, after: Any, later: Any, cost: float, n
     had = np.uint64(holder)
     if cost < SHORT:
         later = np.uint64(0)
-    gain = 0 if (users >> had) & _ONE else 1
-    gain -= 2 * int((after >> had) & _ONE) + 2 * int((later >> had) & _ONE)
-    best = users & ~(_ONE << had)  # those for whom most next uses speak: both, one or none
-    if best & after & later:
-        gain += 4
-        best &= after & later
-    elif best & (after | later):
-        gain += 2
-        best &= after | later
+    others = users & ~(_ONE << had)
+    both, either = others & after & later, others & (after | later)
+    best = both if both else either if either else others  # those for whom most next uses speak
+    gain = 1 - int((users >> had) & _ONE) - 2 * int((after >> had) & _ONE) - 2 * int((later >> had) & _ONE)
+    gain += 4 if both else 2 if either else 0
     return one_of(best, number) if best and gain > cost else holder
 
 
@@ -184,23 +180,26 @@ def track_owners(
 
 def mark_leaving(bounds: Int64s, slots: Int32s, known: Slots) -> None:
     """Mark the rows that a plan evicts."""
-    known.state[_places(bounds, slots, known)] |= LEAVES
+    known.state[np.repeat(known.bases, np.diff(bounds)) + slots] |= LEAVES
 
 
+@kernel
 def writers_of(bounds: Int64s, slots: Int32s, known: Slots) -> Ranks:
     """The trainers that write rows of the cache to the store: their owners, or what the slot says if all update them.
 
     They are no longer marked.
     """
-    places = _places(bounds, slots, known)
-    owners = (known.state[places] & OWNER) - 1
-    known.state[places] &= ~LEAVES
-    return np.where(owners == ALL, slots % (len(known.bits) - 1), owners).astype(np.int8)
-
-
-def _places(bounds: Int64s, slots: Int32s, known: Slots) -> Int64s:
-    """Where the slots of a flat list are noted."""
-    return np.repeat(known.bases, np.diff(bounds)) + slots
+    writers, trainers = np.empty(slots.shape[0], np.int8), known.bits.shape[0] - 1
+    for t in range(bounds.shape[0] - 1):
+        last = bounds[t + 1] - 1
+        for i in range(bounds[t], bounds[t + 1]):
+            prefetch(known.state, known.bases[t] + slots[index(min(i + FAR, last))])
+            slot = slots[index(i)]
+            place = index(known.bases[t] + slot)
+            owner = (known.state[place] & OWNER) - 1
+            writers[index(i)] = slot % trainers if owner == ALL else owner
+            known.state[place] &= ~LEAVES
+    return writers
 
 
 @kernel

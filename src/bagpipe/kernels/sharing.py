@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.kernels import kernel
-from bagpipe.kernels.intrinsics import FAR, index, lowest, prefetch
+from bagpipe.kernels.intrinsics import FAR, index, lowest, num_bits, prefetch
 from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, NextUses, Rings, Rows, RowState
 
 Int32s = NDArray[np.int32]
@@ -34,6 +34,17 @@ class UserRings(NamedTuple):
     next: Masks
     later: Masks
     """The trainers that use each row at its next use, and at the one after that; none: the window does not tell."""
+
+
+class RowUsers(NamedTuple):
+    """Of the rows of a batch, table by table."""
+
+    users: Masks
+    next: Masks
+    later: Masks
+    """As in `UserRings`."""
+    before: Int32s
+    """Those that the batch before uses too: their index in it; -1: it does not."""
 
 
 @kernel
@@ -89,22 +100,27 @@ def note_users(
                         users.later[index(begins[k, ((use >> HALF) - 1) & mask] + (use & LOWER))] = mine_now
 
 
-def find_before(previous: Int64s, iteration: int) -> Int32s:
-    """Rows that the batch before uses too: their index in it, -1 for others."""
-    return np.where(previous >> HALF == iteration, previous & LOWER, -1).astype(np.int32)
+@kernel
+def tell_users(rings: Rings, users: UserRings, iteration: int, ahead: int, bounds: Int64s, told: RowUsers) -> None:
+    """What is known of who uses the rows of the oldest batch; of uses to come as many as `note_users` was asked for."""
+    begins = rings.begins[:, iteration & (rings.begins.shape[1] - 1)]
+    for k in range(rings.tables.shape[0]):
+        begin, end, out = begins[k], begins[k + 1], bounds[rings.tables[k]]
+        told.users[out : out + end - begin] = users.users[begin:end]
+        if ahead > 0:
+            told.next[out : out + end - begin] = users.next[begin:end]
+        if ahead > 1:
+            told.later[out : out + end - begin] = users.later[begin:end]
+        for at in range(begin, end):
+            use = users.previous[index(at)]
+            told.before[index(out + at - begin)] = use & LOWER if use >> HALF == iteration else -1
 
 
 @kernel
 def one_of(users: Any, number: int) -> int:
     """One of the users, by a number that spreads them evenly."""
-    count, left = 0, np.uint64(users)
-    if left & (left - _ONE) == np.uint64(0):
-        return int(lowest(left))
-    while left:
-        count += 1
-        left &= left - _ONE
     left = np.uint64(users)
-    for _ in range(number % count):
+    for _ in range(np.uint32(number) % np.uint32(num_bits(left))):
         left &= left - _ONE
     return int(lowest(left))
 

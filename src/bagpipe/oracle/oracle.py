@@ -22,7 +22,7 @@ from bagpipe.cache import num_bytes
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import KEEP, Rows
-from bagpipe.kernels.sharing import UserRings, choose_owners, find_before, note_users
+from bagpipe.kernels.sharing import RowUsers, choose_owners, note_users, tell_users
 from bagpipe.kernels.victims import find_absent, note_next_uses
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds, Reader
@@ -72,7 +72,7 @@ class Found(NamedTuple):
     num_absent: Int64s
     num_leaving: Int64s
     """Of each table how many these are, and how many leave after the batch."""
-    users: UserRings
+    users: RowUsers
     """Who uses each, if there are several trainers."""
 
 
@@ -441,21 +441,16 @@ class Oracle:
         """Let the oracle's threads go."""
         self._reader.close()
 
-    def _users(self, iteration: int, bounds: Int64s) -> UserRings:
+    def _users(self, iteration: int, bounds: Int64s) -> RowUsers:
         """What is known of who uses the rows of the oldest batch, table by table; nothing if there is one trainer."""
-        size = 0 if self._bits is None else int(bounds[-1])
-        users, after, later = np.zeros((3, size), np.uint8 if self._bits is None else self._bits.dtype)
-        previous = np.empty(size, np.int64)
-        for shard in self._shards if self._bits is not None else ():
-            begins = shard.rings.begins[:, iteration & (shard.rings.begins.shape[1] - 1)]
-            for k, t in enumerate(shard.tables.tolist()):
-                to, own = slice(bounds[t], bounds[t + 1]), slice(begins[k], begins[k + 1])
-                users[to], previous[to] = shard.users.users[own], shard.users.previous[own]
-                if self._uses_ahead > 0:
-                    after[to] = shard.users.next[own]
-                if self._uses_ahead > 1:
-                    later[to] = shard.users.later[own]
-        return UserRings(users, previous, after, later)
+        size, masks = (0, np.uint8) if self._bits is None else (int(bounds[-1]), self._bits.dtype)
+        users, after, later = np.zeros((3, size), masks)
+        told = RowUsers(users, after, later, np.empty(size, np.int32))
+        if self._bits is not None:
+            self._reader.on_all(lambda shard: tell_users(
+                shard.rings, shard.users, iteration, self._uses_ahead, bounds, told
+            ))  # fmt: skip
+        return told
 
     def _sharing(self, iteration: int, found: Found, fetch: Fetch) -> Sharing | None:
         """What trainers have to do with the rows of the oldest batch."""
@@ -467,8 +462,10 @@ class Oracle:
             shard.state, shard.rings, shard.users, iteration, self.trainers, Rows(rows.ids, rows.slots, rows.bounds),
             next_use, absent, Rows(fetch.ids, fetch.slots, fetch.bounds), homes,
         ))  # fmt: skip
-        stays, before = next_use != 0, find_before(users.previous, iteration)
-        return Sharing(users.users, users.next * stays, users.later * stays, before, homes, batch.cuts, batch.inverse)
+        stays = next_use != 0
+        return Sharing(
+            users.users, users.next * stays, users.later * stays, users.before, homes, batch.cuts, batch.inverse
+        )
 
     def _check_capacity(self, iteration: int, counts: Int64s) -> None:
         """CapacityError if a batch has no room; `_Crowded` if it has with the slots divided otherwise."""

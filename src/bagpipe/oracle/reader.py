@@ -13,7 +13,7 @@ from bagpipe.errors import BatchError, ValueRangeError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import Batch
 from bagpipe.kernels.parallel import Workers
-from bagpipe.kernels.window_map import address_of
+from bagpipe.kernels.window_map import ANY_ID, address_of
 from bagpipe.oracle.shard import Shard
 from bagpipe.oracle.tables import OracleTable
 
@@ -42,9 +42,7 @@ class Reader:
         self._names = [name for table in tables for name in table.features]
         self.features: Int64s = np.cumsum([0] + [len(table.features) for table in tables]).astype(np.int64)
         """[t]: the first feature of table t; one more for the end."""
-        self._mapped = [t for shard in shards if shard.mapped for t in shard.tables.tolist()]
-        sizes = [table.rows if t not in self._mapped else None for t, table in enumerate(tables)]
-        self._sizes: Int64s = np.array([2**63 - 1 if size is None else size for size in sizes], np.int64)
+        self._last_ids = np.array([ANY_ID if table.rows is None else table.rows - 1 for table in tables], np.uint64)
         self._gaps: Int64s = np.zeros((len(tables), window_max + 2), np.int64)
         self._shares_work = False
 
@@ -60,14 +58,14 @@ class Reader:
         self._shares_work = self._workers.num_threads > 1 and positions[-1] >= self.ids_shared_min
         addresses = np.array([address_of(values) for values in flat], np.uint64)
         inverse, counts = np.empty(positions[-1], np.int32), np.zeros(len(self.tables), np.int64)
-        batch = Batch(addresses, positions, self.features, self._sizes, inverse, counts, self._gaps)
+        batch = Batch(addresses, positions, self.features, self._last_ids, inverse, counts, self._gaps)
         done: list[Shard] = []
 
         def read(shard: Shard) -> None:
             shard.enter(batch, iteration, window, keep_plan)
             bad = kernels.read(shard.state, shard.rings, batch, shard.previous, iteration, window, keep)
             if bad >= 0:
-                self._check_range(bad, flat[bad], iteration)
+                raise self._out_of_range(bad, flat[bad], iteration)
             done.append(shard)
 
         try:
@@ -103,21 +101,20 @@ class Reader:
         flat = []
         for feature, given in zip(self._names, ids, strict=True):
             values = np.asarray(given)
-            if values.size and not np.can_cast(values.dtype, np.int64):
-                raise BatchError(f"batch {number}: ids of feature {feature!r} are {values.dtype}: give 64-bit integers")
-            flat.append(np.ascontiguousarray(values, np.int64).reshape(-1))
-        for t in self._mapped:
-            for f in range(self.features[t], self.features[t + 1]):
-                self._check_range(f, flat[f], number)
+            if values.dtype != np.int64 or values.ndim != 1 or not values.flags.c_contiguous:
+                if values.size and not np.can_cast(values.dtype, np.int64):
+                    raise BatchError(
+                        f"batch {number}: ids of feature {feature!r} are {values.dtype}: give 64-bit integers"
+                    )
+                values = np.ascontiguousarray(values, np.int64).reshape(-1)
+            flat.append(values)
         return flat
 
-    def _check_range(self, feature: int, ids: Int64s, number: int) -> None:
-        """Refuse ids that are no rows of their table."""
+    def _out_of_range(self, feature: int, ids: Int64s, number: int) -> ValueRangeError:
+        """The first id that is no row of its table."""
         table = self.tables[int(np.searchsorted(self.features, feature, "right")) - 1]
-        # A negative number is a very large one without its sign.
-        if table.rows is not None and len(ids) and ids.view(np.uint64).max() >= table.rows:
-            outside = ids[(ids < 0) | (ids >= table.rows)]
-            raise ValueRangeError(
-                f"batch {number}: feature {self._names[feature]!r} has id {outside[0]}, out of range for table "
-                f"{table.name!r} ({table.rows} rows): raise the table's rows or check the data"
-            )
+        outside = ids[(ids < 0) | (ids >= (table.rows or 0))]
+        return ValueRangeError(
+            f"batch {number}: feature {self._names[feature]!r} has id {outside[0]}, out of range for table "
+            f"{table.name!r} ({table.rows} rows): raise the table's rows or check the data"
+        )

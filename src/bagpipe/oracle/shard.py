@@ -31,8 +31,11 @@ ROWS_DIRECT_MAX = 64_000_000
 BYTES_DIRECT_MAX = 4_000_000_000
 """So are the largest ones when the arrays of all would take more."""
 _BYTES_A_ROW = 12
-_NONE: Any = [np.empty(0, kind) for kind in (np.uint64, np.int64, np.int32, np.int32, np.int64, np.int64)]
-NO_NUMBERS = Numbers(*_NONE)
+_NO_INT32S, _NO_INT64S = np.empty(0, np.int32), np.empty(0, np.int64)
+NO_NUMBERS = Numbers(
+    slots=np.empty(0, np.uint64), ids=_NO_INT64S, tables=_NO_INT32S, free=_NO_INT32S, num_free=_NO_INT64S,
+    keys=_NO_INT64S, given=_NO_INT64S, found=_NO_INT32S, memo=_NO_INT32S,
+)  # fmt: skip
 
 
 class Shard:

@@ -10,7 +10,7 @@ import pytest
 
 from bagpipe.kernels import sharing
 from bagpipe.kernels.oracle import HALF, KEEP, Batch, Rings, Rows, RowState
-from bagpipe.kernels.sharing import UserRings
+from bagpipe.kernels.sharing import RowUsers, UserRings
 from bagpipe.oracle.oracle import mask_type
 from definitions.sharing import define_choose_owners, define_note_users
 from harness.covering import few
@@ -64,12 +64,25 @@ def test_the_trainers_of_its_ids_are_the_users_of_a_row(seed, ahead, trainers):
     assert_twins(sharing.note_users, define_note_users, rings, users, batch, previous, cuts, bits, 21, 16, ahead)
 
 
-@pytest.mark.parametrize("count", [0, 1, 50])
-def test_rows_of_the_batch_before_are_known_by_their_index(count):
-    random = np.random.default_rng(count)
-    previous = (random.integers(5, 9, count) << HALF) | random.choice([0, 1, 2**31 - 1], count)
-    expected = [word & 0xFFFFFFFF if word >> HALF == 7 else -1 for word in previous.tolist()]
-    assert sharing.find_before(previous, 7).tolist() == expected
+@pytest.mark.parametrize("trainers", TRAINERS)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_what_is_known_of_the_users_of_rows_is_told_table_by_table(ahead, trainers):
+    random = np.random.default_rng(ahead)
+    begins = np.zeros((3, 8), np.int64)
+    begins[:, 7] = 5, 30, 55  # tables 2 and 0 of three
+    rings = Rings(np.array([2, 0]), begins, np.empty(0, np.int32), np.empty(0, np.uint16))
+    previous = (random.integers(5, 9, 60) << HALF) | random.choice([0, 1, 2**31 - 1], 60)
+    users = UserRings(random_users(random, trainers, 60), previous, *random_users(random, trainers, 120).reshape(2, 60))
+    bounds = np.array([0, 25, 40, 65])
+    told = RowUsers(*np.zeros((3, 65), users.users.dtype), np.full(65, -7, np.int32))
+    sharing.tell_users(rings, users, 7, ahead, bounds, told)
+    order = [*range(30, 55), *[None] * 15, *range(5, 30)]
+    words = [None if at is None else int(previous[at]) for at in order]
+    for masks, ring in ((told.users, users.users), (told.next, users.next), (told.later, users.later)):
+        asked = masks is told.users or ahead > (masks is told.later)
+        assert masks.tolist() == [0 if at is None or not asked else int(ring[at]) for at in order]
+    before = [-7 if word is None else word & 0xFFFFFFFF if word >> HALF == 7 else -1 for word in words]
+    assert told.before.tolist() == before
 
 
 def random_window(random, length):

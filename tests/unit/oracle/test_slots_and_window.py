@@ -67,7 +67,7 @@ def test_a_shard_keeps_its_batches_through_wraps_and_growth(trainers: int) -> No
     random = np.random.default_rng(5)
     tables = [OracleTable("a", 50), OracleTable("b", 50), OracleTable("c", 50)]
     shard = Shard(tables, [0, 2], 6, mask_type(trainers) if trainers > 1 else None)
-    features, sizes, gaps = np.arange(4), np.full(3, 50), np.zeros((3, 7), np.int64)
+    features, last_ids, gaps = np.arange(4), np.full(3, 49, np.uint64), np.zeros((3, 7), np.int64)
     twin, first = deque[tuple[list[int], list[int]]](), 3
     for _ in range(3000):
         if len(twin) == 6 or (twin and random.random() < 0.5):
@@ -84,7 +84,7 @@ def test_a_shard_keeps_its_batches_through_wraps_and_growth(trainers: int) -> No
             positions = np.cumsum([0, *map(len, ids)])
             addresses = np.array([address_of(own) for own in ids], np.uint64)
             inverse, counts = np.empty(positions[-1], np.int32), np.zeros(3, np.int64)
-            batch = Batch(addresses, positions, features, sizes, inverse, counts, gaps)
+            batch = Batch(addresses, positions, features, last_ids, inverse, counts, gaps)
             iteration = first + len(twin)
             shard.enter(batch, iteration, len(twin), 0)
             assert read(shard.state, shard.rings, batch, shard.previous, iteration, len(twin), 0) == -1
@@ -100,9 +100,10 @@ def test_a_shard_keeps_its_batches_through_wraps_and_growth(trainers: int) -> No
     assert len(shard.rings.rows) < 4 * 6 * 80
 
 
-def test_a_batch_that_was_read_can_be_taken_back() -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_batch_that_was_read_can_be_taken_back(mapped: bool) -> None:
     tables = [OracleTable("a", 9)]
-    shard = Shard(tables, [0], 4)
+    shard = Shard(tables, [0], 4, mapped=mapped)
 
     def state() -> list[list[int]]:
         begins = shard.rings.begins
@@ -114,7 +115,7 @@ def test_a_batch_that_was_read_can_be_taken_back() -> None:
         gaps, counts = np.zeros((1, 5), np.int64), np.zeros(1, np.int64)
         positions, inverse = np.array([0, len(own)]), np.empty(len(own), np.int32)
         addresses = np.array([address_of(own)], np.uint64)
-        batch = Batch(addresses, positions, np.array([0, 1]), np.array([9]), inverse, counts, gaps)
+        batch = Batch(addresses, positions, np.array([0, 1]), np.array([8], np.uint64), inverse, counts, gaps)
         shard.enter(batch, iteration, iteration, 0)
         return read(shard.state, shard.rings, batch, shard.previous, iteration, iteration, 0)
 
