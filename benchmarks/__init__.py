@@ -41,6 +41,7 @@ MODULES = (
     "processors",
     "oracle",
     "sync",
+    "caches",
     "embedding",
     "store",
     "transport",

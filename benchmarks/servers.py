@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 
 from bagpipe.allocator import keep_freed_memory
+from bagpipe.arrays import Int64s
 from bagpipe.errors import PipelineError
 from bagpipe.server.local import LocalServers, start_servers
 from bagpipe.server.storage import Width
-from bagpipe.store.base import Int64s
 from bagpipe.store.remote import RemoteStore
 from bagpipe.wire.sockets import SocketNetwork
 from benchmarks import Benchmark, Results

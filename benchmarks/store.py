@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.store import MappedStore, MemoryStore, Store
-from bagpipe.store.base import Floats, Int64s
 from benchmarks import Benchmark, Results
 
 BATCH_ROWS = 16_384

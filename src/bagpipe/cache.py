@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bagpipe.arrays import Floats
 from bagpipe.config import Size
 from bagpipe.embedding_device import is_host
 from bagpipe.errors import CapacityError
 from bagpipe.kernels import move
 
-Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
 

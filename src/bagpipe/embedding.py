@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from bagpipe import embedding_device
+from bagpipe.arrays import Floats
 from bagpipe.embedding_device import DeviceBags, is_host
 from bagpipe.errors import BatchError, ModelError, ValueRangeError
 from bagpipe.handles import STAMP_SHIFT, Handles, table_of
@@ -29,7 +30,6 @@ from bagpipe.layout import RowLayout
 from bagpipe.pooling import Pooled, Pooling, split
 from bagpipe.types import Table
 
-Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 ROWS_PER_BLOCK = 65_536

@@ -15,6 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.data import Dataset
 from bagpipe.errors import ConfigError, DataError
 from bagpipe.kernels.oracle import KEEP
@@ -24,7 +25,6 @@ from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.lookahead import RAMP
 from bagpipe.types import Batch
 
-Int64s = NDArray[np.int64]
 Ids = Sequence[NDArray[np.integer]]
 
 AHEAD = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.kernels.admit import Int64s
+from bagpipe.arrays import Int64s
 
 
 def define_admit(

@@ -6,22 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from bagpipe.kernels.assign import (
-    _FACTOR,
-    _HALF,
-    _ONE,
-    HOMELESS,
-    LEAD_MIN,
-    TRAINERS_MAX,
-    TRUST_FIRST,
-    TRUST_MAX,
-    Int32s,
-    Int64s,
-    Rows,
-    UInt8s,
-    UInt32s,
-    UInt64s,
-)
+from bagpipe.arrays import Int32s, Int64s, UInt8s, UInt32s, UInt64s
+from bagpipe.kernels.assign import _FACTOR, _HALF, _ONE, HOMELESS, LEAD_MIN, TRAINERS_MAX, TRUST_FIRST, TRUST_MAX, Rows
 
 
 def define_find_rows(

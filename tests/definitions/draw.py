@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from bagpipe.arrays import Floats
 from bagpipe.data.counter import LANE, LOW, ONE, R32, below_reference
 from bagpipe.data.draw import (
     BELL_DEVIATION,
@@ -13,7 +14,6 @@ from bagpipe.data.draw import (
     R16,
     R48,
     WEIGHT_STEPS,
-    Floats,
     Ints,
     Law,
     UInts,

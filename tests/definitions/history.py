@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.store.base import Floats, Int64s
-from bagpipe.store.blocks import Int32s
+from bagpipe.arrays import Floats, Int32s, Int64s
 
 
 def define_take_old(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bagpipe.store.base import Floats, Int64s
+from bagpipe.arrays import Floats, Int64s
 
 
 def define_gather(chunks: Sequence[Floats], positions: Int64s, out: Floats) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.store.base import Int64s
+from bagpipe.arrays import Int64s
 from bagpipe.store.residency import _PAGES_PER_EXTENT, PAGE_BYTES
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bagpipe.store.base import Floats, Int64s
+from bagpipe.arrays import Floats, Int64s
 
 
 def define_read(path: Path, positions: Int64s, width: int, out: Floats) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from bagpipe.arrays import Flags, Floats, Int64s
 from bagpipe.kernels.random import GOLDEN, mix_numpy
-from bagpipe.server.shards import _HALF, Flags
-from bagpipe.store.base import Floats, Int64s
+from bagpipe.server.shards import _HALF
 
 
 def define_divide(table: int, ids: Int64s, num_servers: int) -> tuple[Int64s, Int64s]:

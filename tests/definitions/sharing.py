@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, NextUses, Rings, Rows, RowState
-from bagpipe.kernels.sharing import Int32s, Int64s, Masks, Ranks, UserRings
+from bagpipe.arrays import Int32s, Int64s, Masks, NextUses, Ranks
+from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, Rings, Rows, RowState
+from bagpipe.kernels.sharing import UserRings
 
 
 def define_note_users(

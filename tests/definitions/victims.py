@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from bagpipe.arrays import Flags, Int32s, Int64s
 from bagpipe.kernels.oracle import HALF, Rings, RowState
-from bagpipe.kernels.victims import Flags, Int32s, Int64s
 from bagpipe.oracle.slots import HELD
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.kernels.oracle import HALF
-from bagpipe.kernels.window_map import Int32s, Int64s, WindowMap
+from bagpipe.kernels.window_map import WindowMap
 
 
 def define_forget(words: Int64s, places: Int32s, keep_read: int, keep_plan: int, free: Int32s) -> int:

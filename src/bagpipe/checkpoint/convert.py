@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from bagpipe.arrays import Floats
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import InitialEntry, TableEntry
 from bagpipe.checkpoint.reading import Checkpoint
@@ -23,7 +24,6 @@ from bagpipe.checkpoint.tensors import ITEM_BYTES, Kind, encode_header
 from bagpipe.checkpoint.tree import tensor_bytes, tensor_kind, unpack_tree
 from bagpipe.errors import CheckpointError
 from bagpipe.initial import Constant, Initial, Normal, Uniform
-from bagpipe.store.base import Floats
 from bagpipe.whole_file import whole_file
 
 ROWS_PER_BLOCK = 65_536

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import (
@@ -25,7 +26,7 @@ from bagpipe.checkpoint.shards import Report, check_file, read_file, read_rows
 from bagpipe.errors import CheckpointError
 from bagpipe.kernels.idmap import IdMap
 from bagpipe.server.shards import divide
-from bagpipe.store.base import Floats, Int64s, Store
+from bagpipe.store.base import Store
 
 BLOB_SUFFIX = ".safetensors"
 _CHAIN_MAX = 10_000

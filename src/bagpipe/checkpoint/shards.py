@@ -13,12 +13,12 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 from xxhash import xxh64, xxh64_hexdigest
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.checkpoint.disk import Bytes, Disk
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import FileEntry, RowCount, ShardOf
 from bagpipe.checkpoint.tensors import Kind, check_kinds, decode, encode_header
 from bagpipe.errors import CheckpointError
-from bagpipe.store.base import Floats, Int64s
 
 Compression: TypeAlias = Literal["zstd"]
 Report: TypeAlias = Callable[[int], None]

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.data.count import NUM_WORDS, TODAY, TOTAL, close_day, count_accesses, count_rows, set_levels
 from bagpipe.errors import ValueRangeError
 from bagpipe.kernels.idmap import IdMap, mixed_by_numpy
 from bagpipe.types import Ids, Table
-
-Int64s = NDArray[np.int64]
 
 COMMON = 1 << 16
 """Rows with fewer accesses than this are counted in an array, the few others are sorted."""

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Floats
 from bagpipe.data.counter import LANE, LOW, ONE, R32, below, permute
 from bagpipe.kernels import kernel
 from bagpipe.kernels.random import GOLDEN, mix
 
 Ints = NDArray[np.int64]
 UInts = NDArray[np.uint64]
-Floats = NDArray[np.float32]
 
 BURST = np.uint64(0x5851F42D4C957F2D)
 """What sets the stream of bursts apart from that of ids."""

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.data.samples import spans
 from bagpipe.errors import ConfigError, DataError, ValueRangeError
 
 Array = NDArray[Any]
-Int64s = NDArray[np.int64]
 
 MISSING, UNSEEN = 0, 1
 """Rows of values that are absent, and of those that a given vocabulary does not have."""

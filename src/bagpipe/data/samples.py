@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Floats
 from bagpipe.kernels import kernel
 
 if TYPE_CHECKING:
     from bagpipe.types import Batch, Ids
 
-Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 

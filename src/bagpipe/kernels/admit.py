@@ -7,12 +7,8 @@ iterations, so that prefetching finds free slots too. Costs a few microseconds a
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
+from bagpipe.arrays import Int64s
 from bagpipe.kernels import kernel
-
-Int64s = NDArray[np.int64]
 
 
 @kernel

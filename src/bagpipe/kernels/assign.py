@@ -10,16 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s, UInt8s, UInt32s, UInt64s
 from bagpipe.kernels import inlined, kernel
 from bagpipe.kernels.intrinsics import FAR, index, prefetch
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-UInt8s = NDArray[np.uint8]
-UInt32s = NDArray[np.uint32]
-UInt64s = NDArray[np.uint64]
 
 TRAINERS_MAX = 64
 HOMELESS = 255

@@ -13,16 +13,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s, NextUses, UInt64s
 from bagpipe.kernels import kernel
 from bagpipe.kernels.intrinsics import FAR, index, int64_at, prefetch
 from bagpipe.kernels.window_map import Numbers, number, thin
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
-NextUses = NDArray[np.uint16]
 
 HALF = 32
 LOWER = 0xFFFFFFFF

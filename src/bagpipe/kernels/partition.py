@@ -13,16 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s, Masks, Ranks
 from bagpipe.kernels import kernel
 from bagpipe.kernels.intrinsics import FAR, index, lowest, prefetch
 from bagpipe.kernels.oracle import HALF
 from bagpipe.kernels.sharing import one_of
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Masks = NDArray[Any]
-"""Unsigned, one bit a trainer."""
-Ranks = NDArray[np.int8]
 
 ALL = -1
 """The owner of a row that all trainers update."""

@@ -10,17 +10,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s, Masks, NextUses, Ranks
 from bagpipe.kernels import kernel
 from bagpipe.kernels.intrinsics import FAR, index, lowest, num_bits, prefetch
-from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, NextUses, Rings, Rows, RowState
+from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, Rings, Rows, RowState
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Masks = NDArray[Any]
-"""Unsigned, one bit a trainer."""
-Ranks = NDArray[np.int8]
 _ONE = np.uint64(1)
 
 

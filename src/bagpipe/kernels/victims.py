@@ -4,14 +4,10 @@ set-associative cache. Each loop is one walk over slots or rows."""
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Flags, Int32s, Int64s
 from bagpipe.kernels import kernel
 from bagpipe.kernels.oracle import HALF, Rings, RowState
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 @kernel

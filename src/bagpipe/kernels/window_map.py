@@ -11,16 +11,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s, UInt64s
 from bagpipe.errors import CapacityError
 from bagpipe.kernels import inlined, kernel
 from bagpipe.kernels.idmap import _mix
 from bagpipe.kernels.intrinsics import FAR, index, int64_at, prefetch
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
 
 NUM_ROWS_MIN = 64
 NUM_ROWS_MAX = 2**31 - 1

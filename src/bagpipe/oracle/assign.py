@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.errors import BatchError, ConfigError
 from bagpipe.kernels import assign as kernels
 from bagpipe.kernels.assign import HOMELESS, TRAINERS_MAX, Rows
@@ -23,7 +24,6 @@ from bagpipe.kernels.assign import HOMELESS, TRAINERS_MAX, Rows
 if TYPE_CHECKING:
     from bagpipe.types import Batch
 
-Int64s = NDArray[np.int64]
 
 ASSIGNERS = ("contiguous", "round_robin", "aware")
 PERIOD = 1000

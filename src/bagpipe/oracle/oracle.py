@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s, NextUses
 from bagpipe.cache import num_bytes
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels import oracle as kernels
@@ -37,9 +38,6 @@ from bagpipe.policies.sampled import FrequencyPolicy, Sample
 from bagpipe.policies.windows import Times
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-NextUses = NDArray[np.uint16]
 Ids = Sequence[NDArray[np.integer]] | CutIds
 Payload = TypeVar("Payload")
 Divide = Callable[[Sequence[int]], list[int] | None]

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.oracle.oracle import Ids, Oracle
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds
@@ -22,7 +23,6 @@ from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.windows import Times
 
-Int64s = NDArray[np.int64]
 Payload = TypeVar("Payload")
 
 

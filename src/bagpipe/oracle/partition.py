@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s, Masks, Ranks
 from bagpipe.errors import ConfigError
 from bagpipe.kernels import partition as kernels
 from bagpipe.kernels.partition import AFTERWARDS, ALL, FETCHED, LATER, NEXT, NOW, Found, Slots, Taken, Used
@@ -28,10 +29,6 @@ from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
 from bagpipe.oracle.tables import OracleTable
 
 Design = Literal["owned", "partitioned", "replicated", "lrpp"]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Masks = NDArray[Any]
-Ranks = NDArray[np.int8]
 Payload = TypeVar("Payload")
 
 AHEAD = 2

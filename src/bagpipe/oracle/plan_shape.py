@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.cache import group_by_width, num_bytes
 from bagpipe.errors import WireError
 from bagpipe.kernels.bits import first_outside
@@ -17,9 +18,6 @@ from bagpipe.oracle.row_list import RowList
 from bagpipe.types import Table
 from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.plan_messages import DividedBy, PlansDescribed
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
 ANY = -1
 """The number of rows of a table that has no fixed one."""

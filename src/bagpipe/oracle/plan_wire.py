@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s
 from bagpipe.data.batch_wire import pack_batch, unpack_batch
 from bagpipe.errors import WireError
 from bagpipe.kernels.bits import first_outside
@@ -28,7 +28,6 @@ from bagpipe.types import Batch
 from bagpipe.wire.arrays import Packing, Unpacking, pack_flags, unpack_flags
 from bagpipe.wire.plan_messages import BatchHead, Planned, PlannedPart
 
-Int32s = NDArray[np.int32]
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
 PackBatch = Callable[[Sent, Packing, Collection[str]], BatchHead]

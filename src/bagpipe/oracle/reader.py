@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.errors import BatchError, ValueRangeError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import Batch
@@ -16,8 +17,6 @@ from bagpipe.kernels.parallel import Workers
 from bagpipe.kernels.window_map import ANY_ID, address_of
 from bagpipe.oracle.shard import Shard
 from bagpipe.oracle.tables import OracleTable
-
-Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

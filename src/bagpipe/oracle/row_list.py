@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
+from bagpipe.arrays import Int32s, Int64s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

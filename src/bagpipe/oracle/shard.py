@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Flags, Int32s, Int64s
 from bagpipe.kernels.oracle import Batch, Rings, RowState
 from bagpipe.kernels.sharing import UserRings
 from bagpipe.kernels.window_map import Numbers, WindowMap
 from bagpipe.oracle.tables import OracleTable
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-Masks = NDArray[Any]
 MaskType = type[np.unsignedinteger[Any]]
 
 ROWS_DIRECT_MAX = 64_000_000

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s, NextUses
 from bagpipe.kernels.oracle import KEEP, pop_idle, rest
 
 if TYPE_CHECKING:
     from bagpipe.policies.base import Demand, Extra, Policy
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-NextUses = NDArray[np.uint16]
 Value = TypeVar("Value", bound=np.generic)
 
 NONE: Int32s = np.empty(0, np.int32)

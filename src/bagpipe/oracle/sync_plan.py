@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.oracle.row_list import RowList
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

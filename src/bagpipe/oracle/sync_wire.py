@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.errors import WireError
 from bagpipe.kernels.bits import first_outside
 from bagpipe.oracle.partition import RULES
@@ -22,8 +22,6 @@ from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
 from bagpipe.wire.arrays import Packing, Unpacking, pack_flags, unpack_flags
 from bagpipe.wire.plan_messages import BatchHead, DividedBy, SyncHead
-
-Int64s = NDArray[np.int64]
 
 
 def pack_sync(sync: Sync, packing: Packing) -> SyncHead:

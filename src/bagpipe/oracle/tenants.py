@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.kernels.oracle import HALF, LOWER, Rows, list_tenants
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.shard import Shard
 from bagpipe.oracle.tables import OracleTable
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
 
 class Tenants:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.errors import ConfigError
 from bagpipe.kernels.oracle import KEEP
 from bagpipe.oracle.row_list import RowList
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from bagpipe.policies.sampled import Sample
     from bagpipe.policies.windows import Times
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 Lookahead = int | Literal["auto"]
 Wanted = Sequence[tuple[Int64s, Int64s]]
 """Of each group tables and ids of rows, in the order in which they get what room there is."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bagpipe.arrays import Int64s
 from bagpipe.errors import CapacityError
 from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Demand, Int64s, Lookahead, Policy
+from bagpipe.policies.base import Demand, Lookahead, Policy
 
 
 class LruPolicy(Policy):

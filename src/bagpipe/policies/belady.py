@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bagpipe.arrays import Int64s
 from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Int64s, Lookahead, Policy, checked
+from bagpipe.policies.base import Lookahead, Policy, checked
 from bagpipe.policies.lookahead import AUTO_MAX, RAMP
 
 

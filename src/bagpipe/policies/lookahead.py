@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.kernels.admit import admit
 from bagpipe.oracle.slots import Group
-from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, Policy, checked
+from bagpipe.policies.base import Demand, Lookahead, Policy, checked
 
 RAMP = 4
 """Batches by which the window grows with each plan, so that the first one does not wait for a full window."""

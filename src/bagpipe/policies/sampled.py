@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.kernels.idmap import IdMap
 from bagpipe.oracle.slots import NEVER, Group
-from bagpipe.policies.base import Demand, Int32s, Int64s, Lookahead, Policy, Wanted
+from bagpipe.policies.base import Demand, Lookahead, Policy, Wanted
 
 BATCHES = 64
 """Read before the first plan where all data was counted."""

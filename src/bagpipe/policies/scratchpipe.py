@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bagpipe.arrays import Int64s
 from bagpipe.oracle.slots import HELD, NEVER, Group
-from bagpipe.policies.base import Int64s, Lookahead
+from bagpipe.policies.base import Lookahead
 from bagpipe.policies.belady import ForesightedPolicy
 
 PAST = 3

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bagpipe.arrays import Flags, Int32s, Int64s
 from bagpipe.kernels.victims import choose_ways
 from bagpipe.oracle.slots import HELD, AddressedSlots, Group
-from bagpipe.policies.base import Demand, Extra, Flags, Int32s, Int64s, Lookahead, Wanted, checked
+from bagpipe.policies.base import Demand, Extra, Lookahead, Wanted, checked
 from bagpipe.policies.belady import ForesightedPolicy
 from bagpipe.policies.windows import WINDOW, Times, Windows
 from bagpipe.policy_options import PolicyOptions

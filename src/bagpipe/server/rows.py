@@ -11,9 +11,10 @@ from threading import BoundedSemaphore, Lock
 
 import numpy as np
 
+from bagpipe.arrays import Int64s
 from bagpipe.errors import StoreError, WireError
 from bagpipe.server.shared import Regions, regions
-from bagpipe.store.base import Int64s, TablePart
+from bagpipe.store.base import TablePart
 from bagpipe.store.recorded import Recorded
 from bagpipe.wire.checks import check_read, check_write, columns_of, totals
 from bagpipe.wire.messages import Part, Read, Rows, Scan, Scanned, Write

@@ -8,14 +8,11 @@ times M, divided by 2**32. It never changes, since rows that are kept on disk li
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Flags, Floats, Int64s
 from bagpipe.kernels import inlined, kernel
 from bagpipe.kernels.random import GOLDEN, mix
-from bagpipe.store.base import Floats, Int64s
 from bagpipe.store.libc import memcpy, prefetch_bytes
-
-Flags = NDArray[np.bool_]
 
 _HALF = np.uint64(32)
 _AHEAD = 8

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from bagpipe.store.base import Floats, Int64s
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.store.directory import INDEX_NAME, StoreDirectory
 from bagpipe.store.local import LocalStore
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX, MappedStore

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import StoreError
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from bagpipe.checkpoint.manifest import FileEntry
     from bagpipe.checkpoint.shards import Compression
 
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 ROWS_PER_CHUNK = 65_536
 NO_ITERATION = -1

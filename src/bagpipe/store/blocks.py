@@ -10,11 +10,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bagpipe.store.base import Floats, Int64s
-
-Int32s = NDArray[np.int32]
+from bagpipe.arrays import Floats, Int32s, Int64s
 
 BLOCK_BYTES = 4 << 20
 _POSITION_BYTES, _EPOCH_BYTES, _FLOAT_BYTES, _ALIGNED = 8, 4, 4, 16

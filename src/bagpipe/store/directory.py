@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
+from bagpipe.arrays import Int64s
 from bagpipe.errors import StoreError
-from bagpipe.store.base import Int64s
 from bagpipe.store.failures import failing, medium_failure, too_short
 
 VERSION = 2

@@ -18,10 +18,11 @@ from threading import Lock
 
 import numpy as np
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
-from bagpipe.store.base import Int64s, TablePart
-from bagpipe.store.blocks import Block, Int32s, Piece
+from bagpipe.store.base import TablePart
+from bagpipe.store.blocks import Block, Piece
 from bagpipe.store.local import LocalStore
 from bagpipe.store.spilled import SpilledBlock, SpillingBlocks
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Floats, Int64s, RowSource, Store, StoreStats, TablePart
+from bagpipe.arrays import Floats, Int64s
+from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, RowSource, Store, StoreStats, TablePart
 
 
 class LaterStore(Store):

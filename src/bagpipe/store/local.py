@@ -16,13 +16,12 @@ from typing import Protocol
 
 import numpy as np
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import StoreError
 from bagpipe.kernels.idmap import IdMap
 from bagpipe.store.base import (
     NO_ITERATION,
     ROWS_PER_CHUNK,
-    Floats,
-    Int64s,
     RowSource,
     Store,
     StoreStats,

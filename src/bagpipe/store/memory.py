@@ -12,8 +12,9 @@ from contextlib import suppress
 
 import numpy as np
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.kernels import inlined, kernel
-from bagpipe.store.base import Floats, Int64s, RowSource
+from bagpipe.store.base import RowSource
 from bagpipe.store.libc import memcpy, prefetch_bytes
 from bagpipe.store.local import Backing, LocalStore
 

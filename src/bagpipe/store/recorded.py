@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.disk import Disk, SystemDisk
 from bagpipe.checkpoint.manifest import FileEntry
@@ -17,7 +18,7 @@ from bagpipe.checkpoint.reading import ALL, Checkpoint, load_rows
 from bagpipe.checkpoint.shards import Compression, Report, write_rows
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
-from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Floats, Int64s, RowSource, Store, StoreStats, TablePart
+from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, RowSource, Store, StoreStats, TablePart
 from bagpipe.store.condensed import Condensed
 from bagpipe.store.history import History
 from bagpipe.store.journal import Journal

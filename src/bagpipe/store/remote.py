@@ -15,13 +15,12 @@ from typing import Literal
 import numpy as np
 
 from bagpipe import failpoints
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import BagpipeError, ConfigError, StoreError
 from bagpipe.server.shared import NUM_BYTES, regions
 from bagpipe.store.base import (
     NO_ITERATION,
     ROWS_PER_CHUNK,
-    Floats,
-    Int64s,
     RowSource,
     Store,
     StoreStats,

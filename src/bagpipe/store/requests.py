@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import WireError
 from bagpipe.server.shards import divide, pick, place
 from bagpipe.server.shared import Regions, regions
-from bagpipe.store.base import Floats, Int64s, RowSource, TablePart
+from bagpipe.store.base import RowSource, TablePart
 from bagpipe.store.links import Buffers, Link, Request
 from bagpipe.wire.checks import check_rows, check_scanned, columns_of, totals
 from bagpipe.wire.messages import (

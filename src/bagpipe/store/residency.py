@@ -16,9 +16,9 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Int64s
 from bagpipe.errors import ConfigError, StoreError
 from bagpipe.kernels import inlined, kernel
-from bagpipe.store.base import Int64s
 from bagpipe.store.failures import medium_failure
 from bagpipe.store.libc import DONTNEED, START_WRITE, WRITE_AND_WAIT, errno_now, posix_fadvise, sync_file_range
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.kernels import inlined, kernel
-from bagpipe.store.base import Floats, Int64s
 from bagpipe.store.failures import medium_failure, no_room, too_short
 from bagpipe.store.libc import NOWAIT, WILLNEED, errno_now, memcpy, posix_fadvise, pread, preadv2, pwrite
 from bagpipe.store.local import Backing

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Floats, Int32s, Int64s
 from bagpipe.errors import StoreError
 from bagpipe.kernels import kernel
-from bagpipe.store.base import ROWS_PER_CHUNK, Floats, Int64s, check_chunk, check_table
-from bagpipe.store.blocks import Int32s
+from bagpipe.store.base import ROWS_PER_CHUNK, check_chunk, check_table
 from bagpipe.store.history import History, Mark
 from bagpipe.store.local import LocalStore
 

@@ -11,18 +11,9 @@ from pathlib import Path
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, Literal, cast
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import ConfigError, DeadlineError, StoreError
-from bagpipe.store.base import (
-    NO_ITERATION,
-    ROWS_PER_CHUNK,
-    Floats,
-    Int64s,
-    Marked,
-    RowSource,
-    Store,
-    StoreStats,
-    TablePart,
-)
+from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Marked, RowSource, Store, StoreStats, TablePart
 
 if TYPE_CHECKING:
     from bagpipe.checkpoint.manifest import FileEntry

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from bagpipe.arrays import Floats
 from bagpipe.cache import RowCache
 from bagpipe.embedding import CachedLayer, Lookups, TableView, follow_requires_grad
 from bagpipe.errors import BatchError, DeadlineError, ModelError
@@ -45,7 +46,6 @@ from bagpipe.trainer.sync import Peers
 from bagpipe.trainer.update import RowUpdate, holder_of, views_of
 
 Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 LOST = (
     "iteration {} has row gradients but had no rows.step(), so they are dropped: to add up those of several batches "
     "pass accumulate= to bagpipe.accelerate, to drop them call batches.zero_grad()"

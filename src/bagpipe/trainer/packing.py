@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from bagpipe.arrays import Int32s, Int64s
 from bagpipe.cache import RowCache
 from bagpipe.embedding_device import is_host
 from bagpipe.kernels import move
@@ -19,9 +19,6 @@ from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Routes
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
 
 class Packing:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import WireError
-from bagpipe.store.base import Floats, Int64s
 from bagpipe.wire.messages import ALL_COLUMNS, Part, Read, Rows, Scan, Scanned, Write
 
 Buffers = Sequence[memoryview]

@@ -12,11 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.arrays import Floats
 from bagpipe.data.prepare.block import Block, Category, Place, Problem
 from bagpipe.data.prepare.cells import Mask, Values
 from bagpipe.data.prepare.schema import Categorical, Numeric, Schema, Time
-
-Floats = NDArray[np.float32]
 
 NOT_INTEGER = "is not a whole number of 64 bits"
 _SHOWN_MAX = 60
