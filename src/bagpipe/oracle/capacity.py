@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.cache import divide, group_by_width, num_bytes
+from bagpipe.cache import divide, group_by_width, num_bytes, spaces
 from bagpipe.config import Share, Size
 from bagpipe.embedding import check_range
 from bagpipe.errors import CapacityError, ConfigError
@@ -49,31 +48,42 @@ def make_oracle(
     if isinstance(size, Share):
         size = size.num_rows(tables)
     whole, most = policy == "ideal", [table.rows for table in tables]
-    capacity = divide(size, widths, needed, most, whole=whole)
-    if len(capacity) > 1 or options.oracles > 1:
+
+    def share_out(needed: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The oracle of each table, and slots."""
+        oracle_of = _oracles_of(needed, options.oracles)
+        return oracle_of, divide(size, widths, needed, most, oracles=oracle_of, whole=whole)
+
+    oracle_of, slots = share_out(needed)
+    if len(slots) > 1:
         for other in others:
             more = np.maximum(needed, _rows_of(tables, other)).tolist()
             with suppress(CapacityError):
-                capacity, needed = divide(size, widths, more, most, whole=whole), more
+                (oracle_of, slots), needed = share_out(more), more
+    group, distinct = group_by_width(widths)
+    _, each = spaces(widths, oracle_of)
+    bytes_max = size.num_bytes if isinstance(size, Size) else num_bytes(slots, [width for width, _ in each])
 
     def divide_anew(needed: Sequence[int]) -> list[int] | None:
         with suppress(CapacityError):
             return divide(size, widths, needed, most, bytes_max=bytes_max)
         return None
 
-    bytes_max = num_bytes(capacity, group_by_width(widths)[1])
-    can_divide = len(capacity) > 1 and options.oracles == 1 and not whole
-    planned = [
-        OracleTable(table.name, table.rows, table.features, group, width)
-        for table, group, width in zip(tables, group_by_width(widths)[0], widths, strict=True)
-    ]
+    can_divide = len(distinct) > 1 and options.oracles == 1 and not whole
     made, groups = [], []
-    for own, slots in _divide_tables(planned, capacity, needed, options.oracles, whole=whole):
-        groups.append(list(slots))
+    for oracle in range(options.oracles):
+        own = [t for t in range(len(tables)) if oracle_of[t] == oracle]
+        shares = {distinct.index(width): count for (width, of), count in zip(each, slots, strict=True) if of == oracle}
+        groups.append(list(shares))
         made.append(
             Oracle(
-                [replace(table, group=groups[-1].index(table.group)) for table in own],
-                list(slots.values()),
+                [
+                    OracleTable(
+                        tables[t].name, tables[t].rows, tables[t].features, groups[-1].index(group[t]), widths[t]
+                    )
+                    for t in own
+                ],
+                list(shares.values()),
                 lookahead=lookahead,
                 policy=policy,
                 options=options,
@@ -84,6 +94,7 @@ def make_oracle(
                 divide=divide_anew if can_divide else None,
             )
         )
+        made[-1].size = sum(slots), bytes_max
     return made[0] if len(made) == 1 else Oracles(made, groups)
 
 
@@ -92,24 +103,13 @@ def _rows_of(tables: Sequence[Table], batch: Mapping[str, NDArray[np.int64]]) ->
     return [len(np.unique(np.concatenate([batch[name] for name in table.features]))) for table in tables]
 
 
-def _divide_tables(
-    tables: Sequence[OracleTable], capacity: Sequence[int], needed: Sequence[int], count: int, *, whole: bool
-) -> list[tuple[Sequence[OracleTable], dict[int, int]]]:
-    """The tables of each oracle, about equally many rows of a batch, and its slots of each group that these are in."""
-    if count > len(tables):
-        raise ConfigError(f"policy option oracles is {count}, and there are {len(tables)} tables: give at most as many")
+def _oracles_of(needed: Sequence[int], count: int) -> list[int]:
+    """The oracle of each table: each has some that follow each other, about equally many rows of a batch."""
+    if count > len(needed):
+        raise ConfigError(f"policy option oracles is {count}, and there are {len(needed)} tables: give at most as many")
     done, cuts = np.cumsum(needed), [0]
     for k in range(1, count):
         end = int(np.searchsorted(done, done[-1] * k / count)) + 1
-        cuts.append(min(max(end, cuts[-1] + 1), len(tables) - (count - k)))  # each has one at least
-    cuts.append(len(tables))
-    oracle_of = [k for k, (begin, end) in enumerate(pairwise(cuts)) for _ in range(begin, end)]
-    slots: list[dict[int, int]] = [{} for _ in range(count)]
-    for group, size in enumerate(capacity):
-        own = [t for t, table in enumerate(tables) if table.group == group]
-        oracles = [oracle_of[t] for t in own]
-        # Oracles take the place of widths: each gets what a batch needs of its tables, and its part of the rest.
-        shares = divide(size, oracles, [needed[t] for t in own], [tables[t].rows for t in own], whole=whole)
-        for oracle, share in zip(group_by_width(oracles)[1], shares, strict=True):
-            slots[oracle][group] = share
-    return [(tables[begin:end], slots[k]) for k, (begin, end) in enumerate(pairwise(cuts))]
+        cuts.append(min(max(end, cuts[-1] + 1), len(needed) - (count - k)))  # each has one at least
+    cuts.append(len(needed))
+    return [k for k, (begin, end) in enumerate(pairwise(cuts)) for _ in range(begin, end)]

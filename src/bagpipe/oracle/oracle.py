@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.arrays import Int32s, Int64s, NextUses
-from bagpipe.cache import num_bytes
+from bagpipe.cache import num_bytes, told_rows
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import KEEP, Rows
@@ -129,6 +129,8 @@ class Oracle:
         widths = [self.tables[group.tables[0]].width or 0 for group in self.groups]
         self.size = sum(capacity), num_bytes(capacity, widths)
         """Rows and bytes of the cache, which may be more than what this oracle has of it; 0 bytes: not known."""
+        self.several = False
+        """Whether it is one of several oracles."""
 
     def _make_groups(self, capacity: Sequence[int], freed_by: int) -> None:
         """Slot spaces of these sizes, vacant since the evictions of a plan, and the policy's beginning with them."""
@@ -235,7 +237,7 @@ class Oracle:
         try:
             fitting = cuts is None or np.array_equal(cuts[:, -1], np.diff(batch.positions))
             assert fitting, "the cuts of a batch do not fit its ids"
-            self._check_capacity(iteration, batch.counts)
+            self._check_capacity(iteration, batch.counts, batch.gaps)
             if len(self._idle_since):
                 self._reader.on_all(lambda shard: kernels.find_idle(
                     shard.state, shard.rings, batch, shard.previous, iteration, length, shard.idle_slots
@@ -465,29 +467,44 @@ class Oracle:
             users.users, users.next * stays, users.later * stays, users.before, homes, batch.cuts, batch.inverse
         )
 
-    def _check_capacity(self, iteration: int, counts: Int64s) -> None:
+    def _check_capacity(self, iteration: int, counts: Int64s, gaps: Int64s) -> None:
         """CapacityError if a batch has no room; `_Crowded` if it has with the slots divided otherwise."""
-        needs = [int(counts[group.tables].sum()) for group in self.groups]
+        rows = self.policy.needs(counts, gaps)
+        needs = [int(rows[group.tables].sum()) for group in self.groups]
         for group, needed in zip(self.groups, needs, strict=True):
             if needed <= group.capacity:
                 continue
-            # Groups that are not divided anew grow alike, as the division goes by what the first batch needs of each.
-            rows, size = (-(-total * needed // group.capacity) for total in self.size)
             if self._divide is not None:
                 for needed_rows in (np.maximum(self._most, counts), counts):
-                    capacity = self._divide(needed_rows.tolist())
-                    if capacity is not None:
+                    if (capacity := self._divide(needed_rows.tolist())) is not None:
                         raise _Crowded(capacity)
-                # Of each width one more, as divisions round down; and so many rows that the first takes these bytes.
-                widths = [self.tables[each.tables[0]].width or 0 for each in self.groups]
-                size = num_bytes([need + 1 for need in needs], widths)
-                rows = max(sum(needs), -(-size * self.size[0] // self.size[1]))
-            in_bytes = f", or {-(-size // 1000):,}KB" if size else ""
+                raise self._too_large(iteration, needs)
+            # Without another division groups grow alike, as theirs goes by what the first batch needs of each.
+            least, size = (-(-total * needed // group.capacity) for total in self.size)
+            held, others = "at once", "lower the batch size"
+            if self.policy.keeps_all:
+                held, others = f"by now, all of which policy {self.policy.name!r} keeps", "choose another policy"
+            elif self.several:
+                others = "let one oracle plan (policy option oracles=1), which divides the cache anew for such a batch"
             raise CapacityError(
-                f"iteration {iteration} needs {needed:,} rows of {group.label} at once, and of the cache's "
-                f"{self.size[0]:,} places they have {group.capacity:,}: raise `cache` to at least {rows:,} "
-                f"rows{in_bytes}, or lower the batch size"
+                f"iteration {iteration} needs {needed:,} rows of {group.label} {held}, and of the cache's "
+                f"{self.size[0]:,} places they have {group.capacity:,}: raise `cache` to at least {least:,} rows"
+                f"{_or_bytes(size)}, or {others}"
             )
+
+    def _too_large(self, iteration: int, needs: Sequence[int]) -> CapacityError:
+        """A batch for which no division has room."""
+        widths = [self.tables[group.tables[0]].width or 0 for group in self.groups]
+        needs = [max(1, need) for need in needs]
+        # A cache of so many rows has the bytes of its first division, which rounds down: one more of each will do.
+        rounded = num_bytes([need + 1 for need in needs], widths)
+        least = max(sum(needs), -(-rounded * self.size[0] // self.size[1]))
+        size = num_bytes(needs, widths)
+        return CapacityError(
+            f"iteration {iteration} needs {told_rows(needs, widths)} at once, {size:,} bytes, and the cache has "
+            f"{self.size[1]:,} bytes, {self.size[0]:,} rows as it was divided first: raise `cache` to at least "
+            f"{least:,} rows{_or_bytes(size)}, or lower the batch size"
+        )
 
 
 class _Crowded(CapacityError):
@@ -496,6 +513,10 @@ class _Crowded(CapacityError):
     def __init__(self, capacity: list[int]) -> None:
         super().__init__("the slots have to be divided anew, which `plans` does")
         self.capacity = capacity
+
+
+def _or_bytes(size: int) -> str:
+    return f", or {-(-size // 1000):,}KB" if size else ""
 
 
 def _bounds(counts: Int64s) -> Int64s:
