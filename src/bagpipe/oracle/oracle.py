@@ -238,7 +238,7 @@ class Oracle:
             fitting = cuts is None or np.array_equal(cuts[:, -1], np.diff(batch.positions))
             assert fitting, "the cuts of a batch do not fit its ids"
             self._check_capacity(iteration, batch.counts, batch.gaps)
-            if len(self._idle_since):
+            if len(self._idle_since):  # idle rows that the batch needs ask for a stay too: the last column of gaps
                 self._reader.on_all(lambda shard: kernels.find_idle(
                     shard.state, shard.rings, batch, shard.previous, iteration, length, shard.idle_slots
                 ))  # fmt: skip
@@ -247,14 +247,14 @@ class Oracle:
             self._reader.unread(iteration, length, 0)
             raise
 
-        def note(shard: Shard) -> None:
+        def note(shard: Shard) -> None:  # gaps are what was granted now, of each kind of stay
             slot_begins = self._tenants.begins
             if not all_granted:
                 kernels.refuse(shard.rings, shard.previous, iteration, length, 0, batch.gaps)
             elif len(self._next_uses):
                 note_next_uses(shard.state, shard.rings, shard.previous, iteration, first, slot_begins, self._next_uses)
             if len(self._idle_since):
-                quotas = batch.gaps[:, length + 1]
+                quotas = batch.gaps[:, length + 1]  # those of idle rows
                 kernels.grant_idle(shard.rings, iteration, shard.idle_slots, quotas, slot_begins, self._idle_since)
             if cuts is not None and self._bits is not None:
                 note_users(

@@ -1,4 +1,4 @@
-"""What a policy decides: which rows stay in the cache after an iteration, and who makes room when it is full.
+"""What a policy decides: which rows stay in the cache after an iteration, and which leave when it is full.
 
 Everything else (unique rows, slots, fetches, write-backs and their waits) is the oracle's, the same for every policy:
 a policy can cost traffic but never exactness (I1, I3). A row in the cache is *granted* a stay until its next use, or it

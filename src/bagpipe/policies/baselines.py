@@ -26,7 +26,7 @@ class LfuPolicy(Policy):
 
 
 class NoCachePolicy(Policy):
-    """Every row is fetched before its iteration and written back after it, with nothing overlapped: fetch and
+    """Every row is fetched before its iteration and written back after it, and nothing overlaps: fetch and
     write-back of each iteration are on the critical path (the baseline of the paper's section 2)."""
 
     name = "nocache"
