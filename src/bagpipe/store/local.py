@@ -222,6 +222,17 @@ class LocalStore(Store):
         self._before_write()
         self._scatter([(table, positions, values)], [positions])
 
+    def put(self, table: int, ids: Int64s, values: Floats) -> Int64s:
+        """Set rows of ids that are known to differ, and tell where they are."""
+        self._check_usable()
+        self._before_write()
+        added: list[tuple[_Table, range]] = []
+        positions = self._write([(table, ids, values)], added)[0]
+        for part, hidden in added:
+            with part.lock:
+                part.unwritten.remove(hidden)
+        return positions
+
     def truncate(self, table: int, num_rows: int) -> None:
         """Forget that any but the first rows of a table were ever written; readers and writers are at rest.
 
@@ -271,14 +282,17 @@ class LocalStore(Store):
             self._check_usable()  # it may have been closed since this call began
             raise
 
-    def _write(self, written: Sequence[TablePart], added: list[tuple[_Table, range]]) -> None:
-        """Find rows, add new ones, and give all of them their values; `added` lists those who stay hidden meanwhile."""
+    def _write(self, written: Sequence[TablePart], added: list[tuple[_Table, range]]) -> list[Int64s]:
+        """Find rows, add new ones, and give all of them their values; `added` lists those who stay hidden meanwhile.
+
+        Returns where the rows are."""
         parts = [(table, ids) for table, ids, _ in written]
         found = [np.empty(len(ids), np.int64) for _, ids in parts]
         with self._locked(parts):
             num_new = self._find_or_make_room(parts, found)
             self._add(parts, found, num_new, added)
         self._scatter(written, found)
+        return found
 
     def _write_watched(self, watch: Watch, written: Sequence[TablePart], added: list[tuple[_Table, range]]) -> None:
         """The same; between finding rows and adding new ones, without locks, it may be refused."""
