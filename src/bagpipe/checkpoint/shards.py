@@ -36,8 +36,8 @@ _LEVEL = 1
 class RowSnapshot(Protocol):
     """Rows as they were at a mark, whatever is written meanwhile."""
 
-    def iterate(self, table: int, since: int | None, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
-        """Ids and values of all rows of a table, or only of those written after mark `since`, so many at a time.
+    def iterate(self, table: int, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
+        """Ids and values of the rows of a table, so many at a time.
 
         Nobody changes the arrays later.
         """
@@ -51,7 +51,6 @@ def write_rows(
     *,
     part: str = "0",
     shard: tuple[int, int] | None = None,
-    since: int | None = None,
     compress: Compression | None = None,
     report: Report | None = None,
 ) -> list[FileEntry]:
@@ -62,7 +61,7 @@ def write_rows(
     writer = _Writer(disk, directory, tables, part, shard, compress, report)
     for table, (_, width) in enumerate(tables):
         rows_per_chunk = max(1, CHUNK_BYTES // (8 + 4 * width))
-        for ids, values in snapshot.iterate(table, since, rows_per_chunk):
+        for ids, values in snapshot.iterate(table, rows_per_chunk):
             if len(ids):
                 writer.add(table, ids, values)
     writer.flush()

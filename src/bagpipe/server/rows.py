@@ -64,11 +64,11 @@ class RowAccess:
         flags = np.empty(len(ids), np.bool_)
         found, row = [], 0
         for part in body.parts:
-            positions, _ = self.store.find(part.table, ids[row : row + part.count])
-            there = np.greater_equal(positions, 0, out=flags[row : row + part.count])
-            found.append((part, positions if there.all() else positions[there]))
+            rows = self.store.find(part.table, ids[row : row + part.count])
+            flags[row : row + part.count] = rows.there
+            found.append((part, rows, int(np.count_nonzero(rows.there))))
             row += part.count
-        num_floats = sum(len(positions) * columns_of(part, self.widths) for part, positions in found)
+        num_floats = sum(count * columns_of(part, self.widths) for part, _, count in found)
         layout = self._layout(body.parts)
         if memory is None:
             values = np.empty(num_floats, np.float32)
@@ -77,13 +77,12 @@ class RowAccess:
             memory[layout.flags] = flags.view(np.uint8).data
         number = 0
         with self._copying:
-            for part, positions in found:
-                size = len(positions) * columns_of(part, self.widths)
+            for part, rows, count in found:
+                size = count * columns_of(part, self.widths)
                 if size:
-                    out = values[number : number + size].reshape(len(positions), -1)
-                    self.store.gather(part.table, positions, out)
+                    rows.gather(values[number : number + size].reshape(count, -1))
                 number += size
-        count = sum(len(positions) for _, positions in found)
+        count = sum(count for _, _, count in found)
         with self._lock:
             self.rows_read += count
         return Rows(count), () if memory is not None else (flags.view(np.uint8).data, values.data)

@@ -23,7 +23,7 @@ from bagpipe.server.rows import RowAccess
 from bagpipe.server.storage import Storage
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import HISTORY_BYTES, JOURNAL_BYTES, Recorded
-from bagpipe.store.snapshot import Snapshot
+from bagpipe.store.versioned import RowReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Saving:
 
     recorded: Recorded
     done: int
-    snapshot: Snapshot
+    snapshot: RowReader
     directory: Path
     names: Sequence[str]
     since: int | None
@@ -81,7 +81,7 @@ class Condensing:
 
     recorded: Recorded
     done: int
-    snapshot: Snapshot
+    snapshot: RowReader
 
     def write(self, report: Report) -> bytes:
         """When it returns they are there; the log is cut at the next forgetting of marks."""
@@ -220,7 +220,7 @@ class Shard:
         recorded = self._opened()
         self._check_names(names)
         recorded.checkpoints = directory.parent
-        snapshot = recorded.snapshot(done, directory.parent)
+        snapshot = recorded.snapshot(done, directory.parent, since=since)
         return Saving(recorded, done, snapshot, directory, names, since, compress)
 
     def check_load(self, done: int, directory: Path, names: Sequence[str]) -> None:

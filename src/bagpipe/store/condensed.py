@@ -13,7 +13,7 @@ from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.checkpoint.shards import Report, write_rows
-from bagpipe.store.snapshot import Snapshot
+from bagpipe.store.versioned import RowReader
 
 
 class Condensed:
@@ -36,7 +36,7 @@ class Condensed:
         """The rows of a mark."""
         return self._files.open(done)
 
-    def write(self, done: int, snapshot: Snapshot, report: Report | None = None) -> None:
+    def write(self, done: int, snapshot: RowReader, report: Report | None = None) -> None:
         """Write the rows of a mark; those of the one before stay until they are discarded.
 
         `report` is told how many bytes are done.

@@ -363,7 +363,7 @@ class LocalStore(Store):
             for (table, ids), positions in zip(parts, found, strict=True)
         ]
         if any(num_new):
-            self._check_memory([table for table, _ in parts], num_new)
+            self.check_memory([table for table, _ in parts], num_new)
         for (table, _), more in zip(parts, num_new, strict=True):
             if more:
                 self._make_room(table, more)
@@ -373,7 +373,8 @@ class LocalStore(Store):
         for (table, _), more in zip(parts, num_new, strict=True):
             self._part(table).promised += sign * more
 
-    def _check_memory(self, tables: Sequence[int], num_new: Sequence[int]) -> None:
+    def check_memory(self, tables: Sequence[int], num_new: Sequence[int]) -> None:
+        """StoreError if there is no memory for so many more rows."""
         if self.bytes_in_memory_max is None:
             return
         row_bytes = [self._sources[table].width * 4 + _BYTES_PER_ID for table in tables]

@@ -7,6 +7,7 @@ checkpoint on, and also to marks whose old values took too much memory. Both giv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -20,16 +21,14 @@ from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
 from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, RowSource, Store, StoreStats, TablePart
 from bagpipe.store.condensed import Condensed
-from bagpipe.store.history import History
 from bagpipe.store.journal import Journal
 from bagpipe.store.journal_record import START
 from bagpipe.store.local import Change, LocalStore
 from bagpipe.store.mapped import MappedStore
-from bagpipe.store.snapshot import Snapshot
 from bagpipe.store.starts import Starts
+from bagpipe.store.versioned import LAYER_BYTES, Found, RowReader, VersionedStore
 
-HISTORY_BYTES = 1_000_000_000
-"""Of memory for old values, as `recovery.history` is unless it is set."""
+HISTORY_BYTES = LAYER_BYTES
 JOURNAL_BYTES = 1 << 30
 """A journal may have so many bytes, or twice those of all rows if that is more; then it is condensed."""
 
@@ -58,7 +57,9 @@ class Recorded(Store):
         self.checkpoints, self.shard = checkpoints, shard
         self._store, self._journal = store, journal
         place = journal.directory if journal is not None else store.path if isinstance(store, MappedStore) else None
-        self._history = History(store, history_bytes_max, place)
+        self._versions = VersionedStore(store, layer_bytes_max=history_bytes_max, spill=place, watch=self)
+        self._settled: int | None = None
+        """The last mark whose checkpoint was complete."""
         self._disk: Disk = SystemDisk() if disk is None else disk
         self._journal_bytes = journal_bytes
         self._condensed: Condensed | None = None
@@ -81,23 +82,22 @@ class Recorded(Store):
                 self._is_whole = False
                 self._refusal = f"{journal.directory} holds earlier writes: return to a mark, or load a checkpoint"
             journal.begin(widths)
-        store.watch = self
 
     # Marked
 
     def mark(self, done: int) -> None:
         """Make the rows as they are now a point to return to; on the disk too where there is a journal."""
         self._check_usable()
-        self._history.check_mark(done)
+        self._versions.check_mark(done)
         if self._journal is not None:
             self._journal.mark(done)
-        self._history.mark(done)
+        self._versions.mark(done)
         there = self._known_marks()
         self._drop_kept(lambda mark: mark < done and mark not in there)  # was kept for a mark that was never made
 
     def marks(self) -> list[int]:
         """The marks that rows can be returned to, in ascending order."""
-        marks = set(self._history.marks())
+        marks = set(self._versions.marks())
         if self._journal is not None and self._starts is not None:
             first = min(self._starts.marks(self.checkpoints), default=None)
             if first is not None:
@@ -106,7 +106,7 @@ class Recorded(Store):
 
     def forget(self, before: int) -> None:
         """Drop the marks below `before`, and what was kept with them."""
-        self._history.forget(before)
+        self._versions.release(before)
         self._forgotten = max(self._forgotten, before)
         self._drop_kept(lambda mark: mark < before)
         if self._journal is not None and self._condensed is not None:
@@ -117,8 +117,10 @@ class Recorded(Store):
 
     def settle(self, done: int) -> None:
         """The checkpoint of mark `done` is complete: earlier marks are forgotten, and the journal begins there."""
-        if self._refusal is not None or self._history.epoch_of(done) is None:
+        if self._refusal is not None or done not in self._versions.marks():
             return  # rows were returned to an earlier mark meanwhile
+        self._versions.saved(done)
+        self._settled = done
         self.forget(done)
         if self._journal is not None and self._starts is not None:
             if self.checkpoints is not None:
@@ -132,13 +134,10 @@ class Recorded(Store):
             raise StoreError(
                 f"there is no mark {done}: there are {self.marks()}; return to one of these, or load a checkpoint"
             )
-        if self._is_whole and done in self._history.marks():
-            self._history.check_return(done)
+        if self._is_whole and done in self._versions.marks():
             if self._journal is not None:
                 self._journal.rollback(done)
-            self._refusal = f"rows were half returned to mark {done}: return to it again"
-            self._history.return_to(done)
-            self._refusal = None
+            self._versions.rollback(done)
         else:
             self._rebuild(done)
         self._drop_kept(lambda mark: mark > done)
@@ -179,14 +178,14 @@ class Recorded(Store):
         since: int | None = None,
         compress: Compression | None = None,
         report: Report | None = None,
-        snapshot: Snapshot | None = None,
+        snapshot: RowReader | None = None,
     ) -> list[FileEntry]:
         """Write the rows of a mark to files in a directory; `report` is told how many bytes are done.
 
         A `snapshot` of it may have been taken before, and is closed.
         """
         tables = [(name, source.width) for name, source in zip(names, self.tables, strict=True)]
-        with snapshot or self.snapshot(done, directory.parent) as rows:
+        with snapshot or self.snapshot(done, directory.parent, since=since) as rows:
             return write_rows(
                 self._disk,
                 directory,
@@ -194,7 +193,6 @@ class Recorded(Store):
                 tables,
                 part=str(self.shard[0]),
                 shard=self.shard,
-                since=since,
                 compress=compress,
                 report=report,
             )
@@ -202,7 +200,6 @@ class Recorded(Store):
     def load(self, done: int, directory: Path, names: Sequence[str], *, report: Report | None = None) -> None:
         """Replace all rows by those of a checkpoint; `report` is told how many are done."""
         checkpoint = Checkpoints(directory, disk=self._disk).open(done)
-        self._begin_anew("rows were half replaced by a checkpoint: load it again")
         self._load(checkpoint, names, self.shard, report)
         if self._journal is not None and self._starts is not None:
             self._starts.forget(done)  # a crash must not leave the place of one with the log of another
@@ -222,27 +219,29 @@ class Recorded(Store):
 
     def clear(self) -> None:
         """Go back to the very beginning: no row was ever written, and there are no marks."""
-        self._begin_anew("rows were half removed: clear the store again")
+        self._is_whole = False
+        with self._versions.replacing(None):
+            pass
         if self._journal is not None:
             self._journal.restart(None)
-        self._forgotten = 0
+        self._forgotten, self._settled = 0, None
         self._is_whole, self._refusal = True, None
         self._drop_kept(lambda _: True)
         self._drop_condensed(lambda _: True)
 
-    def snapshot(self, done: int, place: Path | None = None) -> Snapshot:
-        """The rows as they were at a mark, for another thread to read; the old values stay until it is closed.
+    def snapshot(self, done: int, place: Path | None = None, *, since: int | None = None) -> RowReader:
+        """The rows as they were at a mark, for another thread to read; layers stay until it is closed.
 
-        Those that memory has no room for go to `place`, unless there is a better one. It can't be read any more (a
-        StoreError) after a return to an earlier mark, or to one that only the journal leads to: then all rows are new.
+        With `since`, the mark of the last checkpoint, only those written after it; all if it is not that mark. What
+        memory has no room for meanwhile goes to `place`, unless there is a better one.
         """
         self._check_usable()
-        self._history.place = self._history.place or place
-        return Snapshot(self._store, self._history, done)
+        self._versions.spill = self._versions.spill or place
+        return self._versions.changes(done, full=since is None or since != self._settled)
 
     def has_snapshot(self, done: int) -> bool:
         """Whether `snapshot` can be had of a mark: not of one that only the journal leads to."""
-        return done in self._history.marks()
+        return done in self._versions.marks()
 
     def is_long(self) -> bool:
         """Whether the journal has grown so long that it should be condensed."""
@@ -251,7 +250,7 @@ class Recorded(Store):
         rows = sum(self._store.num_rows(table) * 4 * source.width for table, source in enumerate(self.tables))
         return self._journal.num_bytes() > max(self._journal_bytes, 2 * rows)
 
-    def condense(self, done: int, snapshot: Snapshot, report: Report | None = None) -> None:
+    def condense(self, done: int, snapshot: RowReader, report: Report | None = None) -> None:
         """Write all rows of a mark beside the journal, in another thread; `forget` then drops what was logged before.
 
         Nobody may return or load meanwhile. `report` is told how many bytes are done.
@@ -262,18 +261,13 @@ class Recorded(Store):
     @property
     def history_bytes(self) -> int:
         """Memory that old values take."""
-        return self._history.blocks.num_bytes
+        return self._versions.layer_bytes
 
-    def look(self, parts: Sequence[TablePart], found: Sequence[Int64s]) -> Change:
-        """Note the old values of rows that are about to change, and log the new ones; called by the store."""
-        change = self._history.look(parts, found)
-        try:
-            if self._logging and self._journal is not None:
-                self._journal.append(parts)
-        except BaseException:
-            change.end()
-            raise
-        return change
+    def look(self, parts: Sequence[TablePart], found: Sequence[Int64s]) -> Change:  # noqa: ARG002
+        """Log rows that are about to change; called by the store."""
+        if self._logging and self._journal is not None:
+            self._journal.append(parts)
+        return _Logged()
 
     # Store
 
@@ -285,22 +279,17 @@ class Recorded(Store):
     def read(self, table: int, ids: Int64s, out: Floats) -> None:
         """Fill `out` with the row of each id: as last written, else its initial value."""
         self._check_usable()
-        self._store.read(table, ids, out)
+        self._versions.read(table, ids, out)
 
-    def find(self, table: int, ids: Int64s) -> tuple[Int64s, int]:
-        """Where the row of each id is, -1 if it was never written, and the number of those."""
+    def find(self, table: int, ids: Int64s) -> Found:
+        """Where the rows of these ids are."""
         self._check_usable()
-        return self._store.find(table, ids)
-
-    def gather(self, table: int, positions: Int64s, out: Floats) -> None:
-        """Copy the rows that `find` has found, or their first columns, into `out`."""
-        self._check_usable()
-        self._store.gather(table, positions, out)
+        return self._versions.find(table, ids)
 
     def scan(self, table: int, start: int, stop: int, values: bool = True) -> tuple[Int64s, Floats]:
         """Ids of the rows at these positions, and their values unless only the ids are wanted."""
         self._check_usable()
-        return self._store.scan(table, start, stop, values)
+        return self._versions.scan(table, start, stop, values)
 
     def write(self, table: int, ids: Int64s, values: Floats) -> None:
         """Set the rows of these ids, all different, to `values`."""
@@ -309,22 +298,22 @@ class Recorded(Store):
     def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:
         """Set rows of several tables, each named once: all, or none where one of them is refused."""
         self._check_usable()
-        self._store.write_many(parts, passed)
+        self._versions.write_many(parts, passed)
 
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""
         self._check_usable()
-        return self._store.num_rows(table)
+        return self._versions.num_rows(table)
 
     def ids(self, table: int) -> Int64s:
         """The ids of the rows ever written, in order of first write."""
         self._check_usable()
-        return self._store.ids(table)
+        return self._versions.ids(table)
 
     def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
         """The rows ever written as (ids, values), in order of first write, so many at a time."""
         self._check_usable()
-        return self._store.iterate(table, rows_per_chunk)
+        return self._versions.iterate(table, rows_per_chunk)
 
     def sync(self) -> None:
         """As the store does; it is marks that the journal makes durable."""
@@ -335,17 +324,14 @@ class Recorded(Store):
         """Close the store and the journal; a second call does nothing."""
         self._refusal = "the store is closed: open another"
         try:
-            self._store.close()
+            self._versions.close()
         finally:
             if self._journal is not None:
                 self._journal.close()
 
     def stats(self) -> StoreStats:
-        """What is held, old values included, and what it takes."""
-        stats = self._store.stats()
-        blocks = self._history.blocks
-        more = blocks.num_bytes + sum(epochs.nbytes for epochs in self._history.epochs)
-        return StoreStats(stats.num_rows, stats.bytes_in_memory + more, stats.bytes_on_disk + blocks.num_bytes_spilled)
+        """What is held, layers included, and what it takes."""
+        return self._versions.stats()
 
     def _check_usable(self) -> None:
         if self._refusal is not None:
@@ -363,7 +349,7 @@ class Recorded(Store):
 
     def _known_marks(self) -> set[int]:
         """Marks that were made and not left behind, whether or not there is a way back to them."""
-        return {*self._history.marks(), *(self._journal.marks() if self._journal is not None else ())}
+        return {*self._versions.marks(), *(self._journal.marks() if self._journal is not None else ())}
 
     def _rebuild(self, done: int) -> None:
         """Put rows together again from a checkpoint and the journal."""
@@ -371,41 +357,39 @@ class Recorded(Store):
         assert self._starts is not None
         start = max(start for start in self._starts.marks(self.checkpoints) if start <= done)
         checkpoint = None if start == START else self._starts.open(start, self.checkpoints)
-        self._begin_anew(f"rows were half returned to mark {done}: return to a mark again, or load a checkpoint")
-        if checkpoint is not None:
-            self._load(*checkpoint)
-            self._forget_replayed(start, done)
-        self._logging = False
-        try:
+        self._is_whole, self._refusal = False, None
+        with self._unlogged(), self._versions.replacing(done) as rows:
+            if checkpoint is not None:
+                load_rows(checkpoint[0], rows, checkpoint[1], shard=checkpoint[2])
             for step in self._journal.replay(start, done) if start < done else ():
-                if isinstance(step, int):
-                    self._history.mark(step)
-                    self._forget_replayed(step, done)
-                else:
-                    self._store.write_many(step)
-        finally:
-            self._logging = True
-        reach("journal.replayed")
+                if not isinstance(step, int):
+                    rows.write_many(step)
+            reach("journal.replayed")
         self._journal.rollback(done)
-        self._is_whole, self._refusal = True, None
-
-    def _forget_replayed(self, mark: int, done: int) -> None:
-        """Only the last mark is returned to, so old values on the way there are of no use."""
-        if mark < done:
-            self._history.forget(mark + 1)
-
-    def _begin_anew(self, refusal: str) -> None:
-        """Throw all rows away; until others are in their place nobody reads or writes."""
-        self._history.check_at_rest()
-        self._is_whole, self._refusal = False, refusal
-        self._history.reset()
+        self._is_whole, self._settled = True, None
 
     def _load(
         self, checkpoint: Checkpoint, names: Sequence[str], shard: tuple[int, int], report: Report | None = None
     ) -> None:
+        self._is_whole, self._refusal = False, None
+        with self._unlogged(), self._versions.replacing(checkpoint.done) as rows:
+            load_rows(checkpoint, rows, names, shard=shard, report=report)
+        self._settled = checkpoint.done
+
+    @contextmanager
+    def _unlogged(self) -> Iterator[None]:
         self._logging = False
         try:
-            load_rows(checkpoint, self._store, names, shard=shard, report=report)
+            yield
         finally:
             self._logging = True
-        self._history.mark(checkpoint.done)
+
+
+class _Logged:
+    """A write that is in the journal."""
+
+    def commit(self, found: Sequence[Int64s]) -> None:
+        """Nothing more is to be done."""
+
+    def end(self) -> None:
+        """Nothing more is to be done."""

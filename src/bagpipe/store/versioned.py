@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, Lock
@@ -36,7 +36,7 @@ from bagpipe.store.base import (
     check_read,
     check_table,
 )
-from bagpipe.store.local import LocalStore
+from bagpipe.store.local import LocalStore, Watch
 from bagpipe.store.memory import CHUNK_BYTES, ChunkedRows
 
 if TYPE_CHECKING:
@@ -109,11 +109,13 @@ class VersionedStore(Store):
         layer_bytes_max: int | None = LAYER_BYTES,
         spill: Path | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        watch: Watch | None = None,
     ) -> None:
         """Layers that take more memory are merged early, which loses the marks that they lead to; while a mark is being
         saved they lie in files in `spill` instead, without names, or else in the directory of temporary files."""
         self.base, self.spill = base, spill
-        self._bytes_max, self._chunk_bytes = layer_bytes_max, chunk_bytes
+        self._bytes_max, self._chunk_bytes, self._watch = layer_bytes_max, chunk_bytes, watch
+        base.watch = watch
         self._layers: tuple[Layer, ...] = ()
         """Replaced, not changed: a reader keeps what it began with."""
         self._spare: list[LocalStore] = []
@@ -133,12 +135,21 @@ class VersionedStore(Store):
 
     def mark(self, done: int) -> None:
         """Make the rows as they are now a point to return to, later than all others."""
+        self.check_mark(done)
+        if done > self._last_mark():
+            self._push(done)
+
+    def check_mark(self, done: int) -> None:
+        """StoreError if such a mark can't be made."""
         self._check_usable()
-        last = max((layer.since for layer in self._layers if layer.since is not None), default=-1)
+        last = self._last_mark()
         if done < last or done < 0 or (done == last and self._newest_has_rows()):
             raise StoreError(f"mark {done} comes after mark {last}: they are made in ascending order from 0 on")
-        if done > last:
-            self._push(done)
+        if any(layer.num_writers for layer in self._layers):
+            raise StoreError("a mark while writes are under way: wait for the writers first")
+
+    def _last_mark(self) -> int:
+        return max(self.marks(), default=-1)
 
     def marks(self) -> list[int]:
         """The marks that rows can be returned to, in ascending order."""
@@ -182,21 +193,21 @@ class VersionedStore(Store):
         ]
         self._merge(later[0] if later else len(self._layers) - 1)
 
-    def replace(self, rows: Iterable[TablePart], done: int | None) -> None:
-        """Replace all rows by those of a checkpoint, which is then the only mark; None: there is no mark.
+    @contextmanager
+    def replacing(self, done: int | None) -> Iterator[LocalStore]:
+        """An empty store for the rows of a checkpoint, which is then the only mark; None: there is no mark.
 
-        If it fails in the middle, the store refuses all work until it is called again.
+        If it fails in the middle, the store refuses all work until it is done again.
         """
         if self._pins:
             raise StoreError("rows can't be replaced while they are being saved: wait until that is over")
-        self._refusal = "rows were half replaced by a checkpoint: load it again"
+        self._refusal = "rows were half replaced: return to a mark, or load a checkpoint"
         self._spare += [layer.rows for layer in self._layers]
         self._layers, self._saved = (), CLEAN
         for table in range(len(self.tables)):
             self.base.truncate(table, 0)
             self._changed[table] = np.empty(0, np.int32)
-        for part in rows:
-            self.base.write(*part)
+        yield self.base
         self._refusal = None
         if done is not None:
             self._push(done)
@@ -233,9 +244,11 @@ class VersionedStore(Store):
     def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:
         """Set rows of several tables, each named once: all, or none where one of them is refused."""
         self._check_usable()
+        if self._layers and self.base.bytes_in_memory_max is not None:
+            self._check_memory(parts)
         with self._newest() as rows:
             rows.write_many(parts, passed)
-        if self._layers and self._bytes_max is not None and self._layer_bytes() > self._bytes_max and not self._pins:
+        if self._layers and self._bytes_max is not None and self.layer_bytes > self._bytes_max and not self._pins:
             self._give_up_marks()
 
     def num_rows(self, table: int) -> int:
@@ -310,11 +323,12 @@ class VersionedStore(Store):
         """New writes go to a new layer. At a mark nobody reads, so that layers which are gone can be used again."""
         self._number += 1
         rows = LocalStore(self.tables, self._make_rows)
-        if since is not None and self._spare:
+        if since is not None and self._spare and not self._pins:
             rows = self._spare[0]
             self._spare = []  # one is enough: marks come one at a time
             for table in range(len(self.tables)):
                 rows.truncate(table, 0)
+        rows.watch = self._watch
         with self._state:
             self._layers = (*self._layers, Layer(self._number, since, rows))
 
@@ -366,6 +380,15 @@ class VersionedStore(Store):
                     self._layers = self._layers[1:]
                 self._spare.append(layer.rows)  # as it is: somebody may have found rows there just now
 
+    def _check_memory(self, parts: Sequence[TablePart]) -> None:
+        """StoreError if the base will not have room for all rows."""
+        tables = range(len(self.tables))
+        more = [self.num_rows(table) - self.base.num_rows(table) for table in tables]
+        for table, ids, _ in parts:
+            if 0 <= table < len(more):
+                more[table] += int(np.count_nonzero(~_in_any(self._stores(), table, ids)))
+        self.base.check_memory(tables, more)
+
     def _note_changed(self, table: int, positions: Int64s, number: int) -> None:
         changed, num_rows = self._changed[table], self.base.num_rows(table)
         if num_rows > len(changed):
@@ -386,7 +409,9 @@ class VersionedStore(Store):
             f"{self._bytes_max:,}",
         )
 
-    def _layer_bytes(self) -> int:
+    @property
+    def layer_bytes(self) -> int:
+        """Memory that layers take."""
         return sum(layer.rows.stats().bytes_in_memory for layer in self._layers)
 
     def _make_rows(self, _: int, width: int) -> LayerRows:
@@ -394,7 +419,7 @@ class VersionedStore(Store):
 
     def has_room(self) -> bool:
         """Whether layers may take more memory."""
-        return self._bytes_max is None or self._layer_bytes() < self._bytes_max
+        return self._bytes_max is None or self.layer_bytes < self._bytes_max
 
     def rows_changed(self, table: int) -> Int64s:
         """Where rows of the base are that the last complete checkpoint does not have."""

@@ -152,9 +152,14 @@ def test_rows_are_replaced_by_those_of_a_checkpoint(store):
     store.mark(1)
     put(store, None, 0, [2, 3], 7.0)
     rows = [(0, np.array([9, 8]), np.full((2, 3), 4, np.float32)), (1, np.array([7]), np.full((1, 1), 6, np.float32))]
-    with store.changes(1), pytest.raises(StoreError, match="can't be replaced while they are being saved"):
-        store.replace(rows, 30)
-    store.replace(rows, 30)
+    with (
+        store.changes(1),
+        pytest.raises(StoreError, match="can't be replaced while they are being saved"),
+        store.replacing(30),
+    ):
+        pass
+    with store.replacing(30) as base:
+        base.write_many(rows)
     assert (of(store), of(store, 1), store.marks()) == ([(9, 4), (8, 4)], [(7, 6)], [30])
     put(store, None, 0, [8, 5], 11.0)
     store.mark(31)
@@ -162,24 +167,21 @@ def test_rows_are_replaced_by_those_of_a_checkpoint(store):
         assert contents(reader.iterate(0)) == [(8, 11), (5, 12)], "what the checkpoint has is not saved again"
     store.rollback(30)
     assert of(store) == [(9, 4), (8, 4)]
-    store.replace((), None)
+    with store.replacing(None):
+        pass
     assert (of(store), of(store, 1), store.marks()) == ([], [], [])
 
 
 def test_a_replacement_that_fails_halfway_must_be_done_again(store):
-    def rows():
-        yield 0, np.array([9]), np.full((1, 3), 4, np.float32)
-        raise OSError("the disk is gone")
-
     put(store, None, 0, [1], 5.0)
-    with pytest.raises(OSError, match="the disk is gone"):
-        store.replace(rows(), 30)
-    for call in (store.marks, lambda: store.mark(1), lambda: of(store), lambda: put(store, None, 0, [1], 1.0)):
-        if call == store.marks:
-            continue
-        with pytest.raises(StoreError, match="half replaced by a checkpoint: load it again"):
+    with pytest.raises(OSError, match="the disk is gone"), store.replacing(30) as base:
+        base.write(0, np.array([9]), np.full((1, 3), 4, np.float32))
+        raise OSError("the disk is gone")
+    for call in (lambda: store.mark(1), lambda: of(store), lambda: put(store, None, 0, [1], 1.0)):
+        with pytest.raises(StoreError, match="half replaced: return to a mark, or load a checkpoint"):
             call()
-    store.replace((), 3)
+    with store.replacing(3):
+        pass
     assert (of(store), store.marks()) == ([], [3])
 
 
