@@ -66,8 +66,8 @@ NAMES: dict[str, str] = {
     "server.return.done": "rows are as they were at the mark; nobody was told",
     "server.loaded": "rows of a checkpoint were loaded; the journal was not replayed",
     # rows that can be returned, and their journal
-    "history.saved": "old values of rows are set aside; the rows are not written",
-    "history.returned": "old values are back in a return to a mark; rows first written later are still there",
+    "layer.merged": "rows of one table of a layer are in the base; the layer is still there",
+    "layer.dropped": "the rows written since a mark are gone; the new layer is not there yet",
     "journal.append.begun": "a write is about to be appended",
     "journal.append.written": "a write is in the journal; its rows have not changed",
     "journal.mark.written": "a mark is in the journal; it may not outlive a crash of the machine",

@@ -25,7 +25,6 @@ from bagpipe.reference import Reference
 from bagpipe.resuming import find_run, holding, note_config, open_run
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.recorded import Recorded
-from bagpipe.store.spilled import SpillingBlocks
 from bagpipe.trainer import saved
 from bagpipe.trainer.stages import Threads
 from bagpipe.training import train
@@ -109,10 +108,10 @@ def threads(deadline_s):
 def no_disk_for_old_values(monkeypatch):
     """Old values of rows that memory has no room for find none on a disk either."""
 
-    def take(blocks, directory):
-        raise OSError(errno.ENOSPC, f"no room in {directory}")
+    def take(dir):
+        raise OSError(errno.ENOSPC, f"no room in {dir}")
 
-    monkeypatch.setattr(SpillingBlocks, "take_on_disk", take)
+    monkeypatch.setattr("bagpipe.store.versioned.tempfile.TemporaryFile", take)
 
 
 def begun_run(directory, settings):

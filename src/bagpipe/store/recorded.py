@@ -357,16 +357,21 @@ class Recorded(Store):
         assert self._starts is not None
         start = max(start for start in self._starts.marks(self.checkpoints) if start <= done)
         checkpoint = None if start == START else self._starts.open(start, self.checkpoints)
-        self._is_whole, self._refusal = False, None
-        with self._unlogged(), self._versions.replacing(done) as rows:
-            if checkpoint is not None:
-                load_rows(checkpoint[0], rows, checkpoint[1], shard=checkpoint[2])
+        self._is_whole = False
+        self._refusal = f"rows were half returned to mark {done}: return to a mark again, or load a checkpoint"
+        with self._unlogged():
+            with self._versions.replacing(None if checkpoint is None else start) as rows:
+                if checkpoint is not None:
+                    load_rows(checkpoint[0], rows, checkpoint[1], shard=checkpoint[2])
             for step in self._journal.replay(start, done) if start < done else ():
                 if not isinstance(step, int):
-                    rows.write_many(step)
-            reach("journal.replayed")
+                    self._versions.write_many(step)
+                elif step == done:
+                    self._versions.mark(step)
+        reach("journal.replayed")
         self._journal.rollback(done)
-        self._is_whole, self._settled = True, None
+        self._versions.release(done)
+        self._is_whole, self._refusal, self._settled = True, None, None if checkpoint is None else start
 
     def _load(
         self, checkpoint: Checkpoint, names: Sequence[str], shard: tuple[int, int], report: Report | None = None

@@ -120,7 +120,7 @@ class VersionedStore(Store):
         """Replaced, not changed: a reader keeps what it began with."""
         self._spare: list[LocalStore] = []
         """Layers that are gone, emptied: fresh pages cost more than the rows that are copied to them."""
-        self._number = 0
+        self._number, self._last_mark = 0, -1
         self._saved = CLEAN
         """The first layer that the last complete checkpoint does not have."""
         self._changed: list[Int32s] = [np.empty(0, np.int32) for _ in base.tables]
@@ -136,20 +136,17 @@ class VersionedStore(Store):
     def mark(self, done: int) -> None:
         """Make the rows as they are now a point to return to, later than all others."""
         self.check_mark(done)
-        if done > self._last_mark():
+        if done > self._last_mark:
             self._push(done)
 
     def check_mark(self, done: int) -> None:
         """StoreError if such a mark can't be made."""
         self._check_usable()
-        last = self._last_mark()
-        if done < last or done < 0 or (done == last and self._newest_has_rows()):
+        last = self._last_mark
+        if done < last or done < 0 or (done == last and (not self._layers or self._newest_has_rows())):
             raise StoreError(f"mark {done} comes after mark {last}: they are made in ascending order from 0 on")
         if any(layer.num_writers for layer in self._layers):
             raise StoreError("a mark while writes are under way: wait for the writers first")
-
-    def _last_mark(self) -> int:
-        return max(self.marks(), default=-1)
 
     def marks(self) -> list[int]:
         """The marks that rows can be returned to, in ascending order."""
@@ -162,6 +159,7 @@ class VersionedStore(Store):
         with self._state:
             dropped, self._layers = self._layers[first:], self._layers[:first]
         self._spare += [layer.rows for layer in dropped]
+        reach("layer.dropped")
         self._push(done)
 
     def changes(self, done: int, *, full: bool = False) -> RowReader:
@@ -186,12 +184,13 @@ class VersionedStore(Store):
             self.release(done)
 
     def release(self, before: int) -> None:
-        """Nobody returns to the marks below `before`: merge what is kept for that, unless a mark is being saved."""
+        """Drop the marks below `before`; what was kept for them is merged, or when no mark is being saved any more."""
         self._check_usable()
-        later = [
-            number for number, layer in enumerate(self._layers) if layer.since is not None and layer.since >= before
-        ]
-        self._merge(later[0] if later else len(self._layers) - 1)
+        with self._state:
+            for layer in self._layers:
+                if layer.since is not None and layer.since < before:
+                    layer.since = None
+        self._merge()
 
     @contextmanager
     def replacing(self, done: int | None) -> Iterator[LocalStore]:
@@ -203,7 +202,7 @@ class VersionedStore(Store):
             raise StoreError("rows can't be replaced while they are being saved: wait until that is over")
         self._refusal = "rows were half replaced: return to a mark, or load a checkpoint"
         self._spare += [layer.rows for layer in self._layers]
-        self._layers, self._saved = (), CLEAN
+        self._layers, self._saved, self._last_mark = (), CLEAN, -1
         for table in range(len(self.tables)):
             self.base.truncate(table, 0)
             self._changed[table] = np.empty(0, np.int32)
@@ -331,6 +330,7 @@ class VersionedStore(Store):
         rows.watch = self._watch
         with self._state:
             self._layers = (*self._layers, Layer(self._number, since, rows))
+            self._last_mark = self._last_mark if since is None else since
 
     def _newest_has_rows(self) -> bool:
         return any(self._layers[-1].rows.num_rows(table) for table in range(len(self.tables)))
@@ -359,17 +359,17 @@ class VersionedStore(Store):
                     layer.num_writers -= 1
                     self._state.notify_all()
 
-    def _merge(self, count: int) -> None:
-        """Merge the lowest layers into the base, in any thread, unless a mark is being saved."""
+    def _merge(self) -> None:
+        """Merge the lowest layers into the base up to the first mark, in any thread, unless a mark is being saved."""
         with self._merging:
-            for _ in range(count):
+            while True:
                 with self._state:
-                    if self._pins:
+                    if self._pins or len(self._layers) < 2 or self._layers[0].since is not None:
                         return
                     layer = self._layers[0]
                     while layer.num_writers:
                         self._state.wait()
-                    layer.since, layer.half_merged = None, True  # the base is not what it was at that mark any more
+                    layer.half_merged = True
                 for table in range(len(self.tables)):
                     for ids, values in layer.rows.iterate(table):
                         positions = self.base.put(table, ids, values)
@@ -401,13 +401,14 @@ class VersionedStore(Store):
         """Layers take more memory than they may: merge them all."""
         lost = self.marks()
         self._push(None)
-        self._merge(len(self._layers) - 1)
-        logging.getLogger("bagpipe").warning(
-            "rows changed since mark %s take more than the %s B for them: the way back in memory is given up, and "
-            "after a fault rows are read from the last checkpoint; allow more (recovery.history)",
-            lost[0] if lost else "none",
-            f"{self._bytes_max:,}",
-        )
+        self.release(max(lost, default=0) + 1)
+        if lost:
+            logging.getLogger("bagpipe").warning(
+                "rows changed since mark %s take more than the %s B for them: the way back in memory is given up, and "
+                "after a fault rows are read from the last checkpoint; allow more (recovery.history)",
+                lost[0],
+                f"{self._bytes_max:,}",
+            )
 
     @property
     def layer_bytes(self) -> int:
@@ -418,8 +419,8 @@ class VersionedStore(Store):
         return LayerRows(width, self._chunk_bytes, self)
 
     def has_room(self) -> bool:
-        """Whether layers may take more memory."""
-        return self._bytes_max is None or self.layer_bytes < self._bytes_max
+        """Whether layers may take more memory; yes if they will be merged as soon as they take too much."""
+        return not self._pins or self._bytes_max is None or self.layer_bytes < self._bytes_max
 
     def rows_changed(self, table: int) -> Int64s:
         """Where rows of the base are that the last complete checkpoint does not have."""
@@ -429,6 +430,8 @@ class VersionedStore(Store):
         """A mark is not being saved any more."""
         with self._state:
             self._pins -= 1
+        if self._refusal is None:
+            self._merge()
 
     def _check_usable(self) -> None:
         if self._refusal is not None:
