@@ -17,7 +17,7 @@ from torch import nn
 
 from bagpipe.adapt import Adapter
 from bagpipe.cache import RowCache
-from bagpipe.checkpointing import Checkpointing, Resume, keep_script
+from bagpipe.checkpointing import Checkpointing, Resume, plan_script
 from bagpipe.cluster.context import current
 from bagpipe.config import cache_size
 from bagpipe.embedding import CachedLayer
@@ -165,22 +165,22 @@ def accelerate(
     widths = [layout.width for layout in layouts]
     used_driver, used_threads = driver or Threads(), threads or torch.get_num_threads()
 
-    kept = None
+    saving = None
     if earlier is None:
-        kept = keep_script(launch, source, model, binding, layouts, checkpoint, resume, accumulate)
+        saving = plan_script(launch, source, model, binding, layouts, checkpoint, resume, accumulate)
 
     def make(plans: PlanSource, capacity: Sequence[int], peers: Peers | None = None) -> Batches:
-        row_cache, keeping = RowCache(widths, capacity, place), None
+        row_cache, checkpointer = RowCache(widths, capacity, place), None
         if earlier is None:
             opened = open_rows(store, layouts, resident_bytes_max, replace=resume not in (None, False))
         else:
             opened = same_store(store, earlier)
         try:
-            if kept is not None:
-                opened, keeping = kept.open(opened, 0 if peers is None else peers.rank)
+            if saving is not None:
+                opened, checkpointer = saving.open(opened, 0 if peers is None else peers.rank)
             return Batches(
                 model, binding, rows, layouts, plans, row_cache, opened, used_driver,
-                depth=depth, threads=used_threads, check=check, peers=peers, keeping=keeping,
+                depth=depth, threads=used_threads, check=check, peers=peers, checkpointer=checkpointer,
                 ahead=chosen_policy.lead(lookahead, options),
             )  # fmt: skip
         except BaseException:
@@ -205,7 +205,7 @@ def accelerate(
         binding.tables, tuple(widths), cache, lookahead, policy, accumulate, options=options, move_costs=costs
     )
     wanted = {"epochs": epochs, "rows": [_wanted(layout) for layout in layouts]}
-    point = "" if kept is None else kept.point
+    point = "" if saving is None else saving.point
     return share_batches(launch, source, binding, settings, wanted, point, used_driver, make)
 
 

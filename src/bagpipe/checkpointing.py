@@ -7,6 +7,7 @@ changed (I8).
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ import numpy.typing as npt
 from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import MANIFEST, Facts, InitialEntry, TableEntry, VocabularyEntry, encode_manifest
+from bagpipe.checkpoint.manifest import MANIFEST, Facts, InitialEntry, TableEntry, VocabularyEntry
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.cluster.context import Launch
 from bagpipe.errors import CheckpointError, ConfigError
@@ -29,8 +31,8 @@ from bagpipe.opening import first_values
 from bagpipe.store import Store
 from bagpipe.store.base import Marked
 from bagpipe.store.local import LocalStore
-from bagpipe.store.recorded import Recorded
-from bagpipe.trainer.keeping import Keeping, Start, Writer
+from bagpipe.store.versioned import VersionedStore
+from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods, check_dense, resumed_states
 from bagpipe.trainer.source import Source
 
 Resume = bool | Literal["auto"] | str | Path | None
@@ -53,10 +55,6 @@ class Checkpointing:
     """Iterations from one to the next."""
     keep: int = 3
     """How many of the last ones stay, with all that they build on."""
-    full_every: int = 10
-    """Every so many of them all rows are written, in the others those that have changed since the one before."""
-    compress: Literal["zstd"] | None = None
-    """How the files of rows are packed."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Plain values to be noted in each."""
     data: str = ""
@@ -79,96 +77,74 @@ class Checkpointing:
 
     def open(self) -> Checkpoints:
         """The directory."""
-        return Checkpoints(self.directory, keep=self.keep, full_every=self.full_every, compress=self.compress)
+        return Checkpoints(self.directory, keep=self.keep)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How a run is kept, and where it goes on: the same for all of its trainers."""
+class Saving:
+    """How a run is saved, and where it continues: the same for all of its trainers."""
 
     facts: Facts
-    checkpointing: Checkpointing | None = None
-    checkpoint: Checkpoint | None = None
-    """The one that the run goes on from."""
-    start: Start | None = None
-    """Where it goes on, be it from that checkpoint or from a mark of the servers."""
-    marks_every: int | None = None
-    """Iterations between marks that servers can return to."""
-    mark: int | None = None
-    """The mark that servers have returned to, if that is where it goes on."""
+    directory: Path | None = None
+    """Of its checkpoints; None: there are none."""
+    periods: Periods = NEVER
+    keep: int = 3
+    resume: ResumePoint = START
+    restored: bool = False
+    """Whether the rows of that point are in the store already."""
+    generation: int = 0
+    token: str = field(default_factory=lambda: os.urandom(4).hex())
 
     @property
-    def is_kept(self) -> bool:
-        """Whether marks are made, or gone on from."""
-        return (self.checkpointing, self.start, self.mark, self.marks_every) != (None, None, None, None)
+    def is_active(self) -> bool:
+        """Whether the run is saved, or continued."""
+        return self.periods != NEVER or self.resume != START
 
     @property
     def point(self) -> str:
-        """Where it goes on: the same text on two trainers only if they have found the same."""
-        if self.mark is not None:
-            return f"mark {self.mark}"
-        if self.checkpoint is None:
-            return "the beginning"
-        _, checksum = encode_manifest(self.checkpoint.manifest)
-        return f"the checkpoint after {self.checkpoint.done} iterations with checksum {checksum}"
+        """Where it continues: the same text on two trainers only if they have found the same."""
+        return f"{self.resume} with checksum {self.resume.checksum}" if self.resume.checkpoint else str(self.resume)
 
-    def open(self, store: Store, rank: int) -> tuple[Store, Keeping | None]:
-        """A store that was just opened as one that can be kept, with the rows to go on with, and what keeps a loop."""
-        if not self.is_kept:
+    def open(self, store: Store, rank: int) -> tuple[Store, Checkpointer | None]:
+        """A store that was just opened as one that can be saved, with the rows to continue with, and what saves a
+        loop."""
+        if not self.is_active:
             return store, None
         store = with_marks(store)
         if rank == 0:
-            self.load(as_marked(store))
-        return store, self.keeping(store, rank)
+            self.restore(as_marked(store))
+        return store, self.checkpointer(store, rank)
 
-    def load(self, store: Marked) -> None:
-        """Give a store the rows that the run goes on with; the first trainer does, before anything is trained."""
-        if self.checkpoint is not None:
-            names = [table.name for table in self.facts.tables]
-            store.load(self.checkpoint.done, _parent(self.checkpoint), names)
+    def restore(self, store: Marked) -> None:
+        """Give a store the rows that the run continues with; the first trainer does, before anything is trained."""
+        if self.resume != START and not self.restored:
+            store.restore(self.resume, [table.name for table in self.facts.tables])
 
-    def keeping(self, store: Store, rank: int, *, shares_process: bool = False, threads: bool = True) -> Keeping | None:
-        """What one trainer's loop is kept by; None: it is not."""
-        if not self.is_kept:
+    def checkpointer(
+        self, store: Store, rank: int, *, shares_process: bool = False, threads: bool = True
+    ) -> Checkpointer | None:
+        """What saves the loop of one trainer; None: it is not saved."""
+        if not self.is_active:
             return None
-        marked, start = as_marked(store), self.start
-        if self.mark is not None:
-            start = Start(self.mark, marked.kept(self.mark), is_checkpoint=False)
-        return Keeping(
-            marked,
-            rank=rank,
-            trainers=self.facts.trainers,
-            marks_every=self.marks_every,
-            checkpoints_every=None if self.checkpointing is None else self.checkpointing.every,
-            writer=self._writer(marked) if rank == 0 else None,
-            start=start,
-            shares_process=shares_process,
-            threads=threads,
-        )
+        return Checkpointer(
+            as_marked(store), self._open(rank), self.facts, self.periods, rank=rank, resume=self.resume,
+            shares_process=shares_process, threads=threads,
+        )  # fmt: skip
 
-    def _writer(self, store: Marked) -> Writer | None:
-        if self.checkpointing is None:
+    def _open(self, rank: int) -> Checkpoints | None:
+        if self.directory is None or self.periods == NEVER:
             return None
-        checkpoints = self.checkpointing.open()
-        found = [each.done for each in checkpoints.list()]
-        if self.start is not None and self.start.done in found:
-            from_there = self.checkpoint is None or _parent(self.checkpoint) == checkpoints.directory.resolve()
-            checkpoints.continue_from(self.start.done if from_there else None)
-            if self.checkpoint is not None and from_there and found[-1] > self.start.done:
-                # Else who goes on before there is another one would do so from the future that was left.
-                checkpoints.discard_after(self.start.done)
-        compress = self.checkpointing.compress
-        return Writer(checkpoints, store, self.facts, compress=compress, forget=self.marks_every is None)
+        checkpoints = Checkpoints(self.directory, keep=self.keep, generation=self.generation, token=self.token)
+        done, at = self.resume.done, self.resume.checkpoint
+        if rank == 0 and at is not None and at.parent == checkpoints.directory:
+            if checkpoints.numbers()[-1] > done:
+                # Else who continues before there is another one would do so from the future that was left.
+                checkpoints.discard_after(done)
+            checkpoints.continue_from(done)
+        return checkpoints
 
 
-def start_of(checkpoint: Checkpoint | None) -> Start | None:
-    """Where a run goes on from a checkpoint."""
-    if checkpoint is None:
-        return None
-    return Start(checkpoint.done, {name: checkpoint.blob(name) for name in checkpoint.blobs()})
-
-
-def keep_script(
+def plan_script(
     launch: Launch | None,
     source: Source,
     model: nn.Module,
@@ -177,42 +153,51 @@ def keep_script(
     checkpointing: Checkpointing | None,
     resume: Resume,
     accumulate: int,
-) -> Kept:
-    """How a loop that a script has asked for is kept, and where it goes on; refused if it is that of another model."""
-    checkpoint, start, mark, marks_every = None, None, None, None
-    if launch is not None and checkpointing is not None:
-        _check_place(Path(checkpointing.directory), launch.checkpoints)
-    if launch is not None and launch.recovers:
-        marks_every = launch.config.recovery.every
-    if launch is not None and launch.done:  # a fault was recovered from: not where the script began
-        mark = launch.done
-    else:
-        directory = None if checkpointing is None else checkpointing.directory
-        if launch is not None and launch.generation and directory is not None:
-            checkpoint = _written_by(launch, directory)
-        checkpoint = checkpoint or find_checkpoint(resume, directory)
-        start = start_of(checkpoint)
+) -> Saving:
+    """How a loop that a script has asked for is saved, and where it continues; refused if it is that of another
+    model."""
+    directory = None if checkpointing is None else Path(checkpointing.directory)
+    point, recovery = None, None
+    if launch is not None:
+        if directory is not None:
+            _check_place(directory, launch.checkpoints)
+        if launch.recovers:
+            recovery = recovery_period(launch.config.recovery.every)
+            directory = directory or Path(launch.checkpoints[0])
+        if launch.generation:  # a fault was recovered from: not where the script began
+            point = _newest_of(launch, directory)
+    if point is None:
+        point = find_resume_point(resume, None if checkpointing is None else directory)
     facts = make_facts(
-        layouts,
-        binding,
-        trainers=1 if launch is None else launch.trainers,
-        servers=0 if launch is None else len(launch.servers),
-        accumulate=accumulate,
-        checkpointing=checkpointing,
-        first_ids=source.first_ids,
+        layouts, binding, checkpointing, trainers=1 if launch is None else launch.trainers,
+        servers=0 if launch is None else len(launch.servers), accumulate=accumulate, first_ids=source.first_ids,
         launch="" if launch is None else launch.name,
-    )
-    if checkpoint is not None:
-        check_same_run(checkpoint, facts)
-    if start is not None:
-        start.check(model, [layer.module for layer in binding.layers])
-    return Kept(facts, checkpointing, checkpoint, start, marks_every, mark)
+    )  # fmt: skip
+    if point != START:
+        check_same_run(point.open(), facts)
+        check_dense(resumed_states(point, 0)[0], model, [layer.module for layer in binding.layers])
+    periods = Periods(None if checkpointing is None else checkpointing.every, recovery)
+    keep = 3 if checkpointing is None else checkpointing.keep
+    if launch is None:
+        return Saving(facts, directory, periods, keep, point)
+    restored = point == launch.resume
+    return Saving(facts, directory, periods, keep, point, restored, launch.generation, launch.token)
 
 
-def _written_by(launch: Launch, directory: str | Path) -> Checkpoint | None:
-    """The newest that this launch has written, before a fault; not what lay there when it began."""
-    own = [each for each in Checkpoints(directory).list() if each.manifest.config.get(LAUNCH) == launch.name]
-    return own[-1] if own else None
+def _newest_of(launch: Launch, directory: Path | None) -> ResumePoint | None:
+    """Where a launch that has recovered from a fault continues; None: nothing of it was saved before."""
+    found = [] if directory is None else Checkpoints(directory).list()
+    # Not what lay there when it began.
+    own = [ResumePoint.of(each) for each in found if each.manifest.config.get(LAUNCH) == launch.name]
+    points = [point for point in (launch.resume, *own) if point != START]
+    return max(points, key=lambda point: point.done, default=None)
+
+
+def recovery_period(every: int | str) -> int | float:
+    """`recovery.every` as `Periods` has it."""
+    if isinstance(every, int):
+        return every
+    return 0.0 if every == "auto" else float(every.removesuffix("s"))
 
 
 def _check_place(directory: Path, places: Sequence[str]) -> None:
@@ -224,39 +209,40 @@ def _check_place(directory: Path, places: Sequence[str]) -> None:
         )
 
 
-def find_checkpoint(resume: Resume, directory: str | Path | None) -> Checkpoint | None:
-    """The checkpoint that `resume` means: True or "auto" the last one of the directory, a path that one.
+def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoint:
+    """The point that `resume` means: True or "auto" the last one of the directory, a path that one.
 
-    A path is that of a checkpoint, of a directory of them, or of a run.
+    A path is that of a checkpoint, of a directory of them, or of a run. Of several the newest that verifies is taken.
     """
     if resume is None or resume is False:
         _refuse_held(directory, "go on from it with resume=True")
-        return None
+        return START
     if resume is True or resume == "auto":
         if directory is None:
             raise ConfigError(f"resume={resume!r} goes on from checkpoint.directory: give checkpoint, or a path")
-        latest = Checkpoints(directory).latest()
-        if latest is None and resume is True:
+        latest = Checkpoints(directory).latest(verify=True)
+        if latest is None and (resume is True or Checkpoints(directory).numbers()):
             raise CheckpointError(f"{directory} holds no checkpoint to go on from: begin anew without resume")
-        return latest
+        return START if latest is None else ResumePoint.of(latest)
     if not isinstance(resume, str | Path):
         raise ConfigError(f"resume is {resume!r}: give True, False, 'auto', or a path")
-    checkpoint = _at(Path(resume))
-    if directory is not None and _parent(checkpoint) != Path(directory).resolve():
-        _refuse_held(directory, f"resume names another, {checkpoint.directory}: go on from its own with resume=True")
-    return checkpoint
+    point = _at(Path(resume))
+    assert point.checkpoint is not None
+    if directory is not None and point.checkpoint.parent != Path(directory).resolve():
+        _refuse_held(directory, f"resume names another, {point.checkpoint}: go on from its own with resume=True")
+    return point
 
 
-def _at(path: Path) -> Checkpoint:
+def _at(path: Path) -> ResumePoint:
     if (path / MANIFEST).is_file():
         if not path.resolve().name.isdecimal():
             raise CheckpointError(f"{path} is not the name of a checkpoint, which is its number of iterations")
-        return Checkpoints(path.resolve().parent).open(int(path.resolve().name))
+        return ResumePoint.of(Checkpoints(path.resolve().parent).open(int(path.resolve().name)))
     within = path / NAME if (path / NAME).is_dir() else path
-    latest = Checkpoints(within).latest()
+    latest = Checkpoints(within).latest(verify=True)
     if latest is None:
         raise CheckpointError(f"{path} holds no checkpoint to go on from: check the path")
-    return latest
+    return ResumePoint.of(latest)
 
 
 def _refuse_held(directory: str | Path | None, remedy: str) -> None:
@@ -272,18 +258,19 @@ def _refuse_held(directory: str | Path | None, remedy: str) -> None:
 def make_facts(
     layouts: Sequence[RowLayout],
     binding: Binding,
+    told: Checkpointing | None = None,
     *,
+    data: str = "",
     trainers: int = 1,
     servers: int = 0,
     accumulate: int = 1,
-    checkpointing: Checkpointing | None = None,
     first_ids: Callable[[], Mapping[str, npt.NDArray[np.int64]]] | None = None,
     launch: str = "",
 ) -> Facts:
-    """What a run tells of itself in its checkpoints."""
-    told = checkpointing or Checkpointing(Path())
+    """What a run tells of itself in its checkpoints, and what the user has `told` of it."""
+    vocabulary = {} if told is None else told.vocabulary
     config = {
-        **told.about,
+        **({} if told is None else told.about),
         "accumulate": accumulate,
         "row_optimizers": {layout.table.name: _settings(layout) for layout in layouts},
         "first_rows": {layout.table.name: first_values(layout) for layout in layouts},
@@ -295,8 +282,8 @@ def make_facts(
         trainers=trainers,
         servers=servers,
         config=config,
-        data=told.data,
-        vocabulary=tuple(VocabularyEntry(path=path, checksum=told.vocabulary[path]) for path in told.vocabulary),
+        data=data if told is None else told.data,
+        vocabulary=tuple(VocabularyEntry(path=path, checksum=vocabulary[path]) for path in vocabulary),
     )
 
 
@@ -340,18 +327,17 @@ def table_entries(layouts: Sequence[RowLayout], binding: Binding) -> tuple[Table
 
 def as_marked(store: Store) -> Marked:
     """A store as one with marks; ConfigError if it has none."""
-    if not hasattr(store, "return_to"):
-        raise ConfigError(f"the rows are in a {type(store).__name__}, which can't be kept: leave checkpoint out")
+    if not hasattr(store, "restore"):
+        raise ConfigError(
+            f"{type(store).__name__} does not support checkpoints: use the memory or mapped store, or leave checkpoint "
+            "out"
+        )
     return cast("Marked", store)
 
 
 def with_marks(store: Store) -> Store:
     """The same rows in a store that has marks."""
-    return Recorded(store) if isinstance(store, LocalStore) else store
-
-
-def _parent(checkpoint: Checkpoint) -> Path:
-    return checkpoint.directory.parent.resolve()
+    return VersionedStore(store, rollback=False) if isinstance(store, LocalStore) else store
 
 
 def _other(checkpoint: Checkpoint, what: str, there: object, here: object) -> CheckpointError:

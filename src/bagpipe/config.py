@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from bagpipe import optim
 from bagpipe.errors import ConfigError
@@ -146,6 +146,15 @@ class SyncConfig(Section):
     its next two uses save more than that sends; off: who owns it when it is fetched keeps it."""
 
 
+_SECONDS = re.compile(r"[1-9][0-9]{0,6}(\.[0-9]+)?s|0\.[0-9]*[1-9][0-9]*s")
+
+
+def _check_period(every: int | str) -> int | str:
+    if isinstance(every, str) and every != "auto" and not _SECONDS.fullmatch(every):
+        raise ValueError('give iterations such as 100, seconds such as "30s", or "auto"')
+    return every
+
+
 class CheckpointConfig(Section):
     """Files that a run can go on from, in `checkpoints` of its directory. No setting changes the result."""
 
@@ -153,21 +162,18 @@ class CheckpointConfig(Section):
     """Iterations from one checkpoint to the next, and one at the end; not given: none are written."""
     keep: Positive = 3
     """How many of the last ones stay."""
-    full_every: Positive = 10
-    """Every so many of them all rows are written; the others hold the rows written since the one before."""
-    compress: Literal["none", "zstd"] = "none"
-    """How the files of rows are packed."""
 
 
 class RecoveryConfig(Section):
     """How `bagpipe launch` goes on after a process was lost. No setting changes the result."""
 
-    every: Positive = 100
-    """Iterations between points that rows can be returned to; what came after the last one is trained again."""
+    every: Annotated[Positive | str, AfterValidator(_check_period)] = "auto"
+    """Iterations (100) or seconds ("30s") from one checkpoint for recovery to the next; what came after the last one is
+    trained again. auto: as often as keeps their cost under 2 % of training, and at least every 30 s."""
     restarts_max: Annotated[int, Field(ge=0)] = 3
     """How often each process is started again; 0: a lost one ends the run."""
     history: str = "1GB"
-    """Memory that each server may take for earlier values of rows; with less, more of them go to disk."""
+    """Memory that each server may take to go back to the last checkpoint without its files; beyond it they are read."""
     spare: bool = True
     """Keep a process ready for whoever is lost, on a Ray of its own; off: about 300 MB less, and seconds more."""
 

@@ -79,8 +79,6 @@ class Job:
             self.run_dir / CHECKPOINTS if directory is None else directory,
             every=config.every,
             keep=config.keep,
-            full_every=config.full_every,
-            compress=None if config.compress == "none" else config.compress,
             about={"config": self.config.model_dump(mode="json")},
             data=self.data_fingerprint(),
             vocabulary=vocabularies(self.train),

@@ -18,7 +18,7 @@ from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.directory import StoreDirectory
 from bagpipe.store.later import LaterStore
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
-from bagpipe.store.recorded import Recorded
+from bagpipe.store.versioned import VersionedStore
 from bagpipe.trainer.batches import Batches
 
 OpenStore = Callable[[Sequence[RowLayout]], Store]
@@ -74,7 +74,7 @@ def _is_occupied(path: Path) -> bool:
 
 def same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
     """Where the rows of a model that was trained before are; anything else is refused."""
-    inner = earlier.store.store if isinstance(earlier.store, Recorded) else earlier.store
+    inner = earlier.store.base if isinstance(earlier.store, VersionedStore) else earlier.store
     held = inner.path if isinstance(inner, MappedStore) else None
     if callable(store):
         raise ConfigError("store is a function, but this model's rows are in a store already: leave store out")

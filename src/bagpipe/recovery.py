@@ -1,4 +1,4 @@
-"""What happens when a part of a run is lost: all go back to the last point that rows can be returned to, and replay.
+"""What happens when a part of a run is lost: all go back to the newest complete checkpoint, and replay.
 
 One path for every fault, so that there are few states to be right in (I2). Nothing here knows processes, Ray or torch:
 a `Crew` does what is asked of it, be it made of Ray actors or of objects in one process under a seeded scheduler.
@@ -11,32 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import CheckpointError, ClusterError, StoreError
 from bagpipe.failpoints import reach
 
 _log = logging.getLogger(__name__)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Where a run can go on from."""
-
-    done: int
-    """How many iterations are over there."""
-    kind: Literal["beginning", "mark", "checkpoint"]
-    """Where rows and what else is needed come from: nowhere, the servers themselves, or the files of a checkpoint."""
-
-    def __str__(self) -> str:
-        if self.kind == "beginning":
-            return "the beginning"
-        return f"{'the checkpoint of ' if self.kind == 'checkpoint' else ''}iteration {self.done:,}"
-
-
-BEGINNING = Point(0, "beginning")
 
 
 class RolesLost(Exception):
@@ -73,7 +56,7 @@ class Crew(Protocol[ResultT_co]):
     def done(self) -> int:
         """Iterations that are over, as last heard."""
 
-    def attempt(self, generation: int, point: Point, went_on: Callable[[], None]) -> ResultT_co:
+    def attempt(self, generation: int, point: ResumePoint, went_on: Callable[[], None]) -> ResultT_co:
         """Have all work from this point to the end; `went_on` is called when an iteration is finished.
 
         Each attempt is like a fresh run that begins with batch `point.done`; only rows are where they are.
@@ -88,16 +71,16 @@ class Crew(Protocol[ResultT_co]):
         Where a recovery begins anew they are asked for again: who is back already stays as it is.
         """
 
-    def marks(self) -> Mapping[str, Collection[int]]:
-        """For each server the marks that it can return to; only those that all blobs are kept of."""
+    def points(self) -> Collection[ResumePoint]:
+        """The complete checkpoints of the run: those that servers name, and all that lie in its directory.
 
-    def saved(self) -> Collection[int]:
-        """The complete checkpoints, by the iterations that were over."""
+        A listing alone is not trusted: on shared storage it may lag behind what a server has been told.
+        """
 
-    def return_to(self, point: Point) -> None:
+    def return_to(self, point: ResumePoint) -> None:
         """Return when the rows of all servers are as they were there.
 
-        StoreError or CheckpointError if a journal or a checkpoint is damaged: another point may then be asked for.
+        StoreError or CheckpointError if the checkpoint is damaged: another point may then be asked for.
         """
 
 
@@ -116,13 +99,13 @@ class Supervisor(Generic[ResultT]):
         self._restarts: Counter[str] = Counter()
         self._open: list[tuple[str, str, int, float]] = []
         """Losses after which no iteration was finished yet: role, cause, iterations done, when."""
-        self._point = BEGINNING
+        self._point = START
         self.generation = 0
         """Of membership; each recovery adds 1."""
         self.incidents: list[Incident] = []
         """What happened so far, and was recovered from."""
 
-    def run(self, start: Point = BEGINNING) -> ResultT:
+    def run(self, start: ResumePoint = START) -> ResultT:
         """Run to the end from `start`; ClusterError when a role was lost more often than allowed."""
         self._point = start
         lost: dict[str, None] = {}
@@ -148,7 +131,7 @@ class Supervisor(Generic[ResultT]):
             self._open.append((role, cause, done, now))
             self._log(f"{role} was lost: {cause}")
 
-    def _recover(self, lost: Collection[str], start: Point) -> Point:
+    def _recover(self, lost: Collection[str], start: ResumePoint) -> ResumePoint:
         """Bring everybody to one point; a loss meanwhile begins it anew."""
         self.generation += 1
         reach("recovery.begun")
@@ -160,32 +143,23 @@ class Supervisor(Generic[ResultT]):
         reach("recovery.returned")
         return point
 
-    def _go_back(self, start: Point) -> Point:
+    def _go_back(self, start: ResumePoint) -> ResumePoint:
         """Return rows to the newest point at which nothing is damaged; what is shows only when it is read."""
-        points, damaged = self._points(start), set[Point]()
+        # What was before its start may be of another number of trainers, and so of other bits.
+        points = {start} | {point for point in self._crew.points() if point.done > start.done}
         while True:
-            # Of equal ones the mark, which needs no file.
-            point = max(points, key=lambda point: (point.done, point.kind == "mark"))
+            point = max(points, key=lambda point: point.done)
             reach("recovery.chosen")
             self._log(f"going back to {point}")
             try:
                 self._crew.return_to(point)
             except (StoreError, CheckpointError) as error:
-                damaged.add(point)
-                points = self._points(start) - damaged  # some servers have returned there, and may have fewer now
+                points.remove(point)
                 if not points:
                     raise
                 self._log(f"{point} can't be returned to: {error}")
             else:
                 return point
-
-    def _points(self, start: Point) -> set[Point]:
-        """All that may be gone back to: marks that all servers have, checkpoints, and where the run began."""
-        marks = [set(of_server) for of_server in self._crew.marks().values()]
-        points = {Point(done, "mark") for done in (set.intersection(*marks) if marks else ())}
-        points |= {Point(done, "checkpoint") for done in self._crew.saved()}
-        # What was before its start may be of another number of trainers, and so of other bits.
-        return {start} | {point for point in points if point.done >= start.done}
 
     def _went_on(self) -> None:
         """An iteration was finished: what was lost before is made good."""

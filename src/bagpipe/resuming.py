@@ -18,6 +18,7 @@ from typing import Any
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.config import Config, lay_over, parse_config
 from bagpipe.errors import CheckpointError, ConfigError
@@ -53,8 +54,8 @@ class Resumed:
 
     directory: Path
     config: Config
-    checkpoint: Path | None
-    """Where it goes on from; None: it was ended before its first checkpoint, and begins again."""
+    point: ResumePoint
+    """Where it goes on from; `START`: it was ended before its first checkpoint, and begins again."""
     notes: list[str]
     """What the user should know."""
 
@@ -101,14 +102,18 @@ def open_run(directory: Path, overrides: Iterable[str]) -> Resumed:
         if _is_in(key, ROUNDING)
     ]
     checkpoints = Checkpoints(directory / CHECKPOINTS)
-    latest = checkpoints.latest()
-    if latest is None and checkpoints.numbers():
-        raise CheckpointError(
-            f"no checkpoint in {checkpoints.directory} can be opened: {checkpoints.scan()[-1].problem}"
-        )
+    damaged: list[str] = []
+    latest = checkpoints.latest(verify=True, problems=damaged)
+    if latest is None and damaged:
+        raise CheckpointError(f"no checkpoint in {checkpoints.directory} can be used: {damaged[0]}")
     if latest is None:
         notes.append(f"{directory} has no checkpoint yet: it begins again")
-    return Resumed(directory, config, None if latest is None else latest.directory, notes)
+        return Resumed(directory, config, START, notes)
+    notes += [
+        f"going back to the checkpoint after {latest.done:,} iterations, as a newer one is damaged: {problem}"
+        for problem in damaged
+    ]
+    return Resumed(directory, config, ResumePoint.of(latest), notes)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -144,6 +149,11 @@ def holding(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"the run {directory} is still going, in another process: wait, or end it") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{directory} can't be locked ({error.strerror}), so that nothing would keep a second process from "
+                "resuming the run: give a directory on a file system with locks (flock)"
+            ) from error
         yield
     finally:
         os.close(descriptor)

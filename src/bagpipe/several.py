@@ -93,7 +93,7 @@ def share_batches(
         tell_all(groups.critical, driver, "", "the connection to the plans")
         batches = make(plans, capacity, peers)
         if batches.done:
-            batches.meet("the rows to go on with to be in the store")
+            batches.gather(0, "the rows to go on with to be in the store")
         stack.pop_all()
         return batches
 

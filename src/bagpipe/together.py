@@ -27,9 +27,9 @@ from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.partition import RULES, Partition, uses_ahead
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.checkpointer import Checkpointer
 from bagpipe.trainer.collective import memory_groups
 from bagpipe.trainer.divided import Divided, SharedPlans
-from bagpipe.trainer.keeping import Keeping
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.stages import DEADLINE_S, Driver, Threads
 from bagpipe.trainer.sync import Groups, Peers
@@ -56,11 +56,11 @@ class Trainers:
         accumulate: int = 1,
         drivers: Sequence[Driver] | None = None,
         run: Run | None = None,
-        keeping: Callable[[Store, int], Keeping | None] = lambda _store, _rank: None,
+        checkpointer: Callable[[Store, int], Checkpointer | None] = lambda _store, _rank: None,
     ) -> None:
         """`made` are equal models, one a trainer; `drivers` and `run` are a scheduler's, for tests.
 
-        `keeping` is what the loop of a trainer is kept by and goes on from, for its view of the rows and its rank.
+        `checkpointer` makes what saves the loop of a trainer, for its view of the rows and its rank.
         """
         trainers = len(made)
         self._drivers = drivers or [Threads() for _ in made]
@@ -93,7 +93,7 @@ class Trainers:
                 RowCache(widths, oracle.capacity, torch.device("cpu")), stores[rank], self._drivers[rank],
                 depth=DEPTH, threads=torch.get_num_threads(), check=config.check,
                 peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.moving, ledger),
-                keeping=keeping(stores[rank], rank),
+                checkpointer=checkpointer(stores[rank], rank),
             )
             for rank, (model, own, row_layouts) in enumerate(made)
         ]  # fmt: skip

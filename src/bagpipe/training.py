@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from bagpipe.api import accelerate
-from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.reading import Checkpoint
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import (
-    Checkpointing,
-    Kept,
+    Saving,
     as_marked,
     check_same_run,
-    find_checkpoint,
+    find_resume_point,
     make_facts,
-    start_of,
+    recovery_period,
     with_marks,
 )
 from bagpipe.config import Config, warn_of_idle_rows
@@ -51,7 +50,7 @@ from bagpipe.store import Store
 from bagpipe.store.views import shared_views
 from bagpipe.together import Made, Trainers
 from bagpipe.trainer.batches import Batches
-from bagpipe.trainer.keeping import Start
+from bagpipe.trainer.checkpointer import Periods, check_dense, resumed_states
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.sync import Groups, Peers
@@ -115,13 +114,13 @@ def train_together(
     """The same with several trainers, which are threads of this process."""
     config = job.config
     made = [job.model() for _ in range(config.trainers)]
-    kept = keep_job(job, made[0], find_checkpoint(resume, None))
+    saving = plan_job(job, made[0], find_resume_point(resume, None))
     trainers = Trainers(
         config,
         made,
         job.loader(),
-        partial(open_views, job, kept),
-        keeping=partial(kept.keeping, shares_process=True),
+        partial(open_views, job, saving),
+        checkpointer=partial(saving.checkpointer, shares_process=True),
     )
     reports = [report, *[_unheard] * (config.trainers - 1)]
     ended = trainers.run(
@@ -130,39 +129,34 @@ def train_together(
     return ended[0][0], joined_summary([summary for _, summary in ended])
 
 
-def keep_job(
-    job: Job,
-    made: Made,
-    checkpoint: Checkpoint | None = None,
-    *,
-    directory: Path | None = None,
-    start: Start | None = None,
-    recover: bool = False,
-) -> Kept:
-    """How a job is kept, and where it goes on; CheckpointError if a checkpoint is of another run."""
+def plan_job(
+    job: Job, made: Made, resume: ResumePoint = START, *, directory: Path | None = None, recover: bool = False
+) -> Saving:
+    """How a job is saved, and where it continues; CheckpointError if a checkpoint is of another run."""
     config = job.config
     model, binding, layouts = made
     checkpointing = job.checkpointing(directory)
     facts = make_facts(
-        layouts, binding, trainers=config.trainers, servers=config.servers,
-        checkpointing=checkpointing or Checkpointing(Path(), data=job.data_fingerprint()),
-    )  # fmt: skip
-    if checkpoint is not None:
-        check_same_run(checkpoint, facts)
-    if start is not None and not start.blobs and directory is not None:
-        start = start_of(Checkpoints(directory).open(start.done))
-    start = start or start_of(checkpoint)
-    if start is not None:
-        start.check(model, [layer.module for layer in binding.layers])
-    return Kept(facts, checkpointing, checkpoint, start, config.recovery.every if recover else None)
+        layouts, binding, checkpointing, data=job.data_fingerprint(), trainers=config.trainers, servers=config.servers
+    )
+    if resume != START:
+        check_same_run(resume.open(), facts)
+        check_dense(resumed_states(resume, 0)[0], model, [layer.module for layer in binding.layers])
+    recovery = recovery_period(config.recovery.every) if recover else None
+    periods = Periods(None if checkpointing is None else checkpointing.every, recovery)
+    if checkpointing is not None:
+        directory = Path(checkpointing.directory)
+    return Saving(facts, directory, periods, config.checkpoint.keep, resume)
 
 
 def _unheard(_done: int, _note: str) -> None:
     """What trainers beside the first one say in one process."""
 
 
-def open_views(job: Job, kept: Kept, layouts: Sequence[RowLayout], notify: Sequence[Callable[[], None]]) -> list[Store]:
-    """The rows of a job, as each of its trainers sees them; those that it goes on with are loaded."""
+def open_views(
+    job: Job, saving: Saving, layouts: Sequence[RowLayout], notify: Sequence[Callable[[], None]]
+) -> list[Store]:
+    """The rows of a job, as each of its trainers sees them; those that it continues with are loaded."""
     config = job.config
     views: list[Store]
     if config.servers:
@@ -170,10 +164,10 @@ def open_views(job: Job, kept: Kept, layouts: Sequence[RowLayout], notify: Seque
     else:
         where = _store(job)
         store = open_rows(where, layouts, memory_of_files(where, config.store_memory))
-        views = [*shared_views(with_marks(store) if kept.is_kept else store, config.trainers, notify)]
+        views = [*shared_views(with_marks(store) if saving.is_active else store, config.trainers, notify)]
     try:
-        if kept.checkpoint is not None:
-            kept.load(as_marked(views[0]))
+        if saving.is_active:
+            saving.restore(as_marked(views[0]))
     except BaseException:
         for view in views:
             view.close()
@@ -245,9 +239,11 @@ def train_remote(
     groups: Groups | None = None,
     driver: Driver | None = None,
     *,
-    start: Start | None = None,
+    resume: ResumePoint = START,
     checkpoints: Path | None = None,
     recover: bool = False,
+    generation: int = 0,
+    token: str = "",
     threads: bool = True,
     hold: bool = False,
 ) -> tuple[State | None, Summary]:
@@ -256,11 +252,11 @@ def train_remote(
     With `groups` this is one of several trainers: the first one has `parameters_sha256`, and a state if asked to `hold`
     one; `joined_summary` makes one of what all of them have shown.
 
-    With `start` training goes on where the run was: servers have returned their rows to that mark, or loaded those of
-    that checkpoint, and keep what trainers need to go on (`store.kept(done)`); plans begin there too. With `recover`
-    the trainers make marks every `recovery.every` iterations. Checkpoints go to the directory
-    `checkpoints`, if `checkpoint.every` is set; all servers must see it under that path. All trainers must be given the
-    same. Without `threads` nothing is sent or written beside training, for tests under a scheduler.
+    With `resume` training continues where the run was: servers have the rows of that point already, and plans begin
+    there too. Checkpoints go to the directory `checkpoints`, which all servers and trainers must see under that path:
+    those that `checkpoint.every` asks for, and with `recover` those that a launch recovers from. All trainers of a
+    `generation` must be given the same, and the same `token` of 8 hexadecimal digits. Without `threads` nothing is
+    written beside training, for tests under a scheduler.
     """
     config = job.config
     sync = config.sync
@@ -269,10 +265,12 @@ def train_remote(
     with closing(plans), closing(store):
         made = job.model()
         model, binding, layouts = made
-        kept = keep_job(job, made, directory=checkpoints, start=start, recover=recover)
+        saving = plan_job(job, made, resume, directory=checkpoints, recover=recover)
+        saving = replace(saving, restored=True, generation=generation, token=token or saving.token)
         batches = remote_batches(
             model, binding, layouts, layouts[0].optimizer, plans, store, check=config.check and peers is None,
-            driver=driver, peers=peers, assign=config.assign, keeping=kept.keeping(store, rank, threads=threads),
+            driver=driver, peers=peers, assign=config.assign,
+            checkpointer=saving.checkpointer(store, rank, threads=threads),
             ahead=POLICIES[config.policy].lead(config.lookahead, config.policy_options.build()),
         )  # fmt: skip
         state, summary = train_over(job, model, layouts, batches, report, rank, hold=hold)

@@ -1,6 +1,6 @@
 """A whole run in one process that survives the death of its roles: a `Crew` for `bagpipe.recovery.Supervisor`.
 
-Memory goes with the role that had it. The journals of servers and the checkpoints stay, in a directory.
+Memory goes with the role that had it. Checkpoints stay, in a directory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.directory import complete_points
 from bagpipe.checkpoint.disk import SystemDisk
 from bagpipe.cluster.settings import Wiring
 from bagpipe.data.service import DataProcessorService, RemoteBatches
@@ -19,16 +19,15 @@ from bagpipe.failpoints import Killed, acting_as, armed
 from bagpipe.oracle.service import OracleService
 from bagpipe.recovery import RolesLost, Supervisor
 from bagpipe.server.core import EmbeddingServer
-from bagpipe.server.shard import Recording
+from bagpipe.server.rows_state import Safety
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.collective import memory_groups
-from bagpipe.trainer.keeping import Start
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Wait
 from bagpipe.trainer.sync import Groups
 from bagpipe.training import train_remote
-from harness.roles import Attempt, Life, Plot, Posts, ScheduledOutbox, Thread, current, in_background, living
+from harness.roles import Attempt, Life, Plot, Posts, ScheduledOutbox, Thread, current, give_way, in_background, living
 
 RUN = bytes(range(16))
 DISK = ("create", "append", "open", "make_directory", "rename", "unlink", "remove_directory", "sync_directory")
@@ -43,11 +42,11 @@ class Crew:
     """All roles of a run, by name: trainer-0, ..., server-0, ..., oracle, processor-0, ..."""
 
     def __init__(
-        self, job, directory, *, seed=0, servers=1, processors=1, plot=None, grace=20, journals=True, history=None,
+        self, job, directory, *, seed=0, servers=1, processors=1, plot=None, grace=20, rollback=True, history=None,
         **faults,
     ):  # fmt: skip
         """`directory` is what outlives every process; `faults` are those of the network."""
-        self.journals, self.history = journals, history
+        self.rollback, self.history = rollback, history
         self.checkpoints = directory / "checkpoints"
         self.generation = 0
         self.job, self.directory, self.seed, self.grace = job, directory, seed, grace
@@ -140,21 +139,12 @@ class Crew:
                 self.start(role)
         self.raise_losses()
 
-    def marks(self):
-        found = {}
-        usable = self._server("server-0", lambda server: server.usable_marks(len(self.trainers)))
-        for role in self.server_roles:
-            marks = self._server(role, lambda server: server.marks(self.checkpoints))
-            found[role] = set(marks) & set(usable)
-        return found
-
-    def saved(self):
-        return [checkpoint.done for checkpoint in Checkpoints(self.checkpoints).list()]
+    def points(self):
+        told = [path for role in self.server_roles for path in self._server(role, lambda server: server.checkpoints())]
+        return complete_points(told, self.checkpoints)
 
     def return_to(self, point):
-        done = None if point.kind == "beginning" else point.done
-        files = self.checkpoints if point.kind == "checkpoint" else None
-        self._each_server(lambda server: server.recover(self.generation, done, files))
+        self._each_server(lambda server: server.recover(self.generation, point))
 
     def _each_server(self, ask):
         for role in self.server_roles:
@@ -179,7 +169,7 @@ class Crew:
             if kind == "server":
                 server = EmbeddingServer(
                     server=int(number), servers=self.num_servers, run=RUN, generation=self.generation,
-                    recording=self._recording(role), clock=self.network.now, background=in_background,
+                    safety=self._safety(), clock=self.network.now, background=in_background,
                 )  # fmt: skip
                 self.servers[role] = server
                 self.network.listen(role, server.handle)
@@ -192,9 +182,8 @@ class Crew:
                 service.start()
                 self.services[role] = service
 
-    def _recording(self, role):
-        journal = self.directory / "journal" / role if self.journals else None
-        return Recording(journal, self.history, (self.checkpoints,))
+    def _safety(self):
+        return Safety(self.rollback, self.history, (self.checkpoints,))
 
     def raise_losses(self):
         """Tell the supervisor who is gone since it last heard of somebody."""
@@ -243,12 +232,11 @@ class _Trainer:
             self.job.model()[2], crew.server_roles, crew.network, run=RUN, generation=crew.generation, trainer=rank,
             trainers=len(crew.trainers), shared_memory=False, watch=self._gone, patience=Patience(retry_s=1.0),
         )  # fmt: skip
-        done = self.point.done
         groups = _MortalGroups(self.groups, self.life) if len(crew.trainers) > 1 else None
         return train_remote(
             self.job, plans, store, self._report, groups, self.driver,
-            start=Start(done, store.kept(done), is_checkpoint=False) if done else None,
-            checkpoints=crew.checkpoints, recover=True,
+            resume=self.point, checkpoints=crew.checkpoints, recover=True, generation=crew.generation,
+            token=f"{crew.seed % 2**16:04x}{crew.generation:04x}",
         )  # fmt: skip
 
     def _report(self, iterations, note):
@@ -316,6 +304,7 @@ def mortal():
         for name in ("fsync", "fdatasync"):  # what was written outlives the death of a process without them
             stack.enter_context(patch.object(os, name, lambda _: None))
         stack.enter_context(patch("bagpipe.trainer.background.threading", SimpleNamespace(Thread=Thread)))
+        stack.enter_context(patch("bagpipe.checkpoint.directory.pause", give_way))
         yield
 
 

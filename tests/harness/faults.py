@@ -30,7 +30,6 @@ SETTINGS += [
     "recovery.every=2",
     "checkpoint.every=4",
     "checkpoint.keep=1",
-    "checkpoint.full_every=2",
     "model.name=deepfm",
 ]
 
@@ -159,26 +158,20 @@ def random_faults(world, seed, number):
 
 RECOVERY = [name for name in NAMES if name.startswith("recovery.")]
 """Reached by the supervisor: others die there."""
-AFTERWARDS = [
-    *("resume.loaded", "server.return.begun", "server.return.done", "server.loaded"),
-    *("history.returned", "journal.rolled_back", "journal.replayed"),
-]
+AFTERWARDS = ["resume.loaded", "server.return.begun", "server.return.done", "server.loaded", "layer.dropped"]
 """Reached in a recovery only."""
 USUALLY = [name for name in NAMES if name not in {*RECOVERY, *AFTERWARDS}]
 BY_SCHEDULE = ["server.read.parked"]
 """How often these are reached depends on the seed of the schedule."""
 
 SERVER_LOST = Fault("server.write.applied", at=20, role="server-1")
-"""Which has to come back from a checkpoint and its journal."""
-SERVER_LOST_FOR_GOOD = {"journals": False}
-"""All servers then go back to a checkpoint."""
+"""Which has to come back from a checkpoint."""
 
 
 def reached_after(name):
     """Options of a run in which this point is reached after a server was lost, and who reaches it how often."""
-    options = SERVER_LOST_FOR_GOOD if name == "server.loaded" else {}
-    reaches = _after_a_loss(tuple(options.items()))
-    return options, {role: count for (role, found), count in reaches.items() if found == name and role}
+    reaches = _after_a_loss(())
+    return {}, {role: count for (role, found), count in reaches.items() if found == name and role}
 
 
 @lru_cache

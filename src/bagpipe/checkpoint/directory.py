@@ -1,18 +1,25 @@
 """A directory of checkpoints: each is complete and verified, or invisible (I6).
 
-    DIR/00000100/            a checkpoint after 100 iterations: manifest.json and the files that it names
-    DIR/.tmp-00000200-TOKEN/ one that is being written: it gets its name once everything in it is synced and was read
-    DIR/.old-00000000-TOKEN/ one that is being removed: it loses its name first
+    DIR/00000100/               a checkpoint after 100 iterations: manifest.json and the files that it names
+    DIR/.tmp-00000200-3-TOKEN/  one that generation 3 of the run is writing: it gets its name once everything in it is
+                                synced and was read
+    DIR/.old-00000000-3-TOKEN/  one that is being removed: it loses its name first
 
 Whatever crashes at whatever moment, the names without a dot are whole; the others are removed by the next `begin`.
 Names of any other form are somebody else's, and are left alone.
+
+A checkpoint has all rows, or those that have changed since the one before, on which it builds. Once what came after a
+full one takes more room than that, the next one is full again: so a chain takes at most twice the rows, and three times
+while the next full one is written.
 """
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -25,6 +32,7 @@ from xxhash import xxh64_hexdigest
 from bagpipe.checkpoint.disk import Disk, SystemDisk, make_directories
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, Manifest, encode_manifest
+from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.checkpoint.reading import (
     BLOB_SUFFIX,
     Checkpoint,
@@ -33,7 +41,7 @@ from bagpipe.checkpoint.reading import (
     read_manifest,
     table_differences,
 )
-from bagpipe.checkpoint.shards import Compression, write_file
+from bagpipe.checkpoint.shards import write_file
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.failpoints import reach
 
@@ -41,7 +49,11 @@ if TYPE_CHECKING:
     from typing import Self
 
 _TMP, _OLD = ".tmp-", ".old-"
-_LEFTOVER = re.compile(r"\.(tmp|old)-[0-9]{8,}-[0-9a-f]{8}")
+_LEFTOVER = re.compile(r"\.(tmp|old)-[0-9]{8,}-[0-9]+-[0-9a-f]{8}")
+_PART = ".part"
+"""Of a file of a trainer that is not whole yet."""
+WAIT_S, LOOK_S = 600.0, 0.01
+"""How long trainers may take to write their own files, and how often they are looked for."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,18 +75,19 @@ class Checkpoints:
         directory: str | Path,
         *,
         keep: int = 3,
-        full_every: int = 10,
-        compress: Compression | None = None,
+        generation: int = 0,
+        token: str = "",
         disk: Disk | None = None,
     ) -> None:
-        """Keep the last `keep`, with all that they build on; every `full_every`-th has all rows."""
-        for name, value in (("keep", keep), ("full_every", full_every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"checkpoint.{name} is {value!r}: give a whole number, at least 1")
-        if compress not in (None, "zstd"):
-            raise ConfigError(f"checkpoint.compress is {compress!r}: give 'zstd', or leave it out")
+        """Keep the last `keep` that the user has asked for, and the last one for recovery, with all that they build on.
+
+        All trainers of a generation write with the same `token`, 8 hexadecimal digits.
+        """
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ConfigError(f"checkpoint.keep is {keep!r}: give a whole number, at least 1")
         self.directory = Path(directory).resolve()  # a user's own links are followed; those within are not
-        self.keep, self.full_every, self.compress = keep, full_every, compress
+        self.keep = keep
+        self.generation, self.token = generation, token or os.urandom(4).hex()
         self.disk: Disk = SystemDisk() if disk is None else disk
         self._base: BaseEntry | None = None
 
@@ -86,21 +99,38 @@ class Checkpoints:
         self._base = None
         if done is not None:
             try:
-                self._base = self._as_base(open_checkpoint(self.disk, self.directory, done))
+                self._base = _as_base(open_checkpoint(self.disk, self.directory, done))
             except CheckpointError as error:
                 _log.warning("the next checkpoint has all rows, since %s can't be built on: %s", done, error)
 
-    def begin(self, done: int, *, full: bool = False) -> Pending:
-        """Start to write the checkpoint after `done` iterations: on top of the last one, or else with all rows."""
-        with failing("making", self.directory):
-            make_directories(self.disk, self.directory)
+    def begin(self, done: int, *, full: bool = False, retained: bool = True, token: str = "") -> Pending:
+        """Start to write the checkpoint after `done` iterations: on top of the last one, or else with all rows.
+
+        `retained`: the user has asked for it. `token` is that of the mark that it is made of.
+        """
+        path = self._make_pending(done)
         self._remove_leftovers()
         base = None if full else self._find_base(done)
-        path = self._unused_name(_TMP, done)
-        with failing("making", path):
-            self.disk.make_directory(path)
         reach("checkpoint.begun")
-        return Pending(self, path, done, base)
+        return Pending(self, path, done, base, retained, token)
+
+    def write_state(self, done: int, name: str, data: bytes) -> None:
+        """Add the state of a trainer to a checkpoint that another one has begun, or is about to begin."""
+        path = self._make_pending(done)
+        part, whole = path / f"{name}{_PART}", path / f"{name}{BLOB_SUFFIX}"
+        with failing("writing", whole):
+            with self.disk.create(part) as file:
+                file.write(data)
+                file.sync()
+            self.disk.rename(part, whole)
+
+    def _make_pending(self, done: int) -> Path:
+        path = self._unused_name(_TMP, done, self.token)
+        with failing("making", path):
+            make_directories(self.disk, self.directory)
+            with suppress(FileExistsError):  # another trainer came first
+                self.disk.make_directory(path)
+        return path
 
     def scan(self) -> Sequence[Found]:
         """Every name that stands for a checkpoint, by number of iterations, with what is wrong where it is not one."""
@@ -116,13 +146,19 @@ class Checkpoints:
         """All that can be opened, by number of iterations."""
         return [found.checkpoint for found in self.scan() if found.checkpoint is not None]
 
-    def latest(self) -> Checkpoint | None:
-        """The newest that can be opened; of newer ones that can't, a warning says why."""
+    def latest(self, *, verify: bool = False, problems: builtins.list[str] | None = None) -> Checkpoint | None:
+        """The newest that can be opened, or verified; of newer ones that can't, a warning says why, or `problems`."""
         for done in reversed(self.numbers()):
             try:
-                return open_checkpoint(self.disk, self.directory, done)
+                checkpoint = open_checkpoint(self.disk, self.directory, done)
+                if verify:
+                    checkpoint.verify()
+                return checkpoint
             except CheckpointError as error:
-                _log.warning("passing over a checkpoint: %s", error)
+                if problems is None:
+                    _log.warning("passing over a checkpoint: %s", error)
+                else:
+                    problems.append(str(error))
         return None
 
     def open(self, done: int) -> Checkpoint:
@@ -133,13 +169,30 @@ class Checkpoints:
             )
         return open_checkpoint(self.disk, self.directory, done)
 
-    def prune(self) -> Sequence[int]:
-        """Remove all but the last `keep` and what they build on, once the newest of them is verified; what is gone."""
+    def prune(self, *, verify: bool = True) -> Sequence[int]:
+        """Remove all but those to keep and what they build on, once the newest of them is verified; what is gone.
+
+        Later ones that can't be opened go too.
+        """
         checkpoints = self.list()
         if not checkpoints:
             return []
-        checkpoints[-1].verify()
-        return self._remove_all_but(checkpoints[-self.keep :])
+        if verify:
+            checkpoints[-1].verify()
+        wanted = [each for each in checkpoints if each.manifest.retained][-self.keep :]
+        kept = {each.done: each for each in (*wanted, checkpoints[-1])}
+        needed = {done for checkpoint in kept.values() for done in checkpoint.chain}
+        readable = {each.done for each in checkpoints}
+        # One that can't be opened, perhaps only now, goes when its time has come, and what it builds on with it.
+        first = min(kept)
+        return self._remove([n for n in self.numbers() if n not in needed and (n in readable or n < first)])
+
+    def tidy(self) -> None:
+        """The same after a new one is complete, whose files were read back; what can't be removed stays for now."""
+        try:
+            self.prune(verify=False)
+        except CheckpointError as error:
+            _log.warning("an old checkpoint stays for now: %s", error)
 
     def discard_after(self, done: int) -> Sequence[int]:
         """Remove all that came after this one, once it is verified: the run goes back to it for good; what is gone."""
@@ -148,27 +201,12 @@ class Checkpoints:
         self.continue_from(done)
         return self._remove([number for number in self.numbers() if number > done])
 
-    def discard(self, which: Callable[[int], bool]) -> Sequence[int]:
-        """Remove those for which this is true of their number of iterations; what is gone."""
-        return self._remove([number for number in self.numbers() if which(number)])
-
-    def _committed(self, done: int) -> Checkpoint:
-        """A new one was read back and has its name: others may go, and so do later ones, of a future that was left."""
+    def committed(self, done: int) -> Checkpoint:
+        """A new one was read back and has its name: the next one may build on it."""
         reach("checkpoint.complete")
         checkpoint = open_checkpoint(self.disk, self.directory, done)
-        self._base = self._as_base(checkpoint)
-        try:
-            earlier = [other for other in self.list() if other.done < done]
-            self._remove_all_but([*earlier, checkpoint][-self.keep :])
-        except CheckpointError as error:
-            _log.warning("an old checkpoint stays for now: %s", error)
+        self._base = _as_base(checkpoint)
         return checkpoint
-
-    def _remove_all_but(self, kept: Sequence[Checkpoint]) -> Sequence[int]:
-        needed = {done for checkpoint in kept for done in checkpoint.chain}
-        # One in between is there because it can't be opened, perhaps only now: it goes when its time has come.
-        outside = [done for done in self.numbers() if not kept[0].done <= done <= kept[-1].done]
-        return self._remove([done for done in outside if done not in needed])
 
     def _remove(self, doomed: Sequence[int]) -> Sequence[int]:
         removed = []
@@ -190,8 +228,8 @@ class Checkpoints:
             self.disk.unlink(path / name)
         self.disk.remove_directory(path)
 
-    def _unused_name(self, prefix: str, done: int) -> Path:
-        return self.directory / f"{prefix}{directory_name(done)}-{os.urandom(4).hex()}"
+    def _unused_name(self, prefix: str, done: int, token: str = "") -> Path:
+        return self.directory / f"{prefix}{directory_name(done)}-{self.generation}-{token or os.urandom(4).hex()}"
 
     def numbers(self) -> Sequence[int]:
         """Every name that stands for a checkpoint, whether it can be opened or not."""
@@ -208,22 +246,21 @@ class Checkpoints:
             return None
         try:
             base = open_checkpoint(self.disk, self.directory, self._base.done)
-            found = self._as_base(base)
+            found = _as_base(base)
         except CheckpointError as error:
             _log.warning("the next checkpoint has all rows, since the last one can't be built on: %s", error)
             return None
         if found != self._base:
             raise CheckpointError(f"{base.directory} is another run's by now: give each run a directory of its own")
-        return None if len(base.chain) >= self.full_every else found
-
-    def _as_base(self, checkpoint: Checkpoint) -> BaseEntry:
-        _, checksum = read_manifest(self.disk, checkpoint.directory)
-        return BaseEntry(done=checkpoint.done, checksum=checksum)
+        return None if base.is_long else found
 
     def _remove_leftovers(self) -> None:
+        own = f"-{self.generation}-{self.token}"
         with failing("reading", self.directory):
             names = [name for name in self.disk.directories(self.directory) if _LEFTOVER.fullmatch(name)]
         for name in names:
+            if name.endswith(own):
+                continue  # of this checkpoint, or a trainer is ahead with its state for the next
             try:
                 self._remove_files(self.directory / name)
             except OSError as error:
@@ -233,10 +270,18 @@ class Checkpoints:
 class Pending:
     """A checkpoint that is being written: leaving the `with` block without `commit` removes it."""
 
-    def __init__(self, checkpoints: Checkpoints, directory: Path, done: int, base: BaseEntry | None) -> None:
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        directory: Path,
+        done: int,
+        base: BaseEntry | None,
+        retained: bool,
+        token: str,
+    ) -> None:
         self.directory, self.done = directory, done
         self._checkpoints, self._disk = checkpoints, checkpoints.disk
-        self._base = base
+        self._base, self._retained, self._token = base, retained, token
         self._files: list[FileEntry] = []
         self._over = False
 
@@ -259,24 +304,46 @@ class Pending:
         write_file(self._disk, self.directory, entry, [data])
         self.add([entry])
 
-    def commit(self, facts: Facts) -> Checkpoint:
-        """Give it its name, now that all its files are written, synced and read back; then remove old ones.
+    def take_states(self, names: Iterable[str], given_up: Callable[[], bool] = lambda: False) -> None:
+        """Add what other trainers write with `write_state`, as soon as it is there; CheckpointError if it is not."""
+        for name in names:
+            path = self.directory / f"{name}{BLOB_SUFFIX}"
+            until = time.monotonic() + WAIT_S
+            with failing("reading", path):
+                while path.name not in self._disk.files(self.directory):
+                    if given_up() or time.monotonic() > until:
+                        raise CheckpointError(f"{name} has not written its state to {path} within {WAIT_S:g} s")
+                    pause()
+                with self._disk.open(path) as file:
+                    data = bytearray(file.num_bytes)
+                    file.read_into(data)
+            self.add([FileEntry(name=path.name, bytes=len(data), checksum=xxh64_hexdigest(data))])
 
-        If that fails it is gone, and those before it are as they were.
+    def commit(self, facts: Facts, confirm: Callable[[], None] = lambda: None) -> Checkpoint:
+        """Give it its name, now that all its files are written, synced and read back.
+
+        `confirm` is called right before, and raises if it must not get one: another generation goes on by now. If it
+        fails it is gone, and those before it are as they were.
         """
         assert not self._over, "a checkpoint is committed or abandoned once"
         name = self._checkpoints.directory / directory_name(self.done)
         try:
             reach("checkpoint.blobs.written")
             self._check_tables(facts)
-            self._write_manifest(Manifest.make(facts, done=self.done, base=self._base, files=self._files))
+            manifest = Manifest.make(
+                facts, files=self._files, done=self.done, base=self._base, token=self._token,
+                generation=self._checkpoints.generation, retained=self._retained,
+            )  # fmt: skip
+            self._write_manifest(manifest)
             reach("checkpoint.manifest.written")
+            confirm()
+            reach("checkpoint.confirmed")
             self._take_name(name)
         except BaseException:
             self.abandon()
             raise
         self._over = True
-        return self._checkpoints._committed(self.done)
+        return self._checkpoints.committed(self.done)
 
     def abandon(self) -> None:
         """Remove what was written so far; after a commit, or a second time, nothing happens."""
@@ -328,6 +395,7 @@ class Pending:
     def _take_name(self, name: Path) -> None:
         """In the place of another of that name, if the run has come back from that one's future."""
         checkpoints, disk = self._checkpoints, self._disk
+        self._refuse_later_generation(name)
         with failing("naming", name), ExitStack() as undo:
             replaced = checkpoints._unused_name(_OLD, self.done) if self.done in checkpoints.numbers() else None
             if replaced is not None:
@@ -342,3 +410,40 @@ class Pending:
         if replaced is not None:
             with suppress(OSError):
                 checkpoints._remove_files(replaced)
+
+    def _refuse_later_generation(self, name: Path) -> None:
+        """One that was cut off from the others, and thought to be dead, may come back after they have gone on."""
+        try:
+            manifest, _ = read_manifest(self._disk, name)
+        except CheckpointError:  # none is there, or it can't be read
+            return
+        if manifest.generation > self._checkpoints.generation:
+            raise CheckpointError(
+                f"{name} was written by generation {manifest.generation} of the run, and this is "
+                f"{self._checkpoints.generation}: the run has gone on without this trainer"
+            )
+
+
+def complete_points(told: Iterable[Path], directory: Path, disk: Disk | None = None) -> list[ResumePoint]:
+    """The points that a run can continue from: the checkpoints of these directories that are complete, those beside
+    them, and those of a directory of checkpoints.
+
+    What was told is opened by its name, as a listing of shared storage may lag behind; what can't be opened is none.
+    """
+    known = {path.resolve() for path in told if path.name.isdecimal()}
+    found = {}
+    for parent in {directory.resolve(), *(path.parent for path in known)}:
+        checkpoints = Checkpoints(parent, disk=disk)
+        for done in {*checkpoints.numbers(), *(int(path.name) for path in known if path.parent == parent)}:
+            with suppress(CheckpointError):
+                found[parent, done] = ResumePoint.of(open_checkpoint(checkpoints.disk, parent, done))
+    return list(found.values())
+
+
+def pause() -> None:
+    """Before the next look at files of others."""
+    time.sleep(LOOK_S)
+
+
+def _as_base(checkpoint: Checkpoint) -> BaseEntry:
+    return BaseEntry(done=checkpoint.done, checksum=checkpoint.checksum)

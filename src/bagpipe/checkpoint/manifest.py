@@ -20,7 +20,7 @@ from bagpipe._version import __version__
 from bagpipe.errors import CheckpointError
 
 FORMAT = "bagpipe-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 MANIFEST_BYTES_MAX = 1 << 28
 
@@ -64,8 +64,6 @@ class FileEntry(_Part, frozen=True, kw_only=True):
     """Its size."""
     checksum: Checksum
     """Of its bytes, as they lie on the disk."""
-    raw_bytes: Count | None = None
-    """Its size before it was compressed; None: it is not compressed."""
     rows: tuple[RowCount, ...] | None = None
     """Of a file of rows, by table in ascending order; None: it is no such file."""
     shard: ShardOf | None = None
@@ -138,6 +136,12 @@ class Manifest(Facts, frozen=True, kw_only=True):
     bagpipe: Text = __version__
     done: Count
     """Iterations that were over."""
+    token: Text = ""
+    """Of the mark that it was made of: a server that has this mark has these rows in its memory."""
+    generation: Count = 0
+    """Of the attempt that wrote it."""
+    retained: bool = True
+    """Whether it is one that the user has asked for; the others are there for recovery, until there is a later one."""
     base: BaseEntry | None
     """None: all rows are here; else only those written since."""
     files: tuple[FileEntry, ...]
@@ -146,16 +150,15 @@ class Manifest(Facts, frozen=True, kw_only=True):
     """UTC, as in RFC 3339."""
 
     @classmethod
-    def make(cls, facts: Facts, *, done: int, base: BaseEntry | None, files: Sequence[FileEntry]) -> Manifest:
-        """The manifest of a checkpoint that is about to be complete."""
+    def make(cls, facts: Facts, *, files: Sequence[FileEntry], **other: Any) -> Manifest:
+        """The manifest of a checkpoint that is about to be complete; `other` are its fields by name."""
         created = datetime.now(UTC).isoformat(timespec="microseconds")
         return cls(
             **{name: getattr(facts, name) for name in Facts.__struct_fields__},
-            done=done,
-            base=base,
             files=tuple(sorted(files, key=lambda entry: entry.name)),
             config_sha256=config_sha256(facts.config),
             created_at=created,
+            **other,
         )
 
     @property

@@ -42,8 +42,8 @@ def directory_name(done: int) -> str:
 class Checkpoint:
     """A checkpoint and those that it builds on, oldest first; open to read."""
 
-    def __init__(self, disk: Disk, links: Sequence[tuple[Path, Manifest]]) -> None:
-        self._disk = disk
+    def __init__(self, disk: Disk, links: Sequence[tuple[Path, Manifest]], checksum: str) -> None:
+        self._disk, self.checksum = disk, checksum
         self._links = tuple(links)
         self.directory, self.manifest = self._links[-1]
         tables = [(table.name, table.width) for table in self.manifest.tables]
@@ -60,6 +60,12 @@ class Checkpoint:
     def chain(self) -> list[int]:
         """`done` of the checkpoints that it is made of, itself last."""
         return [manifest.done for _, manifest in self._links]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether what came after its full one takes more than that: the next one should have all rows again."""
+        full, *changes = [manifest.num_bytes for _, manifest in self._links]
+        return sum(changes) > full
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +92,7 @@ class Checkpoint:
     def blob(self, name: str) -> bytes:
         """What was kept under this name."""
         entry = self.manifest.file(f"{name}{BLOB_SUFFIX}")
-        if entry is None or entry.rows is not None or entry.raw_bytes is not None:
+        if entry is None or entry.rows is not None:
             raise CheckpointError(f"{self.directory} has nothing of the name {name!r}: it has {self.blobs()}")
         return bytes(read_file(self._disk, self.directory, entry))
 
@@ -149,6 +155,7 @@ class Checkpoint:
 def open_checkpoint(disk: Disk, directory: Path, done: int) -> Checkpoint:
     """The checkpoint after so many iterations in a directory of checkpoints, with all that it builds on."""
     links: list[tuple[Path, Manifest]] = []
+    checksums: list[str] = []
     checksum: str | None = None
     while True:
         path = directory / directory_name(done)
@@ -160,8 +167,9 @@ def open_checkpoint(disk: Disk, directory: Path, done: int) -> Checkpoint:
                 f"{path} is not what {links[-1][0]} builds on (checksum {found}, not {checksum}): use another one"
             )
         links.append((path, manifest))
+        checksums.append(found)
         if manifest.base is None:
-            return Checkpoint(disk, links[::-1])
+            return Checkpoint(disk, links[::-1], checksums[0])
         if len(links) == _CHAIN_MAX:
             raise CheckpointError(f"{links[0][0]} builds on more than {_CHAIN_MAX} others: use another one")
         done, checksum = manifest.base.done, manifest.base.checksum

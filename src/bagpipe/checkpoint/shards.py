@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from xxhash import xxh64, xxh64_hexdigest
@@ -20,7 +20,6 @@ from bagpipe.checkpoint.manifest import FileEntry, RowCount, ShardOf
 from bagpipe.checkpoint.tensors import Kind, check_kinds, decode, encode_header
 from bagpipe.errors import CheckpointError
 
-Compression: TypeAlias = Literal["zstd"]
 Report: TypeAlias = Callable[[int], None]
 """Told how many bytes are done."""
 
@@ -29,8 +28,6 @@ FILE_BYTES = 1 << 25
 FILE_BYTES_MAX = 1 << 31
 """What is read of one file of rows: a manifest that asks for more memory than that is wrong."""
 CHUNK_BYTES = 1 << 22
-_LEVEL = 1
-"""Of zstd: rows are nearly random numbers, more work finds little more."""
 
 
 class RowSnapshot(Protocol):
@@ -51,14 +48,13 @@ def write_rows(
     *,
     part: str = "0",
     shard: tuple[int, int] | None = None,
-    compress: Compression | None = None,
     report: Report | None = None,
 ) -> list[FileEntry]:
     """Write the rows of all tables (name and width of each) into `rows-PART-N` files; each is synced and read back.
 
     `shard` says which server of how many has these rows. The directory is the caller's to sync.
     """
-    writer = _Writer(disk, directory, tables, part, shard, compress, report)
+    writer = _Writer(disk, directory, tables, part, shard, report)
     for table, (_, width) in enumerate(tables):
         rows_per_chunk = max(1, CHUNK_BYTES // (8 + 4 * width))
         for ids, values in snapshot.iterate(table, rows_per_chunk):
@@ -78,11 +74,10 @@ class _Writer:
         tables: Sequence[tuple[str, int]],
         part: str,
         shard: tuple[int, int] | None,
-        compress: Compression | None,
         report: Report | None,
     ) -> None:
         self._disk, self._directory, self._tables = disk, directory, tables
-        self._part, self._compress, self._report = part, compress, report
+        self._part, self._report = part, report
         self._shard = None if shard is None else ShardOf(*shard)
         self._chunks: list[tuple[int, Int64s, Floats]] = []
         self._num_bytes = 0
@@ -112,10 +107,6 @@ class _Writer:
         parts += [ids.data.cast("B") for _, ids, _ in self._chunks]
         parts += [values.data.cast("B") for _, _, values in self._chunks]
         name = f"rows-{self._part}-{len(self.entries):05d}.safetensors"
-        raw_bytes = None
-        if self._compress is not None:
-            raw = b"".join(parts)
-            raw_bytes, name, parts = len(raw), f"{name}.zst", [_compressed(raw)]
         total = xxh64()
         for data in parts:
             total.update(data)
@@ -123,7 +114,6 @@ class _Writer:
             name=name,
             bytes=sum(memoryview(data).nbytes for data in parts),
             checksum=total.hexdigest(),
-            raw_bytes=raw_bytes,
             rows=tuple(RowCount(table, counts[table]) for table in sorted(counts)),
             shard=self._shard,
         )
@@ -159,16 +149,14 @@ def check_file(disk: Disk, directory: Path, entry: FileEntry) -> None:
 
 
 def read_file(disk: Disk, directory: Path, entry: FileEntry) -> memoryview:
-    """The contents of a file, decompressed, checked against its entry."""
+    """The contents of a file, checked against its entry."""
     path = directory / entry.name
     with failing("reading", path), disk.open(path) as file:
         _check_size(path, file.num_bytes, entry)
         data = memoryview(bytearray(entry.bytes))
         count = file.read_into(data)
     _check_sum(path, xxh64_hexdigest(data[:count]), entry)
-    if entry.raw_bytes is None:
-        return data
-    return _decompressed(path, data, entry.raw_bytes)
+    return data
 
 
 def read_rows(
@@ -176,10 +164,9 @@ def read_rows(
 ) -> Iterator[tuple[int, Int64s, Floats]]:
     """The rows in a file as (table, ids, values), to be read only; every byte was checked before the first comes."""
     path = directory / entry.name
-    if max(entry.bytes, entry.raw_bytes or 0) > FILE_BYTES_MAX:
+    if entry.bytes > FILE_BYTES_MAX:
         raise CheckpointError(
-            f"{path} has {max(entry.bytes, entry.raw_bytes or 0):,} B, a file of rows at most {FILE_BYTES_MAX:,}: "
-            "use another checkpoint"
+            f"{path} has {entry.bytes:,} B, a file of rows at most {FILE_BYTES_MAX:,}: use another checkpoint"
         )
     data = read_file(disk, directory, entry)
     found, _ = decode(str(path), data)
@@ -213,20 +200,3 @@ def _check_sum(path: Path, checksum: str, entry: FileEntry) -> None:
             f"{path} has checksum {checksum} and should have {entry.checksum}: it is damaged; "
             "use another checkpoint, or a copy of this one"
         )
-
-
-def _compressed(data: bytes) -> memoryview:
-    import pyarrow as pa  # a server that does not compress starts without it
-
-    return memoryview(pa.Codec("zstd", compression_level=_LEVEL).compress(data, asbytes=False))
-
-
-def _decompressed(path: Path, data: memoryview, raw_bytes: int) -> memoryview:
-    import pyarrow as pa
-
-    try:
-        return memoryview(pa.Codec("zstd").decompress(pa.py_buffer(data), decompressed_size=raw_bytes))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} can't be decompressed to {raw_bytes:,} B ({error}): use another checkpoint"
-        ) from error

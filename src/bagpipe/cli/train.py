@@ -86,4 +86,4 @@ def _resumed(run: Path | None, run_dir: Path | None, overrides: list[str]) -> tu
     resumed = open_run(directory, overrides)
     for note in resumed.notes:
         errors.print(f"note: {note}", markup=False)
-    return open_job(resumed.config, directory), resumed.checkpoint
+    return open_job(resumed.config, directory), resumed.point.checkpoint

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.cluster.attempt import Attempt
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.config import Config
@@ -57,14 +59,19 @@ class Launch:
     """Of membership: servers refuse earlier ones."""
     attempt: Attempt | None = field(default=None, compare=False)
     """Ends waits for servers and other trainers when the generation is over."""
-    done: int = 0
-    """Iterations that are over where this attempt begins: the rows of the servers are those of that point."""
+    resume: ResumePoint = START
+    """Where this attempt begins: the rows of the servers are those of that point."""
     checkpoints: Sequence[str] = ()
     """Where servers may keep checkpoints, in or below; empty: they say so themselves."""
     name: str = ""
     """Tells this launch from all others; the same in all of its generations."""
     meetings: Iterator[int] = field(default_factory=count, compare=False)
     """Numbers them: all trainers meet equally often."""
+
+    @property
+    def token(self) -> str:
+        """Of the checkpoints that this generation writes: the same on all trainers, and nowhere else."""
+        return hashlib.blake2b(self.run + self.generation.to_bytes(8, "little"), digest_size=4).hexdigest()
 
     def open_groups(self) -> Groups:
         """Connect to all other trainers, who do the same; to be closed."""

@@ -11,13 +11,14 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from bagpipe._version import __version__
-from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.directory import complete_points
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.cluster.member import Member
@@ -26,6 +27,7 @@ from bagpipe.cluster.post import POSTS
 from bagpipe.cluster.request import Request
 from bagpipe.cluster.resources import Need
 from bagpipe.cluster.settings import ScriptTask, Team, TrainerTask, Wiring
+from bagpipe.cluster.shared_directory import Sight
 from bagpipe.cluster.spare import Spare
 from bagpipe.cluster.trainer_role import Trained
 from bagpipe.cluster.watch import WAIT_S, Watch
@@ -33,7 +35,7 @@ from bagpipe.cluster.wiring import wire
 from bagpipe.config import memory_bytes, store_memory_bytes
 from bagpipe.errors import BagpipeError, ClusterError
 from bagpipe.job import Job
-from bagpipe.recovery import Point, RolesLost
+from bagpipe.recovery import RolesLost
 from bagpipe.server.process import ServerOptions
 from bagpipe.wire.endpoint import Address, parse_address
 
@@ -42,7 +44,7 @@ STOP_S = 30.0
 CLEAR_S = 5.0
 """How long servers of a run that failed may take to remove their files."""
 RETURN_S = 1800.0
-"""How long servers may take to read a checkpoint and their journals."""
+"""How long servers may take to read a checkpoint."""
 SERVER_BYTES = 500_000_000
 """What a server holds of its node's memory in Ray's books, if nothing is said."""
 ORACLE = "oracle"
@@ -80,16 +82,16 @@ class RayCrew(ABC, Generic[ResultT]):
         """Iterations that are over, as last heard."""
         return self.watch.done
 
-    def attempt(self, generation: int, point: Point, went_on: Callable[[], None]) -> ResultT:
+    def attempt(self, generation: int, point: ResumePoint, went_on: Callable[[], None]) -> ResultT:
         """Have all work from this point to the end."""
         self._generation = generation
         self._bring_up()
-        if generation == 0 and point.kind == "checkpoint":
+        if generation == 0 and point != START:
             self.return_to(point)
-        return self.work(generation, point.done, went_on)
+        return self.work(generation, point, went_on)
 
     @abstractmethod
-    def work(self, generation: int, done: int, went_on: Callable[[], None]) -> ResultT:
+    def work(self, generation: int, point: ResumePoint, went_on: Callable[[], None]) -> ResultT:
         """One attempt; everybody is there."""
 
     def abandon(self, generation: int) -> None:
@@ -117,22 +119,15 @@ class RayCrew(ABC, Generic[ResultT]):
         """Give all who are missing a new process."""
         self._bring_up()
 
-    def marks(self) -> Mapping[str, Collection[int]]:
-        """Of each server the marks that it can return to."""
-        calls = {need.role: self.watch.ask(need.role, "marks", self.request.trainers) for need in self.servers}
-        return self.watch.gather(calls, "tell its marks", START_S)
+    def points(self) -> Collection[ResumePoint]:
+        """The complete checkpoints of the run, wherever servers, trainers and this process know of one."""
+        calls = {need.role: self.watch.ask(need.role, "checkpoints") for need in self.servers}
+        told = self.watch.gather(calls, "tell its checkpoints", START_S).values()
+        return complete_points({Path(path) for paths in told for path in paths}, self.checkpoints)
 
-    def saved(self) -> Collection[int]:
-        """The complete checkpoints of the run."""
-        return [checkpoint.done for checkpoint in Checkpoints(self.checkpoints).list()]
-
-    def return_to(self, point: Point) -> None:
+    def return_to(self, point: ResumePoint) -> None:
         """Have all servers return there; an error of one is raised when all have answered."""
-        done = None if point.kind == "beginning" else point.done
-        files = str(self.checkpoints) if point.kind == "checkpoint" else None
-        calls = {
-            need.role: self.watch.ask(need.role, "recover", self._generation, done, files) for need in self.servers
-        }
+        calls = {need.role: self.watch.ask(need.role, "recover", self._generation, point) for need in self.servers}
         try:
             self.watch.gather(calls, f"return to {point}", RETURN_S)
         except BagpipeError:
@@ -170,7 +165,6 @@ class RayCrew(ABC, Generic[ResultT]):
             self.spare.close()
             if self._placement is not None:
                 self._placement.close()
-            shutil.rmtree(self.run_dir / "journal", ignore_errors=True)
 
     def _clear_servers(self) -> None:
         """Have those who still answer remove what they keep on their machines, where nobody else would."""
@@ -241,6 +235,7 @@ class RayCrew(ABC, Generic[ResultT]):
             if need.role not in self.watch.members:
                 self._make(need, self._placement)
         self._introduce()
+        self._prove_directory()
         self._wire()
         self.prepare()
         starting = {
@@ -279,6 +274,21 @@ class RayCrew(ABC, Generic[ResultT]):
                 )
         self.reached_at.setdefault("roles", time.time())
 
+    def _prove_directory(self) -> None:
+        """Have new trainers and servers show that they see the directory of checkpoints, where there may be any."""
+        config = self.request.config
+        if not (config.recovery.restarts_max or config.checkpoint.every or self.request.checkpoints):
+            return
+        roles = [need.role for need in (*self.trainers, *self.servers)]
+        new = [role for role in roles if not self.watch.members[role].sees]
+        for directory in map(Path, self.places):
+            with closing(Sight(directory)) as sight:
+                calls = {role: self.watch.ask(role, "prove", str(sight.place), sight.token) for role in new}
+                self.watch.gather(calls, "see the directory of checkpoints", START_S)
+                sight.check(new)
+        for role in new:
+            self.watch.members[role].sees = True
+
     def _wire(self) -> None:
         """Choose addresses and keys; as long as a server is left they stay."""
         known = {role: member.introduction for role, member in self.watch.members.items()}
@@ -298,7 +308,7 @@ class RayCrew(ABC, Generic[ResultT]):
         assert self.wiring is not None, "addresses and keys are chosen"
         rows, recover = self.run_dir / "rows" / f"server-{number}", config.recovery.restarts_max > 0
         if rows.exists():
-            shutil.rmtree(rows)  # of a process that is gone; the journal has what counts
+            shutil.rmtree(rows)  # of a process that is gone; checkpoints have what counts
         limit = config.store_memory
         return ServerOptions(
             address=self.host(need.role),
@@ -310,7 +320,7 @@ class RayCrew(ABC, Generic[ResultT]):
             memory_max=request.server_memory,
             resident_max=None if limit is None else store_memory_bytes(limit, config.store),
             generation=self._generation,
-            journal=str(self.run_dir / "journal" / f"server-{number}") if recover else None,
+            rollback=recover,
             history_max=memory_bytes("recovery.history", config.recovery.history) if recover else None,
             checkpoints=self.places,
         )
@@ -333,9 +343,9 @@ class TrainingCrew(RayCrew[list[Trained]]):
             if member.preparing is None:
                 member.preparing = self.watch.ask(need.role, "prepare", settings, self.request.threads)
 
-    def work(self, generation: int, done: int, went_on: Callable[[], None]) -> list[Trained]:
+    def work(self, generation: int, point: ResumePoint, went_on: Callable[[], None]) -> list[Trained]:
         """Start data processors and oracle, and have all trainers train."""
-        watch, wiring = self.watch, self.wiring
+        watch, wiring, done = self.watch, self.wiring, point.done
         assert wiring is not None
         order, settings = self.job.data_order(), self.job.plan_settings()
         first, processors = settings.first_needed(done), len(self.processors)
@@ -353,7 +363,7 @@ class TrainingCrew(RayCrew[list[Trained]]):
         self.reached_at.setdefault("started", time.time())
         servers, files, board = self.addresses(), str(self.checkpoints), watch.members[self.board].actor
         for role, team in teams.items():
-            task = TrainerTask(wiring, servers, oracle, team, generation, done, files)
+            task = TrainerTask(wiring, servers, oracle, team, generation, point, files)
             self.working[role] = watch.ask(role, "train", task, board)
         answers = watch.follow(
             dict(self.working),
@@ -369,7 +379,7 @@ class TrainingCrew(RayCrew[list[Trained]]):
 class ScriptCrew(RayCrew[list[int]]):
     """Runs a script of the user's on all trainers; what comes back are exit codes."""
 
-    def work(self, generation: int, done: int, went_on: Callable[[], None]) -> list[int]:
+    def work(self, generation: int, point: ResumePoint, went_on: Callable[[], None]) -> list[int]:
         """Run it from its first line; `accelerate` goes on from the point."""
         watch, request, wiring = self.watch, self.request, self.wiring
         assert wiring is not None
@@ -378,13 +388,15 @@ class ScriptCrew(RayCrew[list[int]]):
         board, servers = watch.members[self.board].actor, self.addresses()
         for role, team in self.teams().items():
             task = ScriptTask(
-                wiring, servers, script, request.arguments, here, settings, request.threads, team, generation, done,
+                wiring, servers, script, request.arguments, here, settings, request.threads, team, generation, point,
                 self.places, self.name,
             )  # fmt: skip
             self.working[role] = watch.ask(role, "run_script", task, board)
         following = dict(self.working)
         return [
-            *watch.follow(following, self.board, generation=generation, done=done, went_on=went_on, heed=False).values()
+            *watch.follow(
+                following, self.board, generation=generation, done=point.done, went_on=went_on, heed=False
+            ).values()
         ]
 
     def leave_off(self) -> None:

@@ -64,9 +64,8 @@ def launch(
         run_dir = job.run_dir if job is not None else claim(request.run_dir, config)
         stack.enter_context(holding(run_dir))
         try:
-            for left in ("journal", "rows"):  # of a launch that was killed: all comes from the checkpoint
-                shutil.rmtree(run_dir / left, ignore_errors=True)
-            if job is not None and config.checkpoint.every is not None:
+            shutil.rmtree(run_dir / "rows", ignore_errors=True)  # of a launch that was killed
+            if job is not None and (config.checkpoint.every is not None or config.recovery.restarts_max):
                 note_config(run_dir, config)
             logs = LogPlace.make(run_dir / "logs")
             # Ray prints what it has to say about its processes; standard output is for the result.

@@ -26,6 +26,8 @@ class Member:
     introduction: Introduction | None = None
     address: str = ""
     """Where it listens, once it was started; of those that outlast an attempt."""
+    sees: bool = False
+    """Whether it has shown that it sees the directory of checkpoints."""
     preparing: Any = None
     """Its call, once it was asked to prepare."""
     _descriptor: int | None = None

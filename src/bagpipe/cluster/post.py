@@ -42,7 +42,7 @@ class Post:
             _class_of(kind)
         from bagpipe.server.process import warm_up
 
-        warm_up("memory", journal=True)
+        warm_up("memory")
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Have the role do something."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.config import Config, Section
 from bagpipe.errors import ConfigError
 from bagpipe.policy_options import MEASURED
-from bagpipe.recovery import BEGINNING, Point
 from bagpipe.resuming import Resumed
 
 SCRIPT_SETTINGS = frozenset(
@@ -112,10 +112,9 @@ class Request:
         return self.config.trainers
 
     @property
-    def start(self) -> Point:
+    def start(self) -> ResumePoint:
         """Where the run begins."""
-        checkpoint = None if self.resumed is None else self.resumed.checkpoint
-        return BEGINNING if checkpoint is None else Point(int(checkpoint.name), "checkpoint")
+        return START if self.resumed is None else self.resumed.point
 
     @property
     def threads(self) -> int:

@@ -21,6 +21,7 @@ from bagpipe.cluster.extra import import_ray
 from bagpipe.cluster.interface import find_address
 from bagpipe.cluster.log import LogPlace, RoleLog
 from bagpipe.cluster.settings import Failure, Introduction, Report
+from bagpipe.cluster.shared_directory import prove
 from bagpipe.errors import BagpipeError, ClusterError
 
 P = ParamSpec("P")
@@ -63,6 +64,11 @@ class Role(ABC):
         _log.info("%s is process %d on %s", self.name, os.getpid(), socket.gethostname())
         address = _ray_address() if interface is None else find_address(interface)
         return Introduction(__version__, socket.gethostname(), machine(), address, os.getpid())
+
+    @told
+    def prove(self, place: str, token: str) -> None:
+        """See the directory of checkpoints, and leave word of it there."""
+        prove(self.name, Path(place), token)
 
     @told
     def report(self) -> dict[str, Report]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
-from contextlib import closing
-from pathlib import Path
 
+from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import Failure, Wiring
 from bagpipe.errors import BagpipeError, ClusterError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.process import Ready, ServerOptions, serve
-from bagpipe.store.failures import failing
-from bagpipe.store.journal import Journal
 
 READY_S = 120.0
 STOP_S = 30.0
@@ -30,21 +26,14 @@ class ServerRole(Role):
         self._stop, self._ready = threading.Event(), threading.Event()
         self._address, self._failure = "", Failure("", "")
         self._thread: threading.Thread | None = None
-        self._journal: str | None = None
 
     @told
     def start(self, options: ServerOptions, wiring: Wiring) -> str | Failure:
-        """Listen; the address. A second call does nothing more.
-
-        In the first generation a journal is that of an earlier launch, which died before it could remove it.
-        """
+        """Listen; the address. A second call does nothing more."""
         if self._thread is None:
-            if options.generation == 0 and options.journal is not None and Path(options.journal).is_dir():
-                _clear_journal(Path(options.journal))
             self._thread = threading.Thread(
                 target=self._serve, args=(options, wiring), name="bagpipe-server", daemon=True
             )
-            self._journal = options.journal
             self._thread.start()
         if not self._ready.wait(READY_S):
             raise ClusterError(f"{self.name} is not ready after {READY_S:g} s: see whether its machine is overloaded")
@@ -57,15 +46,14 @@ class ServerRole(Role):
         self._running().abandon(generation)
 
     @told
-    def marks(self, trainers: int) -> list[int]:
-        """The marks that it can return to; of the first server those with which so many trainers' state is kept."""
-        server = self._running()
-        return server.usable_marks(trainers) if server.server == 0 else server.marks()
+    def checkpoints(self) -> list[str]:
+        """Those that may be complete, as far as it knows."""
+        return list(map(str, self._running().checkpoints()))
 
     @told
-    def recover(self, generation: int, done: int | None, checkpoints: str | None) -> None:
+    def recover(self, generation: int, point: ResumePoint) -> None:
         """Have the rows of that point, and serve that generation."""
-        self._running().recover(generation, done, None if checkpoints is None else Path(checkpoints))
+        self._running().recover(generation, point)
 
     def line(self) -> str:
         """Rows and requests."""
@@ -81,8 +69,6 @@ class ServerRole(Role):
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
-        if self._journal is not None:  # the driver may not see this machine's files
-            shutil.rmtree(self._journal, ignore_errors=True)
 
     def _running(self) -> EmbeddingServer:
         if self._server is None:
@@ -107,9 +93,3 @@ class ServerRole(Role):
     def _announce(self, ready: Ready) -> None:
         self._address = ready.address
         self._ready.set()
-
-
-def _clear_journal(directory: Path) -> None:
-    """Remove it with all that lies beside it; StoreError if somebody still uses it, or it can't be removed."""
-    with closing(Journal(directory)), failing("removing", directory):
-        shutil.rmtree(directory)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.wire.keys import Security
 
 
@@ -87,10 +88,10 @@ class TrainerTask:
     team: Team = Team()
     generation: int = 0
     """Of membership."""
-    done: int = 0
-    """Iterations that are over: what is kept with that mark is loaded, if there are any."""
+    resume: ResumePoint = START
+    """Where this attempt begins: the rows of the servers are those of that point."""
     checkpoints: str = ""
-    """The directory of checkpoints, where it is the same on all machines."""
+    """The directory of checkpoints, which is the same on all machines."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class ScriptTask:
     threads: int
     team: Team = Team()
     generation: int = 0
-    done: int = 0
+    resume: ResumePoint = START
     checkpoints: tuple[str, ...] = ()
     """Where servers may keep checkpoints, in or below; empty: they say so themselves."""
     name: str = ""

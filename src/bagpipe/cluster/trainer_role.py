@@ -33,7 +33,6 @@ from bagpipe.config import Config, parse_config
 from bagpipe.errors import ClusterError
 from bagpipe.job import Job, open_job
 from bagpipe.results import Summary
-from bagpipe.trainer.keeping import Start
 from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.sync import Groups
@@ -117,7 +116,7 @@ class TrainerRole(Role):
         job = self._job
         assert job is not None, "prepare comes first"
         first_at: list[float] = []
-        self._done = task.done
+        self._done = task.resume.done
 
         def report(done: int, note: str) -> None:
             self._done = done
@@ -135,7 +134,7 @@ class TrainerRole(Role):
                 task.oracle,
                 run=run,
                 trainer=launch.trainer,
-                done=task.done,
+                done=task.resume.done,
                 on_connect=lambda plans: attempt.on_end(plans.abandon),
             )
             stack.callback(plans.close)
@@ -149,9 +148,11 @@ class TrainerRole(Role):
                 store,
                 report,
                 groups,
-                start=Start(task.done, store.kept(task.done), is_checkpoint=False) if task.done else None,
+                resume=task.resume,
                 checkpoints=Path(task.checkpoints),
-                recover=job.config.recovery.restarts_max > 0,
+                recover=launch.recovers,
+                generation=task.generation,
+                token=launch.token,
             )
             ray_s = _processor_s(self._ray_threads) - before
         self._line = "is done"
@@ -189,7 +190,7 @@ class TrainerRole(Role):
             recovers=config.recovery.restarts_max > 0,
             generation=task.generation,
             attempt=attempt,
-            done=task.done,
+            resume=task.resume,
             checkpoints=task.checkpoints if isinstance(task, ScriptTask) else (),
             name=task.name if isinstance(task, ScriptTask) else "",
             meetings=count(task.generation << 20),

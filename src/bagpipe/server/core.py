@@ -17,13 +17,13 @@ from threading import Lock
 from typing import TypeAlias
 
 from bagpipe import failpoints
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import BagpipeError, StoreError, WireError
 from bagpipe.server.clients import Client
 from bagpipe.server.limits import ServerLimits
-from bagpipe.server.marking import MARKING, ORDERED, Marking, OrderedBody
 from bagpipe.server.membership import RECOVERY, Membership
 from bagpipe.server.rows import RowAccess
-from bagpipe.server.shard import Recording, Shard
+from bagpipe.server.rows_state import ORDERED, OrderedBody, Safety, ServerRows
 from bagpipe.server.storage import Storage, in_memory
 from bagpipe.server.watermark import Parked
 from bagpipe.server.work import Background, Work, in_a_thread
@@ -38,14 +38,12 @@ from bagpipe.wire.messages import (
     Read,
     Scan,
     Stats,
-    Sync,
-    Synced,
     Unopened,
     Waiting,
     Write,
     Written,
 )
-from bagpipe.wire.recovery_messages import AskMarks, Marks, Recover, Working
+from bagpipe.wire.recovery_messages import AskMarks, AskWork, Confirm, Confirmed, Marks, Recover, Working
 
 Reply: TypeAlias = Callable[[Message], None]
 Answer: TypeAlias = Callable[[Body, Sequence[memoryview]], None]
@@ -63,7 +61,7 @@ class EmbeddingServer:
         run: bytes | None = None,
         generation: int = 0,
         limits: ServerLimits | None = None,
-        recording: Recording | None = None,
+        safety: Safety | None = None,
         clock: Callable[[], float] = time.monotonic,
         background: Background = in_a_thread,
     ) -> None:
@@ -74,9 +72,10 @@ class EmbeddingServer:
         self._limits, self._clock, self._background = limits or ServerLimits(), clock, background
         self._members = Membership(generation, self._limits)
         self._opening, self._recovering = Lock(), Lock()
-        self._shard = Shard(storage or in_memory(), recording or Recording(), (server, servers), self._limits.bytes_max)
-        self._marking = Marking(self._shard, self._limits, self._members)
-        self._recovery: tuple[tuple[int, int | None, Path | None], Work] | None = None
+        self._held = ServerRows(
+            storage or in_memory(), safety or Safety(), (server, servers), self._limits.bytes_max, self._members
+        )
+        self._recovery: tuple[tuple[int, ResumePoint], Work] | None = None
         self._counting = Lock()
         self._requests = self._refused = 0
         self._started = clock()
@@ -103,11 +102,11 @@ class EmbeddingServer:
 
     def stats(self) -> Stats:
         """What is held and was done, at any moment: also while rows are replaced, as far as that has come."""
-        rows = self._shard.rows
+        rows = self._held.rows
         held, num_rows = None, []
         if rows is not None and not self._closed:
             with suppress(StoreError):  # closed meanwhile, or its disk has failed
-                num_rows = [rows.store.store.num_rows(table) for table in range(len(rows.widths))]
+                num_rows = [rows.store.num_rows(table) for table in range(len(rows.widths))]
                 held = rows.store.stats()
         return Stats(
             server=self.server,
@@ -135,26 +134,14 @@ class EmbeddingServer:
             self._closed = True
         self._members.clients.clear()
         self._members.count_anew()
-        self._marking.stop()
-        self._shard.close()
+        self._held.stop()
+        self._held.close()
 
     # Recovery
 
-    def marks(self, checkpoints: Path | None = None) -> list[int]:
-        """The marks that rows can be returned to, in ascending order.
-
-        A server that has come back needs the directory of checkpoints, unless it was told at its start.
-        """
-        return self._shard.marks(checkpoints)
-
-    def kept(self, done: int) -> dict[str, bytes]:
-        """What was kept with a mark, by name."""
-        return self._shard.kept(done)
-
-    def usable_marks(self, trainers: int) -> list[int]:
-        """The marks with which the state of so many trainers is kept, as `trainer-0`, `trainer-1`, ..."""
-        names = {f"trainer-{trainer}" for trainer in range(trainers)}
-        return [done for done in self.marks() if names <= self.kept(done).keys()]
+    def checkpoints(self) -> list[Path]:
+        """Directories of checkpoints that may be complete, as far as this server knows."""
+        return self._held.checkpoints()
 
     def abandon(self, generation: int) -> None:
         """This generation begins: earlier ones are refused from now on, it itself waits until `recover` has returned.
@@ -163,36 +150,37 @@ class EmbeddingServer:
         """
         with self._recovering:
             self._members.begin_anew(generation)
-            self._marking.stop()
+            self._held.stop()
 
-    def recover(self, generation: int, done: int | None = None, checkpoint: Path | None = None) -> None:
-        """Begin a generation with the rows of mark `done`, or of that checkpoint where the mark can't be returned to.
+    def recover(self, generation: int, point: ResumePoint = START) -> None:
+        """Begin a generation with the rows of that point.
 
-        `checkpoint` is the directory of all checkpoints; without `done` it is as if nothing was ever written. If it
-        fails nobody is served until it is called again, of this generation or a later one.
+        If it fails nobody is served until it is called again, of this generation or a later one.
         """
         with self._recovering:
-            self._recover(Work("recovery", lambda _: b""), generation, done, checkpoint)
+            self._recover(Work("recovery", lambda _: b""), generation, point)
 
-    def _recover(self, work: Work, generation: int, done: int | None, checkpoint: Path | None) -> None:
+    def _recover(self, work: Work, generation: int, point: ResumePoint) -> None:
         members = self._members
         if generation == members.generation and members.trainers:
             raise StoreError(
                 f"generation {generation} is at work on server {self.server}: begin another, with a higher number"
             )
         members.begin_anew(generation)
-        self._marking.stop()
+        self._held.stop()
         failpoints.reach("server.return.begun")
         try:
-            self._shard.recover(done, checkpoint, work.report)
+            self._held.recover(point, work.report)
             failpoints.reach("server.return.done")
         finally:  # if it has failed, whoever comes is told so
             members.gate.open(RECOVERY)
 
     def _begin_recovery(self, message: Message, body: Recover, answer: Answer) -> None:
         """By message: begun with the first copy, and every other one asks how far it is."""
-        place = None if body.directory is None else self._shard.checked(body.directory)
-        target = message.generation, body.done, place
+        target = message.generation, START
+        if body.checkpoint is not None:
+            point = ResumePoint(body.done, self._held.checked(body.checkpoint), body.checksum)
+            target = message.generation, point
         with self._opening:
             if self._recovery is None or self._recovery[0] != target:
                 if self._recovery is not None and not self._recovery[1].is_over:
@@ -207,13 +195,14 @@ class EmbeddingServer:
             return answer(Working(work.progress), ())
         return answer(work.failed or self._marks(), ())
 
-    def _recover_alone(self, work: Work, generation: int, done: int | None, checkpoint: Path | None) -> bytes:
+    def _recover_alone(self, work: Work, generation: int, point: ResumePoint) -> bytes:
         with self._recovering:
-            self._recover(work, generation, done, checkpoint)
+            self._recover(work, generation, point)
         return b""
 
     def _marks(self) -> Marks:
-        return Marks(self.server, self._members.generation, self.marks())
+        checkpoints = list(map(str, self.checkpoints()))
+        return Marks(self.server, self._members.generation, self._held.marks(), checkpoints)
 
     # Requests
 
@@ -235,7 +224,7 @@ class EmbeddingServer:
             return answer(self._marks(), ())
         if isinstance(body, Recover):
             return self._begin_recovery(message, body, answer)
-        if not isinstance(body, Open | Read | Write | Scan | Sync | MARKING):
+        if not isinstance(body, Open | Read | Write | Scan | Confirm | AskWork | ORDERED):
             raise WireError(f"{type(body).__name__} is an answer: a server takes requests only")
         with self._members.gate.entered() as entered:
             if not entered:
@@ -253,7 +242,7 @@ class EmbeddingServer:
             answer(self._open(peer, message, body), ())
             failpoints.reach("server.opened")
             return None
-        client, rows = self._members.clients.find(peer), self._shard.rows
+        client, rows = self._members.clients.find(peer), self._held.rows
         if client is None or rows is None or message.generation > self._members.generation:
             answer(Unopened(), ())
         elif client.memory is not None and not message.buffers and not client.is_new(message.request):
@@ -264,14 +253,13 @@ class EmbeddingServer:
             self._write(rows, client, message, body, answer)
         elif isinstance(body, Scan):
             answer(*rows.scan(body, None if message.buffers else client.memory))
-        elif isinstance(body, Sync):
-            with self._members.writers_at_rest():
-                rows.store.sync()
-            answer(Synced(), ())
+        elif isinstance(body, Confirm):
+            answer(Confirmed(), ())
         elif isinstance(body, ORDERED):
             return self._order(client, message, body, answer)
         else:
-            answer(*self._marking.answer(client.trainer, body, message.buffers))
+            assert isinstance(body, AskWork), "the server knows what it takes"
+            answer(*self._held.answer(client.trainer, body))
         return None
 
     def _check_run(self, message: Message) -> None:
@@ -289,7 +277,7 @@ class EmbeddingServer:
         with self._opening:
             self._check_run(message)
             self._check_open(message, body)
-            self._shard.prepare(body.widths)
+            self._held.prepare(body.widths)
             self._run = message.run
             self._members.admit(message.generation, body.trainers)
             client = self._members.clients.add(peer, body)
@@ -318,7 +306,7 @@ class EmbeddingServer:
             raise StoreError(
                 f"trainer {body.trainer} of {body.trainers}: they are counted from 0, and {limits.trainers_max} at most"
             )
-        widths = self._shard.widths
+        widths = self._held.widths
         if widths is not None and body.widths != widths:
             raise StoreError(
                 f"trainer {body.trainer} has rows of {body.widths} floats by table, others have {widths}: "
@@ -381,7 +369,7 @@ class EmbeddingServer:
 
         def apply() -> Outcome:
             try:
-                begun.extend(self._marking.apply(body))
+                begun.extend(self._held.apply(body))
             except (BagpipeError, MemoryError) as error:
                 kind = StoreError if isinstance(error, MemoryError) else type(error)
                 return Failed(kind.__name__, str(error) or "there is no memory for this", decided=True)

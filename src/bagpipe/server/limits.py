@@ -21,10 +21,6 @@ class ServerLimits:
     """Connections that are remembered; the one that was silent longest is forgotten first, and may open again."""
     parked_max: int = 1024
     """Reads that wait for trainers; more are asked to come again at once."""
-    blob_bytes_max: int = 1 << 30
-    """Of the state of one trainer that is kept with a mark."""
-    kept_bytes_max: int = 4 << 30
-    """Of all that is kept with marks."""
     park_s: float = 2.0
     """How long a read waits before it is asked to come again."""
 

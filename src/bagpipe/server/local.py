@@ -126,13 +126,12 @@ def start_servers(
     memory_max: int | None = None,
     resident_max: int | None = None,
     checkpoints: Sequence[Path] = (),
-    journal: Path | None = None,
     deadline_s: float = READY_S,
 ) -> LocalServers:
     """Start so many servers on this machine and wait until they can be reached.
 
-    `directory` holds a directory of rows for each where they are `mapped`; `logs` a file of each one's log; `journal` a
-    directory of writes for each. Checkpoints are written and read in and below `checkpoints` only.
+    `directory` holds a directory of rows for each where they are `mapped`; `logs` a file of each one's log. Checkpoints
+    are written and read in and below `checkpoints` only.
     """
     if num_servers < 1:
         raise ConfigError(f"servers is {num_servers}: give at least 1")
@@ -149,7 +148,6 @@ def start_servers(
                 resident_max=resident_max,
                 parent=os.getpid(),
                 checkpoints=tuple(str(path.resolve()) for path in checkpoints),
-                journal=None if journal is None else str((journal / f"server-{number}").resolve()),
             )
             servers.start(options, None if logs is None else logs / f"server-{number}.log")
         servers.wait_until_ready(deadline_s)

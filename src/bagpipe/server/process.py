@@ -24,10 +24,10 @@ import numpy as np
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.core import EmbeddingServer
-from bagpipe.server.shard import Recording
+from bagpipe.server.rows_state import Safety
 from bagpipe.server.storage import Storage, in_files, in_memory, remove_rows
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
-from bagpipe.store.recorded import HISTORY_BYTES
+from bagpipe.store.versioned import LAYER_BYTES
 from bagpipe.wire.endpoint import check_security, parse_address
 from bagpipe.wire.keys import Security
 from bagpipe.wire.listener import Listener
@@ -35,8 +35,6 @@ from bagpipe.wire.messages import Failed, Message, Open, Part, Read, Write
 from bagpipe.wire.recovery_messages import Mark
 
 TICK_S = 0.25
-JOURNAL_WAIT_S = 20.0
-"""For the process before, which may have rows in memory to give back until its files are free."""
 OPTIONS_BYTES_MAX = 1 << 16
 _log = logging.getLogger(__name__)
 
@@ -60,12 +58,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     parent: int | None = None
     """The process whose end is also ours."""
     generation: int = 0
-    """Of membership: earlier ones are refused from the start. Above 0 it takes the place of a server that has died, of
-    whose rows nothing is left but the journal."""
-    journal: str | None = None
-    """A directory of its own for a log of all writes, from which it comes back after its death; None: it can't."""
+    """Of membership: earlier ones are refused from the start. Above 0 it takes the place of a server that has died."""
+    rollback: bool = False
+    """Whether it keeps in memory what leads back to the last checkpoint; else rows are read from that."""
     history_max: int | None = None
-    """Bytes of memory for old values of rows, so that they can be returned to marks; None: a billion."""
+    """Bytes of memory for that; None: a billion."""
     checkpoints: tuple[str, ...] = ()
     """Directories in and below which trainers may have it write and read checkpoints; no others."""
 
@@ -82,13 +79,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(f"checkpoints in {path!r}: give the whole path, which is the same for all processes")
         parse_address(self.address)
 
-    def recording(self) -> Recording:
+    def safety(self) -> Safety:
         """How its rows are made safe."""
-        return Recording(
-            journal=None if self.journal is None else Path(self.journal),
-            history_bytes_max=HISTORY_BYTES if self.history_max is None else self.history_max,
+        return Safety(
+            rollback=self.rollback,
+            history_bytes_max=LAYER_BYTES if self.history_max is None else self.history_max,
             checkpoints=tuple(map(Path, self.checkpoints)),
-            journal_wait_s=JOURNAL_WAIT_S,
         )
 
     def make_directory(self) -> None:
@@ -133,7 +129,7 @@ def serve(
     check_security(parse_address(options.address), "server", security)
     options.make_directory()
     keep_freed_memory()
-    warm_up(options.store, journal=options.journal is not None)
+    warm_up(options.store)
     if stop.is_set():  # asked to end while kernels were compiled
         return
     with _storage(options) as storage:
@@ -143,7 +139,7 @@ def serve(
             servers=options.servers,
             run=options.run,
             generation=options.generation,
-            recording=options.recording(),
+            safety=options.safety(),
         )
         threads = options.threads or max(2, min(8, os.cpu_count() or 1))
         listener = Listener(options.address, server.handle, threads, security)
@@ -181,24 +177,21 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def warm_up(store: Literal["memory", "mapped"], *, journal: bool = False) -> None:
+def warm_up(store: Literal["memory", "mapped"]) -> None:
     """Have the kernels loaded, or compiled on a machine's first run, before a client waits for them."""
     with tempfile.TemporaryDirectory(prefix="bagpipe-") as path:
-        server = EmbeddingServer(
-            in_memory() if store == "memory" else in_files(Path(path) / "rows"),
-            recording=Recording(journal=Path(path) / "journal" if journal else None),
-        )
+        server = EmbeddingServer(in_memory() if store == "memory" else in_files(Path(path) / "rows"))
         ids, rows = memoryview(np.arange(2).tobytes()), memoryview(np.ones(2, np.float32).tobytes())
         parts = [Part(0, 2)]
         for body, buffers in (
             (Open(0, 1, [1]), ()),
             (Write(0, 1, 0, parts), (ids, rows)),
             (Read(parts), (ids,)),
-            (Mark(0, 2, 1), ()),
+            (Mark(0, 2, 1, ""), ()),
             (Write(0, 3, 1, parts), (ids, rows)),
+            (Read(parts), (ids,)),
         ):
             server.handle(b"", Message(bytes(16), 0, 0, body, buffers), _expect_no_failure)
-        server.recover(1, 1)
         server.close()
 
 

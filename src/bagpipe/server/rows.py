@@ -15,7 +15,7 @@ from bagpipe.arrays import Int64s
 from bagpipe.errors import StoreError, WireError
 from bagpipe.server.shared import Regions, regions
 from bagpipe.store.base import TablePart
-from bagpipe.store.recorded import Recorded
+from bagpipe.store.versioned import VersionedStore
 from bagpipe.wire.checks import check_read, check_write, columns_of, totals
 from bagpipe.wire.messages import Part, Read, Rows, Scan, Scanned, Write
 
@@ -25,7 +25,7 @@ Buffers = Sequence[memoryview]
 class RowAccess:
     """Reads and writes of any number of threads; no row may be in two of them at once, which plans guarantee."""
 
-    def __init__(self, store: Recorded, widths: Sequence[int], copying: BoundedSemaphore, bytes_max: int) -> None:
+    def __init__(self, store: VersionedStore, widths: Sequence[int], copying: BoundedSemaphore, bytes_max: int) -> None:
         self.store, self.widths = store, list(widths)
         self._copying, self._bytes_max = copying, bytes_max
         self._lock = Lock()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from bagpipe.checkpoint.manifest import FileEntry
-    from bagpipe.checkpoint.shards import Compression
+    from bagpipe.checkpoint.point import ResumePoint
 
 
 ROWS_PER_CHUNK = 65_536
@@ -59,8 +59,8 @@ class StoreStats:
 class Store(ABC):
     """Rows by table number and id.
 
-    Several threads may read while another writes, as long as no row is read and written at once. `ids`, `iterate`,
-    `sync` and `close` want the writer at rest. An error leaves every row as it was; only an error of the medium itself
+    Several threads may read while another writes, as long as no row is read and written at once. `ids`, `iterate`
+    and `close` want the writer at rest. An error leaves every row as it was; only an error of the medium itself
     in the middle of a write can't, and then the store refuses all further work. A closed store refuses everything but
     `close`.
     """
@@ -120,10 +120,6 @@ class Store(ABC):
         """The rows ever written as (ids, values), in the order of `ids`, so many at a time."""
 
     @abstractmethod
-    def sync(self) -> None:
-        """Return once everything written outlives this process, where the store promises that at all."""
-
-    @abstractmethod
     def close(self) -> None:
         """Give back memory, files and connections; a second call does nothing."""
 
@@ -141,61 +137,30 @@ class Store(ABC):
 
 
 class Marked(Protocol):
-    """A store whose rows can be returned to marks, and written to checkpoints while training goes on.
+    """A store whose rows can be written to checkpoints while training goes on, and made those of one again.
 
-    A mark is named by `done`, the number of iterations that are over. `mark`, `return_to` and `load` want readers and
-    writers at rest; everything else may go on beside them. What fails has changed nothing, unless it says so.
+    A mark is named by `done`, the number of iterations that are over. `mark` and `restore` want readers and writers at
+    rest; everything else may go on beside them. What fails has changed nothing, unless it says so.
     """
 
-    def mark(self, done: int) -> None:
-        """Make the rows as they are now a point to return to, later than all others; it outlives this process where
-        there is a journal.
-        """
+    def mark(self, done: int, token: str = "") -> None:
+        """Hold on to the rows as they are now; where they can be returned to them, only with this token."""
 
-    def marks(self) -> list[int]:
-        """The marks that rows can be returned to, in ascending order; old ones may have been given up meanwhile."""
-
-    def forget(self, before: int) -> None:
-        """Drop the marks below `before` and what was kept with them. Without any mark, writes cost nothing more."""
-
-    def settle(self, done: int) -> None:
-        """The checkpoint of mark `done` is complete: earlier marks, and what is logged of earlier writes, can go.
-
-        To be called once after each checkpoint, also when the mark itself is forgotten; else the journal only grows.
-        """
-
-    def return_to(self, done: int) -> None:
-        """Make all rows what they were at a mark; StoreError if there is none. Later marks and what they kept are gone.
-
-        A store that begins with a journal of an earlier process takes no other work until this, or `load`, was called.
-        """
-
-    def keep(self, done: int, name: str, blob: bytes) -> None:
-        """Keep bytes with a mark, one that is there or the next to be made; a name given twice has the later bytes.
-
-        A name is letters, digits, dots, dashes and underscores.
-        """
-
-    def kept(self, done: int) -> dict[str, bytes]:
-        """What was kept with a mark, by name; empty where there is no such mark."""
-
-    def save(
-        self,
-        done: int,
-        directory: Path,
-        names: Sequence[str],
-        *,
-        since: int | None = None,
-        compress: Compression | None = None,
-    ) -> list[FileEntry]:
+    def save(self, done: int, directory: Path, names: Sequence[str], *, since: int | None = None) -> list[FileEntry]:
         """Write the rows of a mark to files in a directory, and return when they are there; training may go on.
 
-        Names are those of the tables, by number. With `since`, an earlier mark, forgotten or not, only rows written
-        after it are sure to be in the files; all are where this store does not remember that mark.
+        Names are those of the tables, by number. With `since`, an earlier checkpoint, only rows written after it are
+        sure to be in the files; all are where this store does not remember that one.
         """
 
-    def load(self, done: int, directory: Path, names: Sequence[str]) -> None:
-        """Replace all rows by those of checkpoint `done` of a directory of checkpoints; then that is the only mark.
+    def saved(self, done: int, checkpoint: Path) -> None:
+        """The checkpoint of a mark is complete, in this directory: what was kept to go further back can go."""
+
+    def confirm(self) -> None:
+        """StoreError or WireError if another generation has begun: then nothing may be made durable any more."""
+
+    def restore(self, point: ResumePoint, names: Sequence[str]) -> None:
+        """Make all rows those of a checkpoint; that is then the only mark.
 
         If it fails in the middle, the store refuses all work until it is called again.
         """

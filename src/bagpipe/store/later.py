@@ -58,10 +58,6 @@ class LaterStore(Store):
         """As the store does."""
         return self._store.iterate(table, rows_per_chunk)
 
-    def sync(self) -> None:
-        """As the store does."""
-        self._store.sync()
-
     def close(self) -> None:
         """As the store does."""
         self._store.close()

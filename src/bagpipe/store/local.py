@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 
@@ -67,33 +66,11 @@ class Backing(ABC):
         """Disk that rows take."""
 
 
-class Change(Protocol):
-    """A write that was looked at, and is under way."""
-
-    def commit(self, found: Sequence[Int64s]) -> None:
-        """Every row has its position now, and no value has changed yet. Must not fail."""
-
-    def end(self) -> None:
-        """The write is over, or was given up; called once."""
-
-
-class Watch(Protocol):
-    """Sees every write before a row changes."""
-
-    def look(self, parts: Sequence[TablePart], found: Sequence[Int64s]) -> Change:
-        """Take note of a write, or refuse it by raising: tables ascend, and a position is -1 where the row is new.
-
-        Several threads may be here, without locks and never with the same row.
-        """
-
-
 class _Table:
     def __init__(self, source: RowSource, backing: Backing) -> None:
         self.source = source
         self.backing = backing
         self.positions = IdMap()
-        self.promised = 0
-        """Rows that writes under way will add; room is made for them."""
         self.unwritten: list[range] = []
         """Positions whose rows have an id and no value yet, a range for each write under way."""
         self.lock = Lock()
@@ -107,8 +84,6 @@ class LocalStore(Store):
         self._sources = check_widths(tables)
         self.bytes_in_memory_max: int | None = None
         """Rows that would take more memory are refused."""
-        self.watch: Watch | None = None
-        """To be set while nobody writes."""
         self._tables = [_Table(source, make_backing(number, source.width)) for number, source in enumerate(tables)]
         self._refusal: str | None = None
 
@@ -161,6 +136,10 @@ class LocalStore(Store):
 
     def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:  # noqa: ARG002
         """Set rows of several tables, each named once: all, or none where there is no room for them."""
+        self.place(parts)
+
+    def place(self, parts: Sequence[TablePart]) -> list[tuple[int, Int64s]]:
+        """The same; tells where the rows are now, by table."""
         self._check_usable()
         check_tables_differ(parts)
         for table, ids, values in parts:
@@ -169,14 +148,11 @@ class LocalStore(Store):
         contiguous = [(table, np.ascontiguousarray(ids), np.ascontiguousarray(values)) for table, ids, values in parts]
         written = sorted((part for part in contiguous if len(part[1])), key=lambda part: part[0])
         if not written:
-            return
+            return []
         self._before_write()
         added: list[tuple[_Table, range]] = []
         try:
-            if self.watch is None:
-                self._write(written, added)
-            else:
-                self._write_watched(self.watch, written, added)
+            found = self._write(written, added)
             for part, positions in added:
                 with part.lock:
                     part.unwritten.remove(positions)
@@ -184,6 +160,7 @@ class LocalStore(Store):
             if added:  # new rows are there and have no values
                 self._refuse(f"a write failed halfway ({error}): start again from a checkpoint")
             raise
+        return [(part[0], positions) for part, positions in zip(written, found, strict=True)]
 
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""
@@ -216,12 +193,6 @@ class LocalStore(Store):
         part.backing.gather(np.arange(start, start + len(rows)), rows)
         return ids, rows
 
-    def put_back(self, table: int, positions: Int64s, values: Floats) -> None:
-        """Set rows that are there to earlier values, unwatched; readers and writers are at rest."""
-        self._check_usable()
-        self._before_write()
-        self._scatter([(table, positions, values)], [positions])
-
     def put(self, table: int, ids: Int64s, values: Floats) -> Int64s:
         """Set rows of ids that are known to differ, and tell where they are."""
         self._check_usable()
@@ -244,10 +215,6 @@ class LocalStore(Store):
             part = self._part(table)
             with part.lock:
                 part.positions.truncate(num_rows)
-
-    def sync(self) -> None:
-        """Return once everything written outlives this process, where the store promises that at all."""
-        self._check_usable()
 
     def close(self) -> None:
         """Give back memory and files; a second call does nothing."""
@@ -294,28 +261,6 @@ class LocalStore(Store):
         self._scatter(written, found)
         return found
 
-    def _write_watched(self, watch: Watch, written: Sequence[TablePart], added: list[tuple[_Table, range]]) -> None:
-        """The same; between finding rows and adding new ones, without locks, it may be refused."""
-        parts = [(table, ids) for table, ids, _ in written]
-        found = [np.empty(len(ids), np.int64) for _, ids in parts]
-        with self._locked(parts):
-            num_new = self._find_or_make_room(parts, found)
-            self._promise(parts, num_new, 1)
-        change: Change | None = None
-        try:
-            try:
-                change = watch.look(written, found)
-            finally:
-                with self._locked(parts):
-                    self._promise(parts, num_new, -1)
-                    if change is not None:
-                        self._add(parts, found, num_new, added)
-            self._commit(change, found)
-            self._scatter(written, found)
-        finally:
-            if change is not None:
-                change.end()
-
     def _add(
         self,
         parts: Sequence[tuple[int, Int64s]],
@@ -332,13 +277,6 @@ class LocalStore(Store):
                 added.append((part, hidden))
                 part.unwritten.append(hidden)
                 part.positions.find_or_insert(ids, positions)
-
-    def _commit(self, change: Change, found: Sequence[Int64s]) -> None:
-        try:
-            change.commit(found)
-        except BaseException as error:
-            self._refuse(f"a write failed halfway ({error}): start again from a checkpoint")
-            raise
 
     def _scatter(self, written: Sequence[TablePart], found: Sequence[Int64s]) -> None:
         for (table, _, values), positions in zip(written, found, strict=True):
@@ -369,10 +307,6 @@ class LocalStore(Store):
                 self._make_room(table, more)
         return num_new
 
-    def _promise(self, parts: Sequence[tuple[int, Int64s]], num_new: Sequence[int], sign: int) -> None:
-        for (table, _), more in zip(parts, num_new, strict=True):
-            self._part(table).promised += sign * more
-
     def check_memory(self, tables: Sequence[int], num_new: Sequence[int]) -> None:
         """StoreError if there is no memory for so many more rows."""
         if self.bytes_in_memory_max is None:
@@ -387,10 +321,10 @@ class LocalStore(Store):
 
     def _make_room(self, table: int, num_new: int) -> None:
         part = self._part(table)
-        num_rows = len(part.positions) + part.promised + num_new
+        num_rows = len(part.positions) + num_new
         try:
             part.backing.reserve(num_rows)
-            part.positions.reserve(part.promised + num_new)
+            part.positions.reserve(num_new)
         except MemoryError as error:
             raise StoreError(
                 f"table {table}: no memory for {num_rows:,} rows of {part.source.width * 4} B: "

@@ -92,7 +92,6 @@ class MappedStore(LocalStore):
 
     def sync(self) -> None:
         """Make the directory readable as it is now, also if this process is killed, until the next write."""
-        super().sync()
         with self._index_lock:
             if self._directory.keep and not self._published:
                 self._publish()

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
+from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.errors import DeadlineError
 from bagpipe.store.links import Asking, Link, Patience, Request, Session, exchange
 from bagpipe.store.recovery_requests import MarksRequest, RecoverRequest
 from bagpipe.wire.channel import Network
+from bagpipe.wire.recovery_messages import Marks
 
 _PAUSE_S = 0.05
 
 
 def marks_of_servers(
     network: Network, addresses: Sequence[str], *, run: bytes, generation: int, patience: Patience | None = None
-) -> list[list[int]]:
-    """The marks that each server can return to, in ascending order."""
+) -> list[Marks]:
+    """The marks and checkpoints that each server knows of."""
     session = _session(network, addresses, run, generation, patience)
     requests = [MarksRequest() for _ in addresses]
     _ask(session, [[request] for request in requests])
-    return [request.marks.marks for request in requests]
+    return [request.marks for request in requests]
 
 
 def recover_servers(
@@ -33,17 +34,15 @@ def recover_servers(
     *,
     run: bytes,
     generation: int,
-    done: int | None,
-    checkpoints: Path | None = None,
+    point: ResumePoint,
     patience: Patience | None = None,
 ) -> None:
-    """Begin a generation on all servers with the rows of mark `done`, or of that checkpoint, or with none if None.
+    """Begin a generation on all servers with the rows of that point.
 
     Returns when all are ready for trainers of that generation.
     """
     session = _session(network, addresses, run, generation, patience)
-    directory = None if checkpoints is None else str(checkpoints.absolute())
-    requests = [RecoverRequest(done, directory) for _ in addresses]
+    requests = [RecoverRequest(point) for _ in addresses]
     last = network.now()
     while waiting := [request for request in requests if request.marks is None]:
         before = [request.progress for request in requests]

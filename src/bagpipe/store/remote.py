@@ -40,7 +40,6 @@ from bagpipe.store.requests import (
     ReadCall,
     ScanRequest,
     StatsRequest,
-    SyncRequest,
     WriteRequest,
     cut,
 )
@@ -188,11 +187,6 @@ class RemoteStore(RemoteMarks, Store):
         check_table(self._sources, table)
         check_chunk(table, rows_per_chunk)
         return self._chunks(table, rows_per_chunk)
-
-    def sync(self) -> None:
-        """Return once everything written outlives the servers, where their storage promises that."""
-        self._check_usable()
-        self._ask_all([iter([SyncRequest()]) for _ in range(self.num_servers)])
 
     def close(self) -> None:
         """Give back connections and shared memory; a second call does nothing."""

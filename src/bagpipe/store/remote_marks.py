@@ -1,4 +1,4 @@
-"""Marks and checkpoints of rows that are on servers: all of them do the same, and what is kept lies with server 0."""
+"""Marks and checkpoints of rows that are on servers: all of them do the same."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bagpipe.errors import BagpipeError, CheckpointError, DeadlineError
 from bagpipe.store.links import Request, Session
-from bagpipe.store.recovery_requests import (
-    KeptRequest,
-    MarksRequest,
-    Ordered,
-    WorkRequest,
-    blob_requests,
-    keep_requests,
-)
-from bagpipe.store.requests import OrderedRequest
+from bagpipe.store.recovery_requests import Ordered, WorkRequest
+from bagpipe.store.requests import ConfirmRequest, OrderedRequest
 from bagpipe.wire.messages import Body
-from bagpipe.wire.recovery_messages import Forget, Load, Mark, ReturnTo, Save, Settle
+from bagpipe.wire.recovery_messages import Load, Mark, Save, Saved
 
 if TYPE_CHECKING:
     from bagpipe.checkpoint.manifest import FileEntry
+    from bagpipe.checkpoint.point import ResumePoint
 
 _PAUSE_S, _PAUSE_S_MAX = 0.01, 0.25
 
@@ -36,7 +30,6 @@ class RemoteMarks(ABC):
     _session: Session
     _writing: Lock
     """Held while anything is sent that servers decide in order."""
-    _bytes_max: int
     _refusal: str | None
     _halfway: str | None = None
     """Rows were to be replaced, and are not all; until that is done they are refused too."""
@@ -48,60 +41,17 @@ class RemoteMarks(ABC):
     @abstractmethod
     def _check_usable(self) -> None: ...
 
-    def mark(self, done: int) -> None:
-        """Make the rows as they are now a point to return to, on all servers."""
-        self._order(f"mark {done}", lambda trainer, sequence: Mark(trainer, sequence, done))
+    def mark(self, done: int, token: str = "") -> None:
+        """Hold on to the rows as they are now, on all servers."""
+        self._order(f"mark {done}", lambda trainer, sequence: Mark(trainer, sequence, done, token))
 
-    def marks(self) -> list[int]:
-        """The marks that all servers can return to, in ascending order."""
-        self._check_usable()
-        requests = [MarksRequest() for _ in self._session.addresses]
-        raise_first(self._ask([iter([request]) for request in requests]))
-        return sorted(set.intersection(*(set(request.marks.marks) for request in requests)))
-
-    def forget(self, before: int) -> None:
-        """Drop the marks below `before`, and what was kept with them."""
-        self._order(f"no marks before {before}", lambda trainer, sequence: Forget(trainer, sequence, before))
-
-    def settle(self, done: int) -> None:
-        """The checkpoint of mark `done` is complete: what is logged of earlier writes is not needed any more."""
-        self._order(f"a shorter journal from {done} on", lambda trainer, sequence: Settle(trainer, sequence, done))
-
-    def return_to(self, done: int) -> None:
-        """Make all rows what they were at a mark; later marks are gone."""
-        self._replace(f"a return to mark {done}", lambda trainer, sequence: ReturnTo(trainer, sequence, done))
-
-    def keep(self, done: int, name: str, blob: bytes) -> None:
-        """Keep bytes with a mark, one that is there or the next to be made."""
-        self._check_usable()
-        self._ask_first(keep_requests(done, name, blob, self._bytes_max))
-
-    def kept(self, done: int) -> dict[str, bytes]:
-        """What was kept with a mark, by name."""
-        self._check_usable()
-        found = KeptRequest(done)
-        self._ask_first(iter([found]))
-        blobs: dict[str, bytearray] = {}
-        self._ask_first(blob_requests(done, found.blobs, blobs, self._bytes_max))
-        return {name: bytes(blob) for name, blob in blobs.items()}
-
-    def save(
-        self,
-        done: int,
-        directory: Path,
-        names: Sequence[str],
-        *,
-        since: int | None = None,
-        compress: Literal["zstd"] | None = None,
-    ) -> list[FileEntry]:
+    def save(self, done: int, directory: Path, names: Sequence[str], *, since: int | None = None) -> list[FileEntry]:
         """Have all servers write the rows of a mark to files in a directory; return when they are there."""
         from bagpipe.checkpoint.manifest import FileEntry
 
         place = str(directory.absolute())
         what = f"files of mark {done} in {directory}"
-        begun = self._order(
-            what, lambda trainer, sequence: Save(trainer, sequence, done, place, list(names), since, compress)
-        )
+        begun = self._order(what, lambda trainer, sequence: Save(trainer, sequence, done, place, list(names), since))
         written = []
         for result in self._finish(what, begun):
             try:
@@ -110,18 +60,25 @@ class RemoteMarks(ABC):
                 raise CheckpointError(f"a server told wrongly what files it wrote in {directory}: {error}") from error
         return written
 
-    def load(self, done: int, directory: Path, names: Sequence[str]) -> None:
-        """Replace all rows by those of checkpoint `done` of a directory of checkpoints; then that is the only mark."""
-        place = str(directory.absolute())
-        self._replace(
-            f"checkpoint {done} of {directory}",
-            lambda trainer, sequence: Load(trainer, sequence, done, place, list(names)),
-        )
+    def saved(self, done: int, checkpoint: Path) -> None:
+        """The checkpoint of a mark is complete; return when all servers know, and have let go of what came before."""
+        what = f"nothing from before the checkpoint {checkpoint}"
+        place = str(checkpoint.absolute())
+        self._finish(what, self._order(what, lambda trainer, sequence: Saved(trainer, sequence, done, place)))
 
-    def _ask_first(self, requests: Iterator[Request]) -> None:
-        """Ask the server that keeps what goes with marks."""
+    def confirm(self) -> None:
+        """WireError if another generation has begun, which the first server knows."""
+        self._check_usable()
         others: list[Iterator[Request]] = [iter([]) for _ in self._session.addresses[1:]]
-        raise_first(self._ask([requests, *others]))
+        raise_first(self._ask([iter([ConfirmRequest()]), *others]))
+
+    def restore(self, point: ResumePoint, names: Sequence[str]) -> None:
+        """Make all rows those of a checkpoint, which is then the only mark."""
+        place = str(point.checkpoint)
+        self._replace(
+            f"{point}, {place},",
+            lambda trainer, sequence: Load(trainer, sequence, point.done, place, point.checksum, list(names)),
+        )
 
     def _order(self, what: str, make: Callable[[int, int], Body], replaces: bool = False) -> list[Ordered]:
         """Have all servers do something once, in order with what this trainer writes."""

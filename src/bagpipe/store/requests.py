@@ -29,11 +29,10 @@ from bagpipe.wire.messages import (
     Scan,
     Scanned,
     Stats,
-    Sync,
-    Synced,
     Write,
     Written,
 )
+from bagpipe.wire.recovery_messages import Confirm, Confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,19 +281,19 @@ class Greeting(Request):
             raise unexpected(answer, "Rows")
 
 
-class SyncRequest(Request):
-    """Everything on the disk."""
+class ConfirmRequest(Request):
+    """Whether this generation still goes on."""
 
-    what = "everything written to be safe"
+    what = "whether the run goes on with this trainer"
 
     def compose(self, link: Link) -> tuple[Body, Buffers]:  # noqa: ARG002
         """Nothing more to say."""
-        return Sync(), ()
+        return Confirm(), ()
 
     def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:  # noqa: ARG002
-        """It is."""
-        if not isinstance(answer, Synced):
-            raise unexpected(answer, "Synced")
+        """It does."""
+        if not isinstance(answer, Confirmed):
+            raise unexpected(answer, "Confirmed")
 
 
 class StatsRequest(Request):

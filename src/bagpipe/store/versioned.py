@@ -5,6 +5,9 @@ marks; once their checkpoint is complete they are merged into the base. A merge 
 layer still shadows, so readers need not know of it, and it may stop anywhere and be done again. Nothing but the newest
 layer is ever written to, and a mark that is being saved keeps everything below it from being merged: who reads the rows
 of a mark needs neither locks nor copies of old values.
+
+Where nobody goes back there is a layer only while a mark is being saved; else rows are written to the base, where those
+that the last checkpoint does not have are noted.
 """
 
 from __future__ import annotations
@@ -23,6 +26,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bagpipe.arrays import Flags, Floats, Int32s, Int64s
+from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.manifest import FileEntry
+from bagpipe.checkpoint.point import ResumePoint
+from bagpipe.checkpoint.reading import ALL, load_rows
+from bagpipe.checkpoint.shards import Report, write_rows
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
 from bagpipe.store.base import (
@@ -36,7 +44,7 @@ from bagpipe.store.base import (
     check_read,
     check_table,
 )
-from bagpipe.store.local import LocalStore, Watch
+from bagpipe.store.local import LocalStore
 from bagpipe.store.memory import CHUNK_BYTES, ChunkedRows
 
 if TYPE_CHECKING:
@@ -51,8 +59,8 @@ CLEAN = -1
 class Layer:
     """The rows written since a mark, or since the layer below had become too large; later ones are in the next."""
 
-    def __init__(self, number: int, since: int | None, rows: LocalStore) -> None:
-        self.number, self.since, self.rows = number, since, rows
+    def __init__(self, number: int, since: int | None, token: str, rows: LocalStore) -> None:
+        self.number, self.since, self.token, self.rows = number, since, token, rows
         self.num_writers = 0
         """Calls that write to it just now."""
         self.half_merged = False
@@ -106,16 +114,22 @@ class VersionedStore(Store):
         self,
         base: LocalStore,
         *,
+        rollback: bool = True,
         layer_bytes_max: int | None = LAYER_BYTES,
         spill: Path | None = None,
         chunk_bytes: int = CHUNK_BYTES,
-        watch: Watch | None = None,
+        shard: tuple[int, int] = ALL,
+        disk: Disk | None = None,
     ) -> None:
-        """Layers that take more memory are merged early, which loses the marks that they lead to; while a mark is being
-        saved they lie in files in `spill` instead, without names, or else in the directory of temporary files."""
-        self.base, self.spill = base, spill
-        self._bytes_max, self._chunk_bytes, self._watch = layer_bytes_max, chunk_bytes, watch
-        base.watch = watch
+        """Without `rollback` marks are there to be saved, and gone then.
+
+        Layers that take more memory are merged early, which loses the marks that they lead to; while a mark is being
+        saved they lie in files in `spill` instead, without names, or else beside the checkpoint. `shard` is (server,
+        servers): whose rows these are.
+        """
+        self.base, self.spill, self.shard = base, spill, shard
+        self._rollback, self._bytes_max, self._chunk_bytes = rollback, layer_bytes_max, chunk_bytes
+        self._disk: Disk = SystemDisk() if disk is None else disk
         self._layers: tuple[Layer, ...] = ()
         """Replaced, not changed: a reader keeps what it began with."""
         self._spare: list[LocalStore] = []
@@ -123,21 +137,25 @@ class VersionedStore(Store):
         self._number, self._last_mark = 0, -1
         self._saved = CLEAN
         """The first layer that the last complete checkpoint does not have."""
+        self._saved_mark: int | None = None
+        """That checkpoint."""
         self._changed: list[Int32s] = [np.empty(0, np.int32) for _ in base.tables]
         """Of each row of the base the last layer merged into it."""
         self._pins = 0
         """Marks that are being saved."""
         self._state = Condition(Lock())
-        self._merging = Lock()
+        self._merging, self._noting = Lock(), Lock()
         self._refusal: str | None = None
 
     # Marks
 
-    def mark(self, done: int) -> None:
-        """Make the rows as they are now a point to return to, later than all others."""
+    def mark(self, done: int, token: str = "") -> None:
+        """Make the rows as they are now a point to return to, later than all others; a token tells it from others."""
         self.check_mark(done)
         if done > self._last_mark:
-            self._push(done)
+            self._push(done, token)
+        else:
+            self._layers[-1].token = token
 
     def check_mark(self, done: int) -> None:
         """StoreError if such a mark can't be made."""
@@ -152,6 +170,10 @@ class VersionedStore(Store):
         """The marks that rows can be returned to, in ascending order."""
         return [layer.since for layer in self._layers if layer.since is not None]
 
+    def has_mark(self, done: int, token: str) -> bool:
+        """Whether rows can be returned to the mark that was made with this token."""
+        return self._refusal is None and any((layer.since, layer.token) == (done, token) for layer in self._layers)
+
     def rollback(self, done: int) -> None:
         """Make all rows what they were at a mark; later marks are gone."""
         self._check_usable()
@@ -160,7 +182,7 @@ class VersionedStore(Store):
             dropped, self._layers = self._layers[first:], self._layers[:first]
         self._spare += [layer.rows for layer in dropped]
         reach("layer.dropped")
-        self._push(done)
+        self._push(done, dropped[0].token)
 
     def changes(self, done: int, *, full: bool = False) -> RowReader:
         """The rows as they were at a mark, for another thread to read: all, or those written since the last `saved`.
@@ -173,15 +195,19 @@ class VersionedStore(Store):
             self._pins += 1
         return RowReader(self, [layer.rows for layer in layers], full=full or self._saved == CLEAN)
 
-    def saved(self, done: int) -> None:
+    def saved(self, done: int, checkpoint: Path | None = None) -> None:  # noqa: ARG002 - its rows are known here
         """The checkpoint of a mark is complete: what lies below it is merged, and need not be saved again.
 
         Nothing happens if rows were returned to an earlier mark meanwhile. A merge that fails is done again next time.
         """
         self._check_usable()
-        if done in self.marks():
-            self._saved = self._layers[self._first_since(done)].number
+        if done not in self.marks():
+            return
+        self._saved, self._saved_mark = self._layers[self._first_since(done)].number, done
+        if self._rollback:
             self.release(done)
+        else:
+            self._fold()
 
     def release(self, before: int) -> None:
         """Drop the marks below `before`; what was kept for them is merged, or when no mark is being saved any more."""
@@ -193,24 +219,74 @@ class VersionedStore(Store):
         self._merge()
 
     @contextmanager
-    def replacing(self, done: int | None) -> Iterator[LocalStore]:
+    def replacing(self, done: int | None, token: str = "") -> Iterator[LocalStore]:
         """An empty store for the rows of a checkpoint, which is then the only mark; None: there is no mark.
 
         If it fails in the middle, the store refuses all work until it is done again.
         """
         if self._pins:
             raise StoreError("rows can't be replaced while they are being saved: wait until that is over")
-        self._refusal = "rows were half replaced: return to a mark, or load a checkpoint"
+        self._refusal = "rows were half replaced: load a checkpoint"
         self._spare += [layer.rows for layer in self._layers]
-        self._layers, self._saved, self._last_mark = (), CLEAN, -1
+        self._layers, self._saved, self._saved_mark, self._last_mark = (), CLEAN, None, -1
         for table in range(len(self.tables)):
             self.base.truncate(table, 0)
             self._changed[table] = np.empty(0, np.int32)
         yield self.base
         self._refusal = None
         if done is not None:
-            self._push(done)
-            self._saved = self._number
+            self._number += 1
+            self._saved, self._saved_mark, self._last_mark = self._number, done, done
+            if self._rollback:
+                self._push(done, token)
+                self._saved = self._number
+
+    # Checkpoints
+
+    def save(
+        self,
+        done: int,
+        directory: Path,
+        names: Sequence[str],
+        *,
+        since: int | None = None,
+        report: Report | None = None,
+        reader: RowReader | None = None,
+    ) -> list[FileEntry]:
+        """Write the rows of a mark to files in a directory; `report` is told how many bytes are done.
+
+        With `since`, the checkpoint that this one builds on, only rows written after it. A `reader` of the mark may
+        have been made before, and is closed.
+        """
+        tables = [(name, source.width) for name, source in zip(names, self.tables, strict=True)]
+        with reader or self.begin_save(done, directory, since) as rows:
+            return write_rows(
+                self._disk, directory, rows, tables, part=str(self.shard[0]), shard=self.shard, report=report
+            )
+
+    def begin_save(self, done: int, directory: Path, since: int | None) -> RowReader:
+        """Hold on to what `save` will write."""
+        self.spill = self.spill or directory.parent
+        return self.changes(done, full=since is None or since != self._saved_mark)
+
+    def confirm(self) -> None:
+        """Rows of this process have one generation."""
+        self._check_usable()
+
+    def restore(self, point: ResumePoint, names: Sequence[str], report: Report | None = None) -> None:
+        """Make all rows those of a checkpoint, by dropping layers where that does, else by reading its files.
+
+        If it fails in the middle, the store refuses all work until it is done again. `report` is told how many rows
+        are done.
+        """
+        checkpoint = point.open(self._disk)
+        token = checkpoint.manifest.token
+        if token and self.has_mark(point.done, token):
+            self.rollback(point.done)
+            self.saved(point.done)
+        else:
+            with self.replacing(point.done, token) as rows:
+                load_rows(checkpoint, rows, names, shard=self.shard, report=report)
 
     # Rows
 
@@ -245,8 +321,14 @@ class VersionedStore(Store):
         self._check_usable()
         if self._layers and self.base.bytes_in_memory_max is not None:
             self._check_memory(parts)
-        with self._newest() as rows:
-            rows.write_many(parts, passed)
+        with self._newest() as layer:
+            if layer is None:
+                written = self.base.place(parts)
+                if self._saved != CLEAN:
+                    for table, positions in written:
+                        self._note_changed(table, positions, self._number)
+            else:
+                layer.rows.write_many(parts, passed)
         if self._layers and self._bytes_max is not None and self.layer_bytes > self._bytes_max and not self._pins:
             self._give_up_marks()
 
@@ -282,10 +364,6 @@ class VersionedStore(Store):
             self.find(table, found).fill(rows)
         return found, rows
 
-    def sync(self) -> None:
-        """Rows outlive this process in checkpoints."""
-        self._check_usable()
-
     def close(self) -> None:
         """Close the store; a second call does nothing."""
         self._refusal = "the store is closed: open another"
@@ -318,7 +396,7 @@ class VersionedStore(Store):
         for number, layer in enumerate(layers):
             yield layer.rows, layer.new_positions(table, stores[: number + 1])
 
-    def _push(self, since: int | None) -> None:
+    def _push(self, since: int | None, token: str = "") -> None:
         """New writes go to a new layer. At a mark nobody reads, so that layers which are gone can be used again."""
         self._number += 1
         rows = LocalStore(self.tables, self._make_rows)
@@ -327,9 +405,8 @@ class VersionedStore(Store):
             self._spare = []  # one is enough: marks come one at a time
             for table in range(len(self.tables)):
                 rows.truncate(table, 0)
-        rows.watch = self._watch
         with self._state:
-            self._layers = (*self._layers, Layer(self._number, since, rows))
+            self._layers = (*self._layers, Layer(self._number, since, token, rows))
             self._last_mark = self._last_mark if since is None else since
 
     def _newest_has_rows(self) -> bool:
@@ -345,14 +422,14 @@ class VersionedStore(Store):
         )
 
     @contextmanager
-    def _newest(self) -> Iterator[LocalStore]:
-        """Where to write; it is not merged before that is over."""
+    def _newest(self) -> Iterator[Layer | None]:
+        """Where to write, None: the base; it is not merged before that is over."""
         with self._state:
             layer = self._layers[-1] if self._layers else None
             if layer is not None:
                 layer.num_writers += 1
         try:
-            yield self.base if layer is None else layer.rows
+            yield layer
         finally:
             if layer is not None:
                 with self._state:
@@ -370,15 +447,33 @@ class VersionedStore(Store):
                     while layer.num_writers:
                         self._state.wait()
                     layer.half_merged = True
-                for table in range(len(self.tables)):
-                    for ids, values in layer.rows.iterate(table):
-                        positions = self.base.put(table, ids, values)
-                        if layer.number >= self._saved:
-                            self._note_changed(table, positions, layer.number)
-                    reach("layer.merged")
+                self._copy_down(layer)
                 with self._state:
                     self._layers = self._layers[1:]
-                self._spare.append(layer.rows)  # as it is: somebody may have found rows there just now
+
+    def _copy_down(self, layer: Layer) -> None:
+        """Copy the rows of the lowest layer into the base, where it still shadows them."""
+        for table in range(len(self.tables)):
+            for ids, values in layer.rows.iterate(table):
+                positions = self.base.put(table, ids, values)
+                if layer.number >= self._saved:
+                    self._note_changed(table, positions, layer.number)
+            reach("layer.merged")
+        self._spare.append(layer.rows)  # as it is: somebody may have found rows there just now
+
+    def _fold(self) -> None:
+        """Merge everything, and have rows written to the base again. What comes meanwhile goes to a layer of its own;
+        who writes waits only for that little one."""
+        self._push(None)
+        self.release(self._last_mark + 1)
+        with self._merging, self._state:
+            if self._pins or len(self._layers) != 1:
+                return  # a mark was made meanwhile, which is folded in its turn
+            while self._layers[0].num_writers:
+                self._state.wait()
+            self._layers[0].half_merged = True
+            self._copy_down(self._layers[0])
+            self._layers = ()
 
     def _check_memory(self, parts: Sequence[TablePart]) -> None:
         """StoreError if the base will not have room for all rows."""
@@ -390,12 +485,13 @@ class VersionedStore(Store):
         self.base.check_memory(tables, more)
 
     def _note_changed(self, table: int, positions: Int64s, number: int) -> None:
-        changed, num_rows = self._changed[table], self.base.num_rows(table)
-        if num_rows > len(changed):
-            larger = np.full(max(num_rows, len(changed) * 3 // 2), CLEAN, np.int32)
-            larger[: len(changed)] = changed
-            self._changed[table] = changed = larger
-        changed[positions] = number
+        with self._noting:
+            changed, num_rows = self._changed[table], self.base.num_rows(table)
+            if num_rows > len(changed):
+                larger = np.full(max(num_rows, len(changed) * 3 // 2), CLEAN, np.int32)
+                larger[: len(changed)] = changed
+                self._changed[table] = changed = larger
+            changed[positions] = number
 
     def _give_up_marks(self) -> None:
         """Layers take more memory than they may: merge them all."""

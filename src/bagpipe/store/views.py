@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Condition, Lock
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import ConfigError, DeadlineError, StoreError
@@ -17,6 +17,7 @@ from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Marked, RowSource, 
 
 if TYPE_CHECKING:
     from bagpipe.checkpoint.manifest import FileEntry
+    from bagpipe.checkpoint.point import ResumePoint
 
 DEADLINE_S = 600.0
 
@@ -87,11 +88,6 @@ class StoreView(Store):
         """The rows ever written as (ids, values), so many at a time."""
         return self._while_open(self._store().iterate(table, rows_per_chunk))
 
-    def sync(self) -> None:
-        """Return once everything written so far, by any trainer, outlives this process."""
-        with self._shared.writing:
-            self._store().sync()
-
     def close(self) -> None:
         """Close this view, and the store if it is the last one; a second call does nothing."""
         if not self._closed:
@@ -102,58 +98,31 @@ class StoreView(Store):
         """What the store holds for all trainers, and what it takes."""
         return self._store().stats()
 
-    # Marks, where the store has them: trainer 0 makes them for all, and every trainer keeps what is its own.
+    # Marks, where the store has them: trainer 0 makes them for all.
 
-    def mark(self, done: int) -> None:
-        """Make the rows as they are now a point to return to."""
+    def mark(self, done: int, token: str = "") -> None:
+        """Hold on to the rows as they are now."""
         store = self._marked_by_first("mark")
         with self._shared.writing:
-            store.mark(done)
+            store.mark(done, token)
 
-    def marks(self) -> list[int]:
-        """The marks that rows can be returned to."""
-        return self._marked().marks()
-
-    def forget(self, before: int) -> None:
-        """Drop the marks below `before`."""
-        self._marked_by_first("forget").forget(before)
-
-    def settle(self, done: int) -> None:
-        """The checkpoint of mark `done` is complete."""
-        self._marked_by_first("settle").settle(done)
-
-    def return_to(self, done: int) -> None:
-        """Make all rows what they were at a mark; no trainer has passed any iteration since."""
-        store = self._marked_by_first("return_to")
-        with self._shared.writing:
-            store.return_to(done)
-            self._shared.begin_anew()
-
-    def keep(self, done: int, name: str, blob: bytes) -> None:
-        """Keep bytes with a mark."""
-        self._marked().keep(done, name, blob)
-
-    def kept(self, done: int) -> dict[str, bytes]:
-        """What was kept with a mark, by any trainer."""
-        return self._marked().kept(done)
-
-    def save(
-        self,
-        done: int,
-        directory: Path,
-        names: Sequence[str],
-        *,
-        since: int | None = None,
-        compress: Literal["zstd"] | None = None,
-    ) -> list[FileEntry]:
+    def save(self, done: int, directory: Path, names: Sequence[str], *, since: int | None = None) -> list[FileEntry]:
         """Write the rows of a mark to files in a directory."""
-        return self._marked_by_first("save").save(done, directory, names, since=since, compress=compress)
+        return self._marked_by_first("save").save(done, directory, names, since=since)
 
-    def load(self, done: int, directory: Path, names: Sequence[str]) -> None:
-        """Replace all rows by those of a checkpoint; no trainer has passed any iteration since."""
-        store = self._marked_by_first("load")
+    def saved(self, done: int, checkpoint: Path) -> None:
+        """The checkpoint of a mark is complete."""
+        self._marked_by_first("saved").saved(done, checkpoint)
+
+    def confirm(self) -> None:
+        """Whether the run goes on with these rows."""
+        self._marked_by_first("confirm").confirm()
+
+    def restore(self, point: ResumePoint, names: Sequence[str]) -> None:
+        """Make all rows those of a checkpoint; no trainer has passed any iteration since."""
+        store = self._marked_by_first("restore")
         with self._shared.writing:
-            store.load(done, directory, names)
+            store.restore(point, names)
             self._shared.begin_anew()
 
     def _marked_by_first(self, what: str) -> Marked:
@@ -163,8 +132,8 @@ class StoreView(Store):
 
     def _marked(self) -> Marked:
         store = self._store()
-        if not hasattr(store, "return_to"):
-            raise StoreError(f"a {type(store).__name__} has no marks: wrap it in a Recorded store")
+        if not hasattr(store, "restore"):
+            raise StoreError(f"a {type(store).__name__} has no marks: wrap it in a VersionedStore")
         return cast("Marked", store)
 
     def _store(self) -> Store:

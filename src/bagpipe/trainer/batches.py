@@ -31,17 +31,17 @@ from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
 from bagpipe.store import Store
 from bagpipe.trainer.agreement import refuse_ranks
+from bagpipe.trainer.checkpointer import Checkpointer
 from bagpipe.trainer.evaluation import private_batches, shown
 from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
-from bagpipe.trainer.keeping import Keeping
-from bagpipe.trainer.kept import Attachable, check_attachable
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.read_ahead import Held
 from bagpipe.trainer.saved import check_rows, save_rows
 from bagpipe.trainer.sessions import abandon, attach
 from bagpipe.trainer.source import PlanSource, Rewritten
 from bagpipe.trainer.stages import Driver
+from bagpipe.trainer.state import Attachable, check_attachable
 from bagpipe.trainer.sync import Peers
 from bagpipe.trainer.update import RowUpdate, holder_of, views_of
 
@@ -70,16 +70,16 @@ class Batches:
         threads: int,
         check: bool,
         peers: Peers | None = None,
-        keeping: Keeping | None = None,
+        checkpointer: Checkpointer | None = None,
         ahead: int = 0,
     ) -> None:
         """The rows of `ahead` plans may be on their way to the cache, if that is more than the pipeline's own."""
         self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
         self._before = 0
         """Iterations of the run before this loop."""
-        if keeping is not None and keeping.start is not None:
-            self._resume(source, keeping.start.position)  # refused while nothing has changed, if it is of other data
-        self._keeping = keeping
+        if checkpointer is not None and checkpointer.position is not None:
+            self._resume(source, checkpointer.position)  # refused while nothing has changed, if it is of other data
+        self._checkpointer = checkpointer
         self.closed = False
         self._source, self._rows, self._threads = source, rows, threads
         self._lookups = Lookups(layouts, self, cache.device)
@@ -110,8 +110,8 @@ class Batches:
         if peers is not None:
             joint_checker = self._checker if isinstance(self._checker, JointChecker) else None
             self._joint = JointUpdate(self._update, cache, self._pipeline, model, layouts, driver, peers, joint_checker)
-        if keeping is not None:
-            keeping.restore(self)
+        if checkpointer is not None:
+            checkpointer.restore(self)
         # A session that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the session.
         self._abandoned = weakref.finalize(self, abandon, self._pipeline, self._joint.sync, rows, self._helpers)
 
@@ -158,13 +158,12 @@ class Batches:
             return
         self.closed, stuck = True, False
         try:
-            kept = nullcontext() if self._keeping is None else self._keeping.ending(self)
-            with kept, self._joint.leaving(early=not self._ended):
+            saved = nullcontext() if self._checkpointer is None else self._checkpointer.ending(self)
+            with saved, self._joint.leaving(early=not self._ended):
                 self._leave_loop()
                 self.cache.release()
                 if self._checker is not None:
                     self._checker.finished()
-                self.store.sync()
                 self._joint.end()
         except Exception as error:
             stuck = isinstance(error, DeadlineError)  # a stage may still read plans
@@ -214,15 +213,15 @@ class Batches:
         return self._before + self._trained
 
     def attach(self, **objects: Attachable) -> None:
-        """Keep the states of these with marks and checkpoints, by name; where a run goes on they are restored at once.
+        """Save the states of these in checkpoints, by name; where a run continues they are restored at once.
 
         To be called before the first batch, on all trainers alike, with all that has a state: the dense optimizer,
         schedulers, a scaler, each `torch.Generator` that the model draws from. Without checkpoints nothing happens.
         """
-        if self._keeping is None:
+        if self._checkpointer is None:
             check_attachable(objects)
         else:
-            self._keeping.attach(objects)
+            self._checkpointer.attach(objects)
 
     @property
     def step_due(self) -> bool:
@@ -326,7 +325,7 @@ class Batches:
         for number, layout in enumerate(self.layouts) if self.rank == 0 else ():
             part = state["tables"][layout.table.name]
             self.write_rows(number, part["ids"].numpy(), part["rows"].numpy())
-        self.meet("saved rows to be in the store")
+        self._joint.barrier("saved rows to be in the store")
 
     def progress(self) -> dict[str, Any]:
         """Where training is: the counters of row optimizers, and the position in the data."""
@@ -340,14 +339,10 @@ class Batches:
         source.resume(position)
         self._before = int(position.get("iterations", 0))
 
-    def meet(self, what: str) -> None:
-        """Return when all trainers are here."""
-        self._joint.barrier(what)
-
-    def anywhere(self, flag: bool, what: str) -> bool:
-        """Whether the flag is set on any trainer, once all are here."""
+    def gather(self, number: float, what: str) -> list[float]:
+        """What each trainer says, once all are here; float32."""
         sync = self._joint.sync
-        return flag if sync is None else sync.any_other(flag, what)
+        return [float(number)] if sync is None else sync.gather(number, what)
 
     def barrier(self) -> None:
         """Return when the store has every update so far."""
@@ -355,7 +350,7 @@ class Batches:
             self._joint.settle()
             self.cache.fence()
             self._pipeline.flush()
-            self.meet("a barrier: the store to take all updated rows")
+            self._joint.barrier("a barrier: the store to take all updated rows")
             self._unflushed = False
 
     def read_rows(self, table: int, ids: Ids) -> Floats:
@@ -390,16 +385,16 @@ class Batches:
             self._pass_over()
             with uninterrupted():
                 self._finish_iteration()
-            if self._keeping is not None:
-                self._keeping.between(self)
+            if self._checkpointer is not None:
+                self._checkpointer.between_iterations(self)
             if self.trainers == 1:
                 refuse_ranks()  # again: the script may have joined others since
             if self._lookups.workers is None:
                 self._lookups.workers = Workers(self._threads)
                 self._helpers.append(self._lookups.workers)
             if not self._wait():
-                if self._keeping is not None:
-                    self._keeping.end(self)
+                if self._checkpointer is not None:
+                    self._checkpointer.finish(self)
                 self._ended = True
                 return False
             with uninterrupted():

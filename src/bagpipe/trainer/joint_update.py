@@ -201,7 +201,7 @@ class JointUpdate(OwnUpdate):
         """One more if those of another trainer are not finite, so that all come to the same decision."""
         means = self.gradients(plan, views)
         finite = all(bool(torch.isfinite(grads).all()) for grads in means)
-        if self.sync.any_other(not finite, "whether gradients are finite") and finite:
+        if any(self.sync.gather(not finite, "whether gradients are finite")) and finite:
             means.append(torch.full((1,), math.inf))
         return means
 

@@ -23,7 +23,7 @@ from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import unpack_plan
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
-from bagpipe.trainer.keeping import Keeping
+from bagpipe.trainer.checkpointer import Checkpointer
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.source import Group, Plans, rewrite
 from bagpipe.trainer.stages import Driver, Threads
@@ -227,14 +227,14 @@ def remote_batches(
     driver: Driver | None = None,
     peers: Peers | None = None,
     assign: str = "contiguous",
-    keeping: Keeping | None = None,
+    checkpointer: Checkpointer | None = None,
     ahead: int = 0,
 ) -> Batches:
     """What `bagpipe.accelerate` returns, for plans from elsewhere and rows in this store.
 
     The embedding layers of the binding are swapped at once. The plans are closed with the loop; the store is not. With
-    `peers` this is one of several trainers, whose samples the oracle chooses by `assign`. `keeping` is what the loop is
-    kept by and goes on from.
+    `peers` this is one of several trainers, whose samples the oracle chooses by `assign`. `checkpointer` saves
+    the loop, and restores it.
     """
     division = None if peers is None else DividedBy(peers.trainers, assign, peers.design, peers.delayed, peers.moving)
     plans.check(layouts, division)
@@ -242,7 +242,7 @@ def remote_batches(
     return Batches(
         model, binding, rows, layouts, plans, cache, store, driver or Threads(),
         depth=depth, threads=threads or torch.get_num_threads(), check=check, peers=peers,
-        keeping=keeping, ahead=ahead,
+        checkpointer=checkpointer, ahead=ahead,
     )  # fmt: skip
 
 

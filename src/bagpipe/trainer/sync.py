@@ -212,9 +212,9 @@ class RowSync:
         self._drive(self._exchange(self._groups.critical, [packed] * self.trainers, told, "the norm of gradients"))
         return Bins.total(part.numpy() for part in told)
 
-    def any_other(self, flag: bool, what: str) -> bool:
-        """Whether the flag is set on any trainer."""
-        return any(state[0] for state in self._tell([float(flag)], what))
+    def gather(self, number: float, what: str) -> list[float]:
+        """What each trainer says."""
+        return [said[0] for said in self._tell([float(number)], what)]
 
     def leave(self, plan: Plan) -> None:
         """The training loop is done with an iteration."""

@@ -133,14 +133,6 @@ class Scanned(Record, frozen=True):
     count: Count
 
 
-class Sync(Record, frozen=True):
-    """Answer when everything written outlives the server's process, where its storage promises that."""
-
-
-class Synced(Record, frozen=True):
-    """Done."""
-
-
 class AskStats(Record, frozen=True):
     """How are you?"""
 
@@ -186,8 +178,6 @@ Body: TypeAlias = (
     | Written
     | Scan
     | Scanned
-    | Sync
-    | Synced
     | AskStats
     | Stats
     | Failed

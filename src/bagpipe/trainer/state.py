@@ -1,4 +1,4 @@
-"""What a trainer keeps with a mark besides rows: generators and buffers, and the first one all that trainers share.
+"""What a checkpoint has of a trainer besides rows: generators and buffers, and of the first one all that they share.
 
 It is a tree of plain values and tensors of its own, made while training rests, so that training can go on while it is
 packed and sent. What is taken over is compared with what is there first: a difference is named, and changes nothing.
@@ -44,7 +44,7 @@ def blob_name(rank: int) -> str:
     return f"trainer-{rank}"
 
 
-def read_kept(blob: bytes, name: str, done: int) -> Tree:
+def read_state(blob: bytes, name: str, done: int) -> Tree:
     """What a trainer kept; CheckpointError if it is of another moment, or lacks something that a loop goes on with."""
     tree = unpack_tree(blob)
     if not isinstance(tree, dict) or tree.get("done") != done:
@@ -168,7 +168,7 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
     except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the states of random generators that were kept are none: {error}") from error
+        raise CheckpointError(f"the checkpoint's random generator state is invalid: {error}") from error
 
 
 def copied(value: Any) -> Any:
