@@ -74,7 +74,8 @@ def test_all_may_die_at_once():
     fault = Fault("trainer.step.updated", at=7, role="trainer-0")
     ended = survives(USUAL, fault, victims={fault.name: roles})
     assert {incident.role for incident in ended.incidents} == set(roles)
-    assert {incident.done_after for incident in ended.incidents} == {6}
+    (done,) = {incident.done_after for incident in ended.incidents}
+    assert done in (4, 6), "the checkpoint of 6 iterations may have been on its way"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -89,7 +90,7 @@ def test_several_may_die_one_after_the_other(seed):
     "name",
     [
         *("trainer.evict.copied", "trainer.step.updated", "trainer.sync.delayed"),
-        *("mark.flushed", "mark.kept", "remote.write.begun"),
+        *("mark.flushed", "mark.written", "remote.write.begun"),
     ],
 )
 def test_a_trainer_that_was_thought_dead_changes_nothing_when_it_comes_back(name):
@@ -99,7 +100,7 @@ def test_a_trainer_that_was_thought_dead_changes_nothing_when_it_comes_back(name
 
 @pytest.mark.parametrize("role", ["server-0", "oracle"])
 def test_others_may_be_thought_dead_and_live_on_too(role):
-    fault = Fault("journal.mark.written", "pause", 3, "server-0")
+    fault = Fault("server.mark.made", "pause", 3, "server-0")
     survives(LARGE, fault, victims={fault.name: [role]}, seed=3)
 
 
@@ -114,10 +115,11 @@ def test_roles_may_die_while_messages_are_lost_doubled_and_late(role):
     survives(USUAL, fault, victims={fault.name: [role]}, **LOSSY)
 
 
-def test_without_a_journal_a_lost_server_takes_all_back_to_a_checkpoint():
-    fault = Fault("server.write.applied", at=20, role="server-1")
-    ended = survives(USUAL, fault, journals=False)
-    assert ended.incidents[0].done_after == 4
+def test_servers_that_keep_nothing_in_memory_read_the_checkpoint():
+    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
+    ended = survives(USUAL, fault, rollback=False)
+    assert ended.incidents[0].done_after >= 4
+    assert ("server-0", "layer.dropped") not in ended.reaches
 
 
 @pytest.mark.parametrize("role", ["trainer-0", "trainer-1", "server-0", "server-1"])
@@ -148,50 +150,40 @@ def test_a_seed_gives_the_same_steps_again():
     assert ("server-0", "server.read.parked") in first.reaches
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
-    """None has room for old values, as memory has not with `history=0`."""
-    seams.no_disk_for_old_values(monkeypatch)
-
-
-def test_old_values_of_the_last_mark_may_be_on_a_disk():
+def test_servers_go_back_in_memory_where_they_have_what_leads_there():
     fault = Fault("trainer.step.updated", at=8, role="trainer-1")
-    ended = survives(USUAL, fault, history=0, journals=False)
-    assert ended.incidents[0].done_after == 6
+    ended = survives(USUAL, fault)
+    assert {("server-0", "layer.dropped"), ("server-1", "layer.dropped")} <= ended.reaches.keys()
 
 
-@pytest.mark.usefixtures("full_disk")
-def test_without_room_for_old_values_rows_come_back_from_the_journal():
+def test_without_room_for_what_leads_back_rows_come_from_the_checkpoint():
     fault = Fault("trainer.step.updated", at=8, role="trainer-1")
     ended = survives(USUAL, fault, history=0)
-    assert ended.incidents[0].done_after == 6
-    assert ("server-0", "journal.replayed") in ended.reaches
+    assert ended.incidents[0].done_after >= 4
 
 
-@pytest.mark.usefixtures("full_disk")
-def test_without_a_journal_and_room_for_old_values_all_go_back_to_a_checkpoint():
-    fault = Fault("trainer.step.updated", at=8, role="trainer-1")
-    ended = survives(USUAL, fault, history=0, journals=False)
-    assert ended.incidents[0].done_after == 4
-
-
-def test_a_lost_server_whose_journal_is_damaged_takes_all_back_to_an_earlier_point(monkeypatch):
+def test_a_damaged_checkpoint_is_passed_over_and_an_earlier_one_taken(monkeypatch):
     start, damaged = Crew.start, []
 
     def damaging(crew, role):
-        path = crew.directory / "journal" / role / "000000000004.writes"
-        if path.exists():
-            content = bytearray(path.read_bytes())
+        newest = max(crew.checkpoints.glob("0*/rows-1-00000.safetensors"), default=None)
+        if newest is not None:
+            content = bytearray(newest.read_bytes())
             content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-            damaged.append(role)
+            newest.write_bytes(content)
+            damaged.append(int(newest.parent.name))
         start(crew, role)
 
     monkeypatch.setattr(Crew, "start", damaging)
     fault = Fault("trainer.step.updated", at=8, role="trainer-1")
     ended = survives(USUAL, fault, victims={fault.name: ["server-1"]})
-    assert damaged == ["server-1"]
-    assert ended.incidents[0].done_after == 4
+    assert ended.incidents[0].done_after < damaged[0]
+
+
+def test_a_trainer_that_was_cut_off_right_before_it_names_a_checkpoint_changes_nothing():
+    count = roles_at(USUAL, "checkpoint.confirmed")["trainer-0"]
+    for at in range(1, count + 1):
+        survives(USUAL, Fault("checkpoint.confirmed", "pause", at, "trainer-0"), seed=at)
 
 
 @pytest.mark.parametrize("name", ["mark.over", "checkpoint.rows.written", "checkpoint.complete"])
@@ -208,7 +200,6 @@ def test_a_run_that_is_lost_after_its_last_iteration_ends_as_it_would_have(name)
         ("trainer.fetch.read", r"fetch-\d failed.*told to fail"),
         ("server.write.received", "server 0 at server-0.*failed inside"),
         ("server.save.begun", "checkpoint of iteration 4.*failed inside the server"),
-        ("journal.append.begun", "server 0 at server-0.*failed inside"),
         ("checkpoint.manifest.written", "checkpoint of iteration 4.*told to fail"),
         ("oracle.plan.made", "oracle failed inside"),
         ("data.group.read", "processor-0.*failed inside"),

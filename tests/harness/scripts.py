@@ -11,7 +11,7 @@ from unittest.mock import patch
 from bagpipe.cluster.context import Launch
 from bagpipe.config import load_config
 from bagpipe.store import MemoryStore
-from bagpipe.store.recorded import Recorded
+from bagpipe.store.versioned import VersionedStore
 from bagpipe.store.views import shared_views
 from bagpipe.together import run_threads
 from bagpipe.trainer.collective import memory_groups
@@ -82,7 +82,7 @@ class Trainers:
     def _view(self, rank, layouts):
         with self._lock:
             if self.store is None:
-                self.store = Recorded(MemoryStore(layouts)) if self.recorded else MemoryStore(layouts)
+                self.store = VersionedStore(MemoryStore(layouts)) if self.recorded else MemoryStore(layouts)
             if not self._views:
                 notify = [lambda rank=rank: self.drivers[rank].notify() for rank in range(self.trainers)]
                 self._views = shared_views(self.store, self.trainers, notify, DEADLINE_S)

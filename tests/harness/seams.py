@@ -5,8 +5,6 @@ A pair such as `SAVE` is a place where a test may put something of its own: `mon
 
 from __future__ import annotations
 
-import errno
-
 from bagpipe import embedding
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, InitialEntry
@@ -24,7 +22,7 @@ from bagpipe.oracle.assign import Assigner
 from bagpipe.reference import Reference
 from bagpipe.resuming import find_run, holding, note_config, open_run
 from bagpipe.store import MappedStore, MemoryStore
-from bagpipe.store.recorded import Recorded
+from bagpipe.store.versioned import VersionedStore
 from bagpipe.trainer import saved
 from bagpipe.trainer.stages import Threads
 from bagpipe.training import train
@@ -50,7 +48,6 @@ __all__ = [
     "children_of",
     "find_run",
     "given_reference",
-    "no_disk_for_old_values",
     "prepared",
     "resumed",
     "threads",
@@ -58,7 +55,7 @@ __all__ = [
     "unbounded_rows",
 ]
 
-SAVE = (Recorded, "save")
+SAVE = (VersionedStore, "save")
 """Writes the rows of a checkpoint: (store, done, ...)."""
 STATE_BYTES_MAX = (saved, "STATE_BYTES_MAX")
 EXPORTED_BLOCKS = (embedding.CachedLayer, "blocks")
@@ -105,15 +102,6 @@ def threads(deadline_s):
     return Threads(deadline_s)
 
 
-def no_disk_for_old_values(monkeypatch):
-    """Old values of rows that memory has no room for find none on a disk either."""
-
-    def take(dir):
-        raise OSError(errno.ENOSPC, f"no room in {dir}")
-
-    monkeypatch.setattr("bagpipe.store.versioned.tempfile.TemporaryFile", take)
-
-
 def begun_run(directory, settings):
     """A run that is going on: a context."""
     directory.mkdir()
@@ -134,7 +122,7 @@ def trained(job, report=lambda _done, _note: None, checkpoint=None):
 def resumed(run_dir, settings):
     """A run that is gone on with under other settings, and the checkpoint that it goes on from."""
     found = open_run(run_dir, settings)
-    return open_job(found.config, found.directory), found.checkpoint
+    return open_job(found.config, found.directory), found.point.checkpoint
 
 
 def checkpoint_of_first_values(pending, table, layer, value):
