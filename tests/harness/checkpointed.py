@@ -46,17 +46,17 @@ class World:
         """What must come back."""
         return [dict(rows) for rows in self.rows]
 
-    def shard(self, server, servers):
-        """A snapshot of the rows of one server."""
-        return _Snapshot(self, server, servers)
+    def shard(self, server, servers, since=None):
+        """A snapshot of the rows of one server, all or those written since."""
+        return _Snapshot(self, server, servers, since)
 
 
 class _Snapshot:
-    def __init__(self, world, server, servers):
-        self.world, self.server, self.servers = world, server, servers
+    def __init__(self, world, server, servers, since):
+        self.world, self.server, self.servers, self.since = world, server, servers, since
 
-    def iterate(self, table, since, rows_per_chunk):
-        written = self.world.written[table]
+    def iterate(self, table, rows_per_chunk):
+        written, since = self.world.written[table], self.since
         ids = np.array([key for key in written if since is None or written[key] > since], np.int64)
         ids = ids[define_servers(table, ids, self.servers) == self.server]
         width = list(WIDTHS.values())[table]
@@ -66,23 +66,23 @@ class _Snapshot:
             yield ids[start : start + rows_per_chunk], values[start : start + rows_per_chunk]
 
 
-def save(checkpoints, world, servers=1, facts=FACTS, full=False):
-    """One checkpoint of the world as it is."""
-    with checkpoints.begin(world.done, full=full) as pending:
+def save(checkpoints, world, servers=1, facts=FACTS, full=False, **options):
+    """One checkpoint of the world as it is; then those go that are not kept."""
+    with checkpoints.begin(world.done, full=full, **options) as pending:
         for server in range(servers):
             entries = write_rows(
                 checkpoints.disk,
                 pending.directory,
-                world.shard(server, servers),
+                world.shard(server, servers, pending.base),
                 list(WIDTHS.items()),
                 part=str(server),
                 shard=(server, servers),
-                since=pending.base,
-                compress=checkpoints.compress,
             )
             pending.add(entries)
         pending.write_blob("trainer-0", b"blob of %d" % world.done)
-        return pending.commit(facts)
+        checkpoint = pending.commit(facts)
+    checkpoints.tidy()
+    return checkpoint
 
 
 def load(checkpoint, servers=1):

@@ -150,7 +150,8 @@ def roles_at(world, name, seed=0):
 def random_faults(world, seed, number):
     """So many deaths anywhere, by a seed."""
     choose = random.Random(seed)
-    reached = sorted((role, name, count) for (role, name), count in undisturbed(world).items() if role)
+    found = undisturbed(world).items()
+    reached = sorted((role, name, count) for (role, name), count in found if role and name not in BY_SCHEDULE)
     return [
         Fault(name, "kill", choose.randint(1, count), role) for role, name, count in choose.choices(reached, k=number)
     ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bagpipe.server.shard import Recording
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.server.core import EmbeddingServer
-from bagpipe.server.shard import Recording
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
 from benchmarks.simulated import SimulatedNetwork

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bagpipe.server.shard import Recording
 
 from bagpipe.server.core import EmbeddingServer
-from bagpipe.server.shard import Recording
 from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Rows, Write
 from bagpipe.wire.recovery_messages import Keep
 from harness.server_peer import RUN

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import CheckpointError, ClusterError, StoreError
-from bagpipe.recovery import BEGINNING, Incident, Point, RolesLost, Supervisor
+from bagpipe.recovery import Incident, RolesLost, Supervisor
 
 ROLES = ("trainer 0", "trainer 1", "server 0", "server 1", "oracle", "processor 0")
+
+
+def after(done):
+    """The point of a checkpoint after so many iterations."""
+    return ResumePoint(done, Path(f"/checkpoints/{done:08d}"), f"{done:016x}")
 
 
 class ScriptedCrew:
     """Does what it is asked in no time; `faults` says who is lost in which call, counted from 0."""
 
-    def __init__(self, faults=(), marks=((), ()), checkpoint=None, damaged=None):
+    def __init__(self, faults=(), checkpoints=(), damaged=None):
         """`damaged` says which points can't be returned to after all, and why."""
-        self.faults, self.of_servers, self.damaged = dict(faults), marks, damaged or {}
-        self.of_files = [] if checkpoint is None else [checkpoint]
+        self.faults, self.complete, self.damaged = dict(faults), [*map(after, checkpoints)], damaged or {}
         self.calls = []
         self.done = 0
         self.now = 0.0
@@ -43,12 +49,9 @@ class ScriptedCrew:
     def restart(self, roles):
         self.call("restart", tuple(roles))
 
-    def marks(self):
-        self.call("marks")
-        return {f"server {number}": marks for number, marks in enumerate(self.of_servers)}
-
-    def saved(self):
-        return self.of_files
+    def points(self):
+        self.call("points")
+        return self.complete
 
     def return_to(self, point):
         self.call("return", point)
@@ -56,7 +59,7 @@ class ScriptedCrew:
             raise self.damaged[point]
 
 
-def supervise(crew, restarts_max=3, start=BEGINNING):
+def supervise(crew, restarts_max=3, start=START):
     said = []
     supervisor = Supervisor(crew, restarts_max, said.append, lambda: crew.now)
     return supervisor, supervisor.run(start), said
@@ -66,24 +69,28 @@ def test_a_run_without_losses_is_one_attempt():
     crew = ScriptedCrew()
     supervisor, result, said = supervise(crew)
     assert result == "all of generation 0"
-    assert crew.calls == [("attempt", 0, BEGINNING), ("work on",)]
+    assert crew.calls == [("attempt", 0, START), ("work on",)]
     assert (supervisor.incidents, said) == ([], [])
 
 
 def test_after_a_loss_all_abandon_the_lost_one_restarts_rows_return_and_the_run_goes_on_from_there():
-    crew = ScriptedCrew({1: ["trainer 1"]}, marks=((0, 5), (5, 7)))
+    crew = ScriptedCrew({1: ["trainer 1"]}, checkpoints=(3, 5))
     supervisor, result, said = supervise(crew)
-    point = Point(5, "mark")
+    point = after(5)
     assert result == "all of generation 1"
     assert crew.calls[2:] == [
-        ("abandon", 1), ("restart", ("trainer 1",)), ("marks",), ("return", point), ("attempt", 1, point), ("work on",)
+        ("abandon", 1), ("restart", ("trainer 1",)), ("points",), ("return", point), ("attempt", 1, point), ("work on",)
     ]  # fmt: skip
     assert supervisor.incidents == [Incident("trainer 1", "killed", 10, 5, 5.0)]
-    assert said == ["trainer 1 was lost: killed", "going back to iteration 5", "went on from iteration 5 after 5.0 s"]
+    assert said == [
+        "trainer 1 was lost: killed",
+        "going back to the checkpoint after 5 iterations",
+        "went on from the checkpoint after 5 iterations after 5.0 s",
+    ]
 
 
 def test_two_lost_at_once_come_back_together_and_are_two_incidents():
-    crew = ScriptedCrew({1: ["server 1", "trainer 0"]}, marks=((5,), (5,)))
+    crew = ScriptedCrew({1: ["server 1", "trainer 0"]}, checkpoints=(5,))
     supervisor, _, said = supervise(crew)
     assert ("restart", ("server 1", "trainer 0")) in crew.calls
     assert [incident.role for incident in supervisor.incidents] == ["server 1", "trainer 0"]
@@ -93,7 +100,7 @@ def test_two_lost_at_once_come_back_together_and_are_two_incidents():
 
 @pytest.mark.parametrize("call", [2, 3, 4, 5, 6])
 def test_a_loss_during_recovery_begins_it_anew_for_all_who_are_lost(call):
-    crew = ScriptedCrew({1: ["server 0"], call: ["oracle"]}, marks=((5,), (5,)))
+    crew = ScriptedCrew({1: ["server 0"], call: ["oracle"]}, checkpoints=(5,))
     supervisor, result, _ = supervise(crew)
     assert result == "all of generation 2"
     asked = [words[1] for words in crew.calls if words[0] == "restart"]
@@ -104,68 +111,49 @@ def test_a_loss_during_recovery_begins_it_anew_for_all_who_are_lost(call):
 
 
 @pytest.mark.parametrize(
-    ("marks", "checkpoint", "start", "expected"),
+    ("checkpoints", "start", "expected"),
     [
-        (((), ()), None, BEGINNING, BEGINNING),
-        (((3, 4), (1, 2)), None, BEGINNING, BEGINNING),
-        (((3, 4), (1, 2)), 2, BEGINNING, Point(2, "checkpoint")),
-        (((3, 4), (2, 3)), 2, BEGINNING, Point(3, "mark")),
-        (((3,), (3,)), 3, BEGINNING, Point(3, "mark")),
-        (((3,), (3,)), 6, BEGINNING, Point(6, "checkpoint")),
-        ((), 6, BEGINNING, Point(6, "checkpoint")),
-        (((), ()), None, Point(40, "checkpoint"), Point(40, "checkpoint")),
-        (((0,), (0,)), None, BEGINNING, Point(0, "mark")),
+        ((), START, START),
+        ((2,), START, after(2)),
+        ((6, 2, 4), START, after(6)),
+        ((), after(40), after(40)),
+        ((2, 50), after(40), after(50)),
     ],
 )
-def test_the_point_is_the_newest_that_all_servers_can_return_to(marks, checkpoint, start, expected):
-    crew = ScriptedCrew({0: ["server 1"]}, marks, checkpoint)
+def test_the_point_is_the_newest_complete_checkpoint(checkpoints, start, expected):
+    crew = ScriptedCrew({0: ["server 1"]}, checkpoints)
     supervise(crew, start=start)
     assert ("return", expected) in crew.calls
     assert crew.calls[0] == ("attempt", 0, start)
     assert ("attempt", 1, expected) in crew.calls
 
 
-MARK, OLDER, FILES = Point(8, "mark"), Point(4, "mark"), Point(6, "checkpoint")
-ROTTEN, TORN = StoreError("server 1: the journal is damaged"), CheckpointError("server 0: rows-0 is damaged")
+TORN, LOST = CheckpointError("server 0: rows-0 is damaged"), StoreError("server 1 has no room")
 
 
 @pytest.mark.parametrize(
     ("damaged", "expected"),
     [
-        ({MARK: ROTTEN}, [MARK, FILES]),
-        ({MARK: ROTTEN, FILES: TORN}, [MARK, FILES, OLDER]),
-        ({MARK: ROTTEN, FILES: TORN, OLDER: ROTTEN}, [MARK, FILES, OLDER, BEGINNING]),
+        ({after(8): TORN}, [after(8), after(6)]),
+        ({after(8): TORN, after(6): LOST}, [after(8), after(6), after(4)]),
+        ({after(8): TORN, after(6): LOST, after(4): TORN}, [after(8), after(6), after(4), START]),
     ],
 )
-def test_where_a_journal_or_a_checkpoint_is_damaged_an_earlier_point_is_used(damaged, expected):
-    crew = ScriptedCrew({1: ["server 1"]}, marks=((4, 8), (4, 8)), checkpoint=6, damaged=damaged)
+def test_where_a_checkpoint_is_damaged_an_earlier_one_is_used(damaged, expected):
+    crew = ScriptedCrew({1: ["server 1"]}, checkpoints=(4, 6, 8), damaged=damaged)
     supervisor, result, said = supervise(crew)
     assert result == "all of generation 1"
     assert [words[1] for words in crew.calls if words[0] == "return"] == expected
     assert ("attempt", 1, expected[-1]) in crew.calls
     assert [incident.done_after for incident in supervisor.incidents] == [expected[-1].done]
-    assert "iteration 8 can't be returned to: server 1: the journal is damaged" in said
-
-
-def test_marks_that_servers_have_lost_in_a_return_that_failed_are_not_tried():
-    class Losing(ScriptedCrew):
-        def return_to(self, point):
-            if point == FILES:  # one has loaded it and forgot all marks, the other could not
-                self.of_servers = ((6,), (4, 8))
-            super().return_to(point)
-
-    crew = Losing({1: ["server 1"]}, marks=((4, 8), (4, 8)), checkpoint=6, damaged={MARK: ROTTEN, FILES: TORN})
-    supervise(crew)
-    assert [words[1] for words in crew.calls if words[0] == "return"] == [MARK, FILES, BEGINNING]
+    assert "the checkpoint after 8 iterations can't be returned to: server 0: rows-0 is damaged" in said
 
 
 def test_a_run_that_was_resumed_never_returns_to_before_its_start():
-    start = Point(6, "checkpoint")
-    crew = ScriptedCrew({1: ["server 1"]}, marks=((4, 8), (4, 8)), damaged={MARK: ROTTEN, start: TORN})
-    crew.of_files = [2, 6]
+    crew = ScriptedCrew({1: ["server 1"]}, checkpoints=(2, 6, 8), damaged={after(8): LOST, after(6): TORN})
     with pytest.raises(CheckpointError, match="rows-0 is damaged"):
-        supervise(crew, start=start)
-    assert [words[1] for words in crew.calls if words[0] == "return"] == [MARK, start]
+        supervise(crew, start=after(6))
+    assert [words[1] for words in crew.calls if words[0] == "return"] == [after(8), after(6)]
 
 
 def test_a_role_is_started_again_up_to_the_limit_and_then_named():
@@ -213,7 +201,7 @@ def test_a_loss_with_nothing_left_to_train_is_an_incident_too():
 def test_any_losses_within_the_limit_end_well_with_one_incident_each(seed):
     chance = random.Random(seed)
     faults = {call: chance.sample(ROLES, chance.randint(1, 3)) for call in chance.sample(range(60), 12)}
-    crew = ScriptedCrew(faults, marks=((4, 8), (8, 12)), checkpoint=6)
+    crew = ScriptedCrew(faults, checkpoints=(6, 8))
     supervisor, _, _ = supervise(crew, restarts_max=100)
     happened = [role for call in sorted(faults) if call not in crew.faults for role in faults[call]]
     assert [incident.role for incident in supervisor.incidents] == happened

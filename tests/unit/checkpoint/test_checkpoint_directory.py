@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from xxhash import xxh64_hexdigest
 
-from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.directory import Checkpoints, complete_points
 from bagpipe.checkpoint.manifest import Facts, decode_manifest
 from bagpipe.checkpoint.reading import directory_name
 from bagpipe.errors import CheckpointError, ConfigError
@@ -19,13 +19,14 @@ from harness.checkpointed import DIRECTORY, FACTS, TABLES, World, load, opened, 
 from harness.disk import SimulatedDisk
 
 
-def run(dones, world=None, **options):
-    """Checkpoints of one run, on a simulated disk."""
+def run(dones, world=None, full_every=100, **options):
+    """Checkpoints of one run, on a simulated disk; every so many are full."""
     checkpoints = opened(disk=SimulatedDisk(), **options)
     world = world or World(rows=8)
-    for done in dones:
-        world.train(done, share=0.5)
-        save(checkpoints, world)
+    world.train(0, share=1)  # so that it takes long until changes take more room than all rows
+    for number, done in enumerate(dones):
+        world.train(done, share=0.1)
+        save(checkpoints, world, full=number % full_every == 0)
     return checkpoints, world
 
 
@@ -67,7 +68,7 @@ def test_nothing_goes_before_the_new_one_was_read_back_and_has_its_name():
         setattr(disk, name, noted)
     world = World(rows=8)
     world.train(30)
-    save(checkpoints, world)
+    save(checkpoints, world, full=True)
     assert numbers(checkpoints) == [30]
     named = done.index(("rename", ".tmp-"))
     assert [step for step in done[:named] if step[0] in ("unlink", "remove_directory", "rename")] == []
@@ -123,10 +124,10 @@ def test_a_run_that_went_back_replaces_the_future_that_it_left():
     other.train(20, share=1)
     again.continue_from(10)
     left = load(again.open(30))
+    assert again.discard_after(10) == [20, 30]
     checkpoint = save(again, other)
     assert checkpoint.chain == [10, 20]
     assert numbers(again) == [10, 20]
-    assert again.scan()[-1].problem is None
     assert load(checkpoint) != left
 
 
@@ -141,7 +142,7 @@ def test_what_came_after_one_can_be_given_up_once_that_one_is_verified():
     assert checkpoints.discard_after(20) == [30, 40]
     assert numbers(checkpoints) == [10, 20]
     world.train(25)
-    assert save(checkpoints, world).chain == [25]
+    assert save(checkpoints, world, full=True).chain == [25]
 
 
 def test_a_base_that_is_another_than_it_was_is_refused():
@@ -172,18 +173,18 @@ def test_directories_of_others_with_numbers_for_names_stay(tmp_path):
     photo = tmp_path / "20240101" / "photo.jpg"
     photo.parent.mkdir()
     photo.touch()
-    checkpoints, world = opened(tmp_path, keep=1, full_every=1), World()
+    checkpoints, world = opened(tmp_path, keep=1), World()
     for done in (10, 20):
         world.train(done)
-        save(checkpoints, world)
+        save(checkpoints, world, full=True)
     assert checkpoints.prune() == []
     assert photo.exists()
     assert numbers(checkpoints) == [20]
 
 
-@pytest.mark.parametrize("name", [".tmp-mine", ".old-00000010", ".tmp-00000010-notes", ".tmp-00000010-0123abcd-1"])
+@pytest.mark.parametrize("name", [".tmp-mine", ".old-00000010", ".tmp-00000010-0-notes", ".tmp-00000010-0123abcd-1"])
 def test_directories_of_others_that_begin_like_leftovers_stay(tmp_path, name):
-    notes, leftover = tmp_path / name / "notes.txt", tmp_path / ".tmp-00000010-0123abcd"
+    notes, leftover = tmp_path / name / "notes.txt", tmp_path / ".tmp-00000010-0-0123abcd"
     for directory in (notes.parent, leftover):
         directory.mkdir()
     notes.touch()
@@ -235,10 +236,10 @@ def test_one_that_can_not_be_opened_stays_until_its_time_has_come():
     path = DIRECTORY / directory_name(30) / "manifest.json"
     checkpoints.disk.write_file(path, b"")
     world.train(40)
-    save(checkpoints, world)
+    save(checkpoints, world, full=True)
     assert [found.done for found in checkpoints.scan()] == [20, 30, 40]
     world.train(50)
-    save(checkpoints, world)
+    save(checkpoints, world, full=True)
     assert [found.done for found in checkpoints.scan()] == [40, 50]
 
 
@@ -317,9 +318,86 @@ def test_a_directory_is_made_with_its_parents_and_a_file_in_its_place_is_refused
         opened(tmp_path / "file").begin(1)
 
 
-@pytest.mark.parametrize(
-    "options", [{"keep": 0}, {"keep": 2.5}, {"keep": "3"}, {"full_every": 0}, {"compress": "gzip"}], ids=str
-)
+def test_a_chain_is_made_full_when_its_changes_take_more_room_than_all_rows():
+    checkpoints, world = opened(disk=SimulatedDisk(), keep=99), World(rows=400)
+    world.train(0, share=1)
+    chains = []
+    for done in range(1, 30):
+        world.train(done, share=0.2)
+        chains.append(save(checkpoints, world).chain)
+        assert load(checkpoints.latest()) == world.state()
+    full = [chain[0] for chain in chains if len(chain) == 1]
+    assert full[0] == 1
+    assert 4 <= full[1] - full[0] <= 8
+    assert 4 <= full[2] - full[1] <= 8
+
+
+def test_those_for_recovery_go_with_the_next_one_and_those_of_the_user_stay():
+    checkpoints, world = opened(disk=SimulatedDisk(), keep=2), World(rows=8)
+    for done in range(1, 13):
+        world.train(done, share=1)
+        save(checkpoints, world, full=True, retained=done % 3 == 0)
+        wanted = [*range(3, done + 1, 3)][-2:]
+        assert numbers(checkpoints) == sorted({*wanted, done})
+
+
+def test_all_trainers_write_into_one_directory_and_the_first_one_waits_for_their_states():
+    disk = SimulatedDisk()
+    first, other = (opened(disk=disk, generation=2, token="0123abcd") for _ in range(2))
+    other.write_state(10, "trainer-1", b"one")
+    with first.begin(10) as pending:
+        pending.write_blob("trainer-0", b"zero")
+        pending.take_states(["trainer-1"])
+        checkpoint = pending.commit(FACTS)
+    assert (checkpoint.blob("trainer-0"), checkpoint.blob("trainer-1")) == (b"zero", b"one")
+    assert checkpoint.manifest.generation == 2
+    other.write_state(20, "trainer-1", b"one")  # it is ahead: a leftover of nobody
+    with first.begin(15) as pending:
+        pending.commit(FACTS)
+    with first.begin(20) as pending:
+        pending.take_states(["trainer-1"])
+    later = opened(disk=disk, generation=3)
+    later.begin(30).abandon()
+    assert not [path for path in disk.contents() if "/." in path]
+
+
+def test_one_who_is_not_to_go_on_names_nothing():
+    checkpoints, world = run([10])
+
+    def refuse():
+        raise CheckpointError("generation 1 goes on")
+
+    world.train(20)
+    pending = checkpoints.begin(20)
+    with pytest.raises(CheckpointError, match="generation 1 goes on"):
+        pending.commit(FACTS, refuse)
+    assert numbers(checkpoints) == [10]
+    later = opened(disk=checkpoints.disk, generation=1)
+    late = checkpoints.begin(20)
+    save(later, world)
+    with pytest.raises(CheckpointError, match="was written by generation 1 of the run, and this is 0"):
+        late.commit(FACTS)
+    assert load(later.open(20)) == world.state()
+
+
+def test_points_are_found_by_name_and_by_listing():
+    checkpoints, _ = run([10, 20])
+    disk, elsewhere = checkpoints.disk, Path("/elsewhere")
+    other, world = Checkpoints(elsewhere, disk=disk), World(rows=3)
+    world.train(30)
+    save(other, world)
+    told = [DIRECTORY / directory_name(20), DIRECTORY / directory_name(25), elsewhere / directory_name(30)]
+    found = complete_points(told, DIRECTORY, disk)
+    assert sorted(point.done for point in found) == [10, 20, 30]
+    hidden = disk.directories
+    disk.directories = lambda path: [name for name in hidden(path) if name != directory_name(20) or listed]
+    listed = False
+    assert sorted(point.done for point in complete_points([], DIRECTORY, disk)) == [10]
+    listed = True
+    assert all(point.open(disk).done == point.done for point in found)
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 2.5}, {"keep": "3"}], ids=str)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=f"checkpoint.{next(iter(options))}"):
         Checkpoints(DIRECTORY, **options)

@@ -44,7 +44,7 @@ FILES = (
     FileEntry(
         name="rows-0-0.safetensors", bytes=9, checksum=SUM, rows=(RowCount(0, 2), RowCount(1, 3)), shard=ShardOf(0, 2)
     ),
-    FileEntry(name="rows-1-0.safetensors.zst", bytes=5, checksum=SUM, raw_bytes=9, rows=(), shard=ShardOf(1, 2)),
+    FileEntry(name="rows-1-0.safetensors", bytes=5, checksum=SUM, rows=(), shard=ShardOf(1, 2)),
     FileEntry(name="trainer-0.safetensors", bytes=3, checksum=SUM),
 )
 FACTS = Facts(tables=TABLES, trainers=2, servers=2, config={"seed": 0, "lr": 0.1, "a": [1, None]}, data="f00")
