@@ -222,8 +222,11 @@ def train_over(
     stats = batches.stats()
     summary = clock.summary() | (metrics_summary(trained, clock.auc_untrained) if rank == 0 else {})
     moved = ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows", "peak_rows")
-    summary |= {key: stats[key] for key in (*moved, "windows") if key in stats}
+    summary |= {key: stats[key] for key in (*moved, "windows", "checkpoints") if key in stats}
     summary["stall_fraction"] = stats["stall_seconds"] / clock.session_seconds
+    if stats.get("checkpoints"):
+        cost_s = stats["checkpoint_wait_seconds"] + stats["checkpoint_processor_seconds"]
+        summary["checkpoint_fraction"] = cost_s / clock.session_seconds
     if rank:
         return None, summary
     tables = [layout.table.name for layout in layouts]

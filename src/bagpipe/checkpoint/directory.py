@@ -187,6 +187,17 @@ class Checkpoints:
         first = min(kept)
         return self._remove([n for n in self.numbers() if n not in needed and (n in readable or n < first)])
 
+    def end(self) -> None:
+        """The run is over: remove what was there for recovery, and the directory if that was all."""
+        try:
+            needed = {done for each in self.list() if each.manifest.retained for done in each.chain}
+            self._remove([done for done in self.numbers() if done not in needed])
+            self._remove_leftovers()
+        except CheckpointError as error:
+            _log.warning("a checkpoint for recovery stays: %s", error)
+        with suppress(OSError):  # it has others, or is not there
+            self.disk.remove_directory(self.directory)
+
     def tidy(self) -> None:
         """The same after a new one is complete, whose files were read back; what can't be removed stays for now."""
         try:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.cluster.crew import RayCrew, ResultT, ScriptCrew, TrainingCrew
 from bagpipe.cluster.log import LogPlace
@@ -127,6 +128,7 @@ def _supervise(crew: RayCrew[ResultT], told: _Told) -> tuple[ResultT, list[Incid
     try:
         result = supervisor.run(crew.request.start)
         crew.stop()
+        Checkpoints(crew.checkpoints).end()
         return result, supervisor.incidents
     finally:
         crew.close()

@@ -302,7 +302,7 @@ class Batches:
             "data_wait_seconds": self._data_wait_s,
             "cache_rows": sum(self.cache.capacity),
             "cache_bytes": self.cache.num_bytes,
-        }
+        } | ({} if self._checkpointer is None else self._checkpointer.stats())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training has changed besides the dense part: rows with their state, counters, data position.

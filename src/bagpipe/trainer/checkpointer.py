@@ -154,8 +154,15 @@ class Checkpointer:
         self._resumed = None if resume == START else resumed_states(resume, rank)
         recovery = self._periods.recovery
         self._schedule = Schedule(recovery, resume.done) if isinstance(recovery, float) else None
-        self.num_saved, self.waited_s, self.processor_s = 0, 0.0, 0.0
-        """What it has come to so far: time of training that was waited, and of this process's other threads."""
+        self._num_saved, self._waited_s, self._processor_s = 0, 0.0, 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """What it has come to so far: checkpoints, how long training waited, and processor time beside it."""
+        return {
+            "checkpoints": self._num_saved,
+            "checkpoint_wait_seconds": self._waited_s,
+            "checkpoint_processor_seconds": self._processor_s,
+        }
 
     @property
     def position(self) -> Mapping[str, Any] | None:
@@ -268,15 +275,15 @@ class Checkpointer:
             schedule.told(done, int(told[0]))
         reach("mark.over")
         self._last = done
-        self.num_saved += 1
-        self.waited_s += time.monotonic() - flushed
+        self._num_saved += 1
+        self._waited_s += time.monotonic() - flushed
         if self._rank == 0:
             what = f"the checkpoint of iteration {done}"
             self._writing.start(what, lambda: self._write(done, tree, retained, token), self._progress)
 
     def _writing_s(self) -> float:
         """Of processor time that the last checkpoint has taken here, besides what training waited for."""
-        return self.processor_s / max(self.num_saved, 1)
+        return self._processor_s / max(self._num_saved, 1)
 
     def _meet(self, loop: Loop, what: str, *works: Background) -> None:
         """Return when all trainers are here and the first one is done with what it does beside training."""
@@ -299,7 +306,7 @@ class Checkpointer:
             reach("checkpoint.saved")
         assert self._checkpoints is not None
         self._checkpoints.tidy()
-        self.processor_s += time.thread_time() - began
+        self._processor_s += time.thread_time() - began
 
     def _complete(self, done: int, tree: Tree, retained: bool, token: str) -> Path:
         assert self._checkpoints is not None
