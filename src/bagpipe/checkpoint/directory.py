@@ -109,7 +109,7 @@ class Checkpoints:
         `retained`: the user has asked for it. `token` is that of the mark that it is made of.
         """
         path = self._make_pending(done)
-        self._remove_leftovers()
+        self._remove_leftovers(done)
         base = None if full else self._find_base(done)
         reach("checkpoint.begun")
         return Pending(self, path, done, base, retained, token)
@@ -192,7 +192,7 @@ class Checkpoints:
         try:
             needed = {done for each in self.list() if each.manifest.retained for done in each.chain}
             self._remove([done for done in self.numbers() if done not in needed])
-            self._remove_leftovers()
+            self._remove_leftovers(0)
         except CheckpointError as error:
             _log.warning("a checkpoint for recovery stays: %s", error)
         with suppress(OSError):  # it has others, or is not there
@@ -265,12 +265,11 @@ class Checkpoints:
             raise CheckpointError(f"{base.directory} is another run's by now: give each run a directory of its own")
         return None if base.is_long else found
 
-    def _remove_leftovers(self) -> None:
-        own = f"-{self.generation}-{self.token}"
+    def _remove_leftovers(self, done: int) -> None:
         with failing("reading", self.directory):
             names = [name for name in self.disk.directories(self.directory) if _LEFTOVER.fullmatch(name)]
         for name in names:
-            if name.endswith(own):
+            if name.endswith(f"-{self.generation}-{self.token}") and int(name.split("-")[1]) >= done:
                 continue  # of this checkpoint, or a trainer is ahead with its state for the next
             try:
                 self._remove_files(self.directory / name)

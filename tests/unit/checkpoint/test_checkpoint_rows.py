@@ -166,7 +166,7 @@ def test_what_is_not_there_is_refused_by_name(tmp_path):
 
 def test_rows_that_are_not_of_the_table_are_refused(tmp_path):
     class Wrong:
-        def iterate(self, table, since, rows_per_chunk):
+        def iterate(self, table, rows_per_chunk):
             yield np.arange(3), np.zeros((3, 2), np.float32)
 
     with pytest.raises(CheckpointError, match="save them with the tables"):

@@ -62,7 +62,7 @@ class Rows:
     def __init__(self, ids, values):
         self.ids, self.values = ids, values
 
-    def iterate(self, table, since, rows_per_chunk):
+    def iterate(self, table, rows_per_chunk):
         for start in range(0, len(self.ids), rows_per_chunk):
             stop = start + rows_per_chunk
             yield self.ids[start:stop], self.values[start:stop]
@@ -81,7 +81,7 @@ def saved(directory, ids, entry=ENTRY, dense=DENSE, dones=(5, 6)):
         with checkpoints.begin(done) as pending:
             tables = [(entry.name, entry.width)]
             rows = Rows(ids, values)
-            pending.add(shards.write_rows(checkpoints.disk, pending.directory, rows, tables, since=pending.base))
+            pending.add(shards.write_rows(checkpoints.disk, pending.directory, rows, tables))
             if dense is not None:
                 pending.write_blob("trainer-0", pack_tree(dense))
             checkpoint = pending.commit(Facts(tables=(entry,)))

@@ -125,8 +125,8 @@ def test_a_file_outside_the_directory_can_not_be_named(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "has format 'bagpipe-checkpoint' version 2, this Bagpipe reads"),
-        ({"format": "zip"}, "has format 'zip' version 1"),
+        ({"version": 1}, "has format 'bagpipe-checkpoint' version 1, this Bagpipe reads"),
+        ({"format": "zip"}, "has format 'zip' version 2"),
         ({"done": -1}, "done"),
         ({"done": 2**63}, "done"),
         ({"done": "1"}, "done"),
