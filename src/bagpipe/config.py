@@ -21,7 +21,7 @@ from bagpipe import optim
 from bagpipe.errors import ConfigError
 from bagpipe.optim import RowOptimizer
 from bagpipe.policy_options import WAYS_MAX, PolicyOptions
-from bagpipe.store.residency import RESIDENT_BYTES_MIN
+from bagpipe.store.mapped import RESIDENT_BYTES_MIN
 from bagpipe.table import Table
 
 DEFAULT_PRESET = "criteo-kaggle-like"

@@ -5,6 +5,7 @@ Addresses travel as integers: they come from `array.ctypes.data`, and whoever pa
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from typing import cast
@@ -18,13 +19,16 @@ from bagpipe.kernels.intrinsics import prefetch_address
 
 WILLNEED = os.POSIX_FADV_WILLNEED
 DONTNEED = os.POSIX_FADV_DONTNEED
-NOWAIT = os.RWF_NOWAIT
+FORGET_MAPPED = mmap.MADV_DONTNEED
 
-# From <fcntl.h>; Python does not name them.
+# From <fcntl.h> and <sys/mman.h>; Python does not name them.
+WAIT_BEFORE = 1
 START_WRITE = 2
 WRITE_AND_WAIT = 1 | 2 | 4
+POPULATE_READ = 22
+POPULATE_WRITE = 23
 
-_address, _size, _offset, _int, _done = types.uintp, types.uintp, types.int64, types.int32, types.intp
+_address, _size, _offset, _int = types.uintp, types.uintp, types.int64, types.int32
 
 
 def _c_function(name: str, signature: Signature) -> Callable[..., int]:
@@ -32,9 +36,7 @@ def _c_function(name: str, signature: Signature) -> Callable[..., int]:
 
 
 memcpy = _c_function("memcpy", _address(_address, _address, _size))
-pread = _c_function("pread", _done(_int, _address, _size, _offset))
-preadv2 = _c_function("preadv2", _done(_int, _address, _int, _offset, _int))
-pwrite = _c_function("pwrite", _done(_int, _address, _size, _offset))
+madvise = _c_function("madvise", _int(_address, _size, _int))
 posix_fadvise = _c_function("posix_fadvise", _int(_int, _offset, _offset, _int))
 sync_file_range = _c_function("sync_file_range", _int(_int, _offset, _offset, types.uint32))
 _errno_location = _c_function("__errno_location", _address())
