@@ -23,8 +23,10 @@ import os
 import re
 import resource
 import tempfile
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Condition
 
@@ -46,6 +48,7 @@ from bagpipe.store.libc import (
     WRITE_AND_WAIT,
     errno_now,
     madvise,
+    map_file,
     posix_fadvise,
     sync_file_range,
 )
@@ -157,11 +160,17 @@ def _bring(fd: int, chunks: Int64s, pages_per_chunk: int, runs: Int64s, num_on_d
 
 
 @kernel
-def _drop(fd: int, chunks: Int64s, chunk_bytes: int, num_bytes: int, extents: Int64s) -> int:
-    """Write extents out and drop them from memory; 0, or the number of the error."""
-    for k in range(extents.shape[0]):  # all writes are under way before the first is waited for
+def _write_out(fd: int, extents: Int64s) -> int:
+    """Begin to write extents out, and wait for none; 0, or the number of the error."""
+    for k in range(extents.shape[0]):
         if sync_file_range(fd, extents[k] * EXTENT_BYTES, EXTENT_BYTES, START_WRITE) != 0:
             return errno_now()
+    return 0
+
+
+@kernel
+def _drop(fd: int, chunks: Int64s, chunk_bytes: int, num_bytes: int, extents: Int64s) -> int:
+    """Wait until extents are on the disk, and drop them from memory; 0, or the number of the error."""
     for k in range(extents.shape[0]):
         begin = extents[k] * EXTENT_BYTES
         end = min(begin + EXTENT_BYTES, num_bytes)
@@ -254,29 +263,37 @@ class Residency:
             self._files.clear()
 
     def _drop_some(self) -> None:
-        """Move the hand on over the extents of all files until enough is gone. Nobody copies meanwhile: a page that is
-        touched between being counted out and being dropped would stay, uncounted."""
+        """Move the hand on over the extents of all files until enough is gone.
+
+        Nobody copies meanwhile: a page touched between being counted out and being dropped would stay, uncounted.
+        """
         self._is_dropping = True
         try:
             self.changed.wait_for(lambda: not self._num_copying)
             self.check()
             counts = [file.pages_by_extent() for file in self._files]
-            every, starts = np.concatenate(counts), np.cumsum([0, *map(len, counts)])
-            self._hand %= len(every)
+            in_turn = np.roll(np.concatenate(counts), -self._hand)
             excess = self._num_pages - int(self.bytes_max * _KEPT_SHARE) // PAGE_BYTES
-            num_passed = int(np.searchsorted(np.cumsum(np.roll(every, -self._hand)), excess)) + 1
-            passed = np.zeros(len(every), np.bool_)
-            passed[np.arange(self._hand, self._hand + num_passed) % len(every)] = True
-            passed &= every > 0
-            for file, start, stop in zip(self._files, starts, starts[1:], strict=False):
-                if error := file.drop(np.flatnonzero(passed[start:stop])):
+            num_passed = int(np.searchsorted(np.cumsum(in_turn), excess)) + 1
+            for file, extents in self._under_hand(counts, num_passed):
+                if error := file.drop(extents):
                     self._fail(file, error)
                     self.check()
-            self._num_pages -= int(every[passed].sum())
-            self._hand += num_passed
+            self._num_pages -= int(in_turn[:num_passed].sum())
+            self._hand = (self._hand + num_passed) % len(in_turn)
+            for file, extents in self._under_hand(counts, num_passed):  # will be next: less to wait for then
+                file.write_out(extents)
         finally:
             self._is_dropping = False
             self.changed.notify_all()
+
+    def _under_hand(self, counts: list[Int64s], count: int) -> Iterator[tuple[FileRows, Int64s]]:
+        """The next extents that have pages in memory, by file."""
+        sizes = [len(each) for each in counts]
+        chosen = np.zeros(sum(sizes), np.bool_)
+        chosen[(self._hand + np.arange(min(count, len(chosen)))) % len(chosen)] = True
+        for file, pages, under in zip(self._files, counts, np.split(chosen, np.cumsum(sizes)[:-1]), strict=True):
+            yield file, np.flatnonzero(under & (pages > 0))
 
     def _fail(self, file: FileRows, error: int) -> None:
         self.failure = self.failure or medium_failure(file.path, "writing out rows in", error)
@@ -291,9 +308,9 @@ class FileRows(ChunkedRows):
         super().__init__(width, chunk_bytes)
         self.path = directory
         self._table, self._residency = table, residency
-        with failing("making a file in", directory):
-            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - open as long as rows are
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        with failing("making a file in", directory), tempfile.TemporaryFile(dir=directory) as file:
+            self._fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._fd).atexit = False  # open as long as somebody copies rows
         self._row_bytes = width * 4
         # A chunk is mapped from its place in the file, so it has whole pages.
         self._chunk_bytes = -(-(self._row_bytes << self._shift) // PAGE_BYTES) * PAGE_BYTES
@@ -380,17 +397,21 @@ class FileRows(ChunkedRows):
         counts: Int64s = padded.reshape(-1, _PAGES_PER_EXTENT).sum(1, dtype=np.int64)
         return counts
 
+    def write_out(self, extents: Int64s) -> int:
+        """Begin to write extents out; 0, or the number of the error."""
+        return _write_out(self._fd, extents)
+
     def drop(self, extents: Int64s) -> int:
         """Write extents out and drop them from memory; 0, or the number of the error."""
-        if error := _drop(self._file.fileno(), self._addresses, self._chunk_bytes, self._num_bytes, extents):
-            return error
-        for extent in extents.tolist():
-            self._noted[extent * _PAGES_PER_EXTENT : (extent + 1) * _PAGES_PER_EXTENT] = 0
-        return 0
+        error = self.write_out(extents) or _drop(self._fd, self._addresses, self._chunk_bytes, self._num_bytes, extents)
+        if not error:
+            for extent in extents.tolist():
+                self._noted[extent * _PAGES_PER_EXTENT : (extent + 1) * _PAGES_PER_EXTENT] = 0
+        return error
 
     def lost(self) -> int:
         """The number of the error if something could not be written out, else 0."""
-        return _lost(self._file.fileno(), self._num_bytes)
+        return _lost(self._fd, self._num_bytes)
 
     # Inside
 
@@ -404,8 +425,7 @@ class FileRows(ChunkedRows):
         order = order[positions[order] >= 0]
         ascending, start = positions[order], 0
         while start < len(order):
-            rest = order[start:]
-            start += self._copy_some(ascending[start:], lambda count, rest=rest: copy(rest[:count]), advice)
+            start += self._copy_some(ascending[start:], partial(_first, copy, order[start:]), advice)
 
     def _copy_some(self, positions: Int64s, copy: Callable[[int], None], advice: int) -> int:
         """Copy the rows from the first on that there is room for; how many these are."""
@@ -425,7 +445,7 @@ class FileRows(ChunkedRows):
 
     def _bring(self, runs: Int64s, advice: int) -> None:
         error = _bring(
-            self._file.fileno(),
+            self._fd,
             self._addresses,
             self._chunk_bytes // PAGE_BYTES,
             runs,
@@ -447,27 +467,18 @@ class FileRows(ChunkedRows):
                 raise no_room(f"the file of table {self._table}", self.path, needed, error) from error
 
     def _allocate_to(self, num_bytes: int) -> None:
-        fd = self._file.fileno()
         try:
-            os.posix_fallocate(fd, self._num_bytes, num_bytes - self._num_bytes)
+            os.posix_fallocate(self._fd, self._num_bytes, num_bytes - self._num_bytes)
         except OSError:
-            os.ftruncate(fd, self._num_bytes)  # an allocation that fails may leave a part of it behind
-            os.ftruncate(fd, max(self._num_bytes, len(self.chunks) * self._chunk_bytes))
+            os.ftruncate(self._fd, self._num_bytes)  # an allocation that fails may leave a part of it behind
             raise
         self._num_bytes = num_bytes
 
     def _new_chunk(self, first: bool) -> Floats:  # noqa: ARG002
-        fd, offset = self._file.fileno(), len(self.chunks) * self._chunk_bytes
-        end = offset + self._chunk_bytes
         try:
-            os.ftruncate(fd, max(end, self._num_bytes))  # what is not allocated yet is a hole
-        except OSError as error:
-            raise no_room(f"the file of table {self._table}", self.path, end, error) from error
-        try:
-            memory = mmap.mmap(fd, self._chunk_bytes, offset=offset)
+            memory = map_file(self._fd, self._chunk_bytes, len(self.chunks) * self._chunk_bytes)
         except OSError as error:
             raise MemoryError(f"can't map {self._chunk_bytes:,} B of a file ({error.strerror})") from error
-        memory.madvise(mmap.MADV_RANDOM)  # rows are scattered: what lies around one is not needed
         with self._residency.changed:
             self._noted = np.append(self._noted, np.zeros(self._chunk_bytes // PAGE_BYTES, np.uint8))
         return np.frombuffer(memory, np.float32, self._width << self._shift).reshape(-1, self._width)
@@ -487,7 +498,7 @@ class MappedStore(LocalStore):
         """Without a directory it is that of temporary files. It is made if it is missing, and may hold other files."""
         check_widths(tables)
         residency = Residency(resident_bytes_max)
-        self.path = Path(tempfile.gettempdir() if directory is None else directory).absolute()
+        self.path = Path(tempfile.gettempdir() if directory is None else directory).resolve()
         """The directory."""
         is_new = not self.path.exists()
         make_directory(self.path)
@@ -537,6 +548,10 @@ def make_directory(path: Path) -> None:
             "rows outlive a process in checkpoints only; remove table-*.rows, table-*.ids and index.json there, or "
             "give another directory"
         )
+
+
+def _first(copy: Callable[[Int64s], None], order: Int64s, count: int) -> None:
+    copy(order[:count])
 
 
 def _num_waits() -> int:

@@ -72,8 +72,12 @@ class Batches:
         peers: Peers | None = None,
         keeping: Keeping | None = None,
         ahead: int = 0,
+        before: int = 0,
     ) -> None:
-        """The rows of `ahead` plans may be on their way to the cache, if that is more than the pipeline's own."""
+        """The rows of `ahead` plans may be on their way to the cache, if that is more than the pipeline's own.
+
+        Earlier loops over the rows had `before` iterations.
+        """
         self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
         self._before = 0
         """Iterations of the run before this loop."""
@@ -86,8 +90,9 @@ class Batches:
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = make_checker(layouts, cache, peers) if check else None
         self._pipeline: Pipeline[list[Rewritten]] = Pipeline(
-            source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts], ahead
-        )
+            source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts], ahead,
+            before=before,
+        )  # fmt: skip
         source.measure(self._pipeline.traffic)
         self._plan: Plan | None = None
         self._views: list[TableView] = []
@@ -223,6 +228,11 @@ class Batches:
             check_attachable(objects)
         else:
             self._keeping.attach(objects)
+
+    @property
+    def in_store(self) -> int:
+        """How many iterations the store has heard of, those of earlier loops included."""
+        return self._pipeline.points.before + self._pipeline.traffic.iterations
 
     @property
     def step_due(self) -> bool:

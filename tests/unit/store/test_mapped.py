@@ -57,7 +57,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_named_before_any_row_changes(small_disk: Path) -> None:
-    with MappedStore.create(small_disk / "store", TABLES, keep=True) as store:
+    with MappedStore(TABLES, small_disk / "store") as store:
         store.write(0, np.arange(1000), values(0, 1000))
         before = contents(store)
         mixed = np.arange(500, 30_500)
@@ -74,7 +74,7 @@ def test_a_full_disk_is_named_before_any_row_changes(small_disk: Path) -> None:
 
 def test_the_last_free_bytes_are_used_when_a_whole_step_does_not_fit(small_disk: Path) -> None:
     num_rows = (3 << 20) // 192 - 100
-    with MappedStore.create(small_disk / "store", TABLES) as store:
+    with MappedStore(TABLES, small_disk / "store") as store:
         for part in np.array_split(np.arange(num_rows), 9):
             store.write(0, part, values(0, len(part)))
         assert store.num_rows(0) == num_rows
@@ -88,7 +88,7 @@ def test_an_allocation_that_fails_changes_nothing(tmp_path: Path, monkeypatch: p
         allocate(fd, offset, length // 2)  # part of it is done, as on a real disk
         raise OSError(number, os.strerror(number))
 
-    with MappedStore.create(tmp_path / "store", TABLES) as store:
+    with MappedStore(TABLES, tmp_path / "store") as store:
         store.write(0, np.arange(1000), values(0, 1000))
         before, disk_before = contents(store), store.stats().bytes_on_disk
         with monkeypatch.context() as patch:
@@ -105,7 +105,7 @@ def test_an_allocation_that_fails_changes_nothing(tmp_path: Path, monkeypatch: p
 
 def test_a_limit_on_file_sizes_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MappedStore.create(tmp_path / "store", TABLES) as store:
+    with MappedStore(TABLES, tmp_path / "store") as store:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
             with pytest.raises(StoreError, match="can't grow to 1,920,000 B"):
@@ -120,7 +120,7 @@ def test_a_small_disk_at_sync_leaves_the_store_usable(tmp_path: Path, monkeypatc
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with MappedStore.create(tmp_path / "store", TABLES, keep=True) as store:
+    with MappedStore(TABLES, tmp_path / "store") as store:
         store.write(0, np.arange(10), values(0, 10))
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
@@ -135,7 +135,7 @@ def test_a_small_disk_at_sync_leaves_the_store_usable(tmp_path: Path, monkeypatc
 
 
 def test_a_file_cut_off_while_in_use_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
-    with MappedStore.create(tmp_path / "store", TABLES, keep=True) as store:
+    with MappedStore(TABLES, tmp_path / "store") as store:
         store.write(0, np.arange(1000), values(0, 1000))
         os.truncate(tmp_path / "store" / "table-00000.rows", 192 * 900)
         out = np.empty((1, 48), np.float32)
@@ -147,7 +147,7 @@ def test_a_file_cut_off_while_in_use_is_an_error_and_not_a_signal(tmp_path: Path
 def test_after_a_write_that_failed_halfway_the_store_refuses_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with MappedStore.create(tmp_path / "store", TABLES, keep=True) as store:
+    with MappedStore(TABLES, tmp_path / "store") as store:
         store.write(0, np.arange(10), values(0, 10))
         store.sync()
         monkeypatch.setattr("bagpipe.store.rowfile._write", lambda *_: errno.EIO)
@@ -163,7 +163,7 @@ def test_after_a_write_that_failed_halfway_the_store_refuses_work(
 def test_rows_lost_on_their_way_to_the_disk_are_never_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with MappedStore.create(tmp_path / "store", TABLES, keep=True, resident_bytes_max=4 << 20) as store:
+    with MappedStore(TABLES, tmp_path / "store", resident_bytes_max=4 << 20) as store:
         monkeypatch.setattr("bagpipe.store.residency._let_go", lambda *_: errno.EIO)
         with pytest.raises(StoreError, match=r"writing out .* failed"):
             store.write(0, np.arange(50_000), values(0, 50_000))
@@ -175,7 +175,7 @@ def test_rows_lost_on_their_way_to_the_disk_are_never_published(
 
 
 def test_rows_lost_while_others_were_read_are_never_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with MappedStore.create(tmp_path / "store", TABLES, keep=True, resident_bytes_max=4 << 20) as store:
+    with MappedStore(TABLES, tmp_path / "store", resident_bytes_max=4 << 20) as store:
         store.write(0, np.arange(50_000), values(0, 50_000))
         with monkeypatch.context() as patch:
             patch.setattr("bagpipe.store.residency._let_go", lambda *_: errno.EIO)
@@ -194,7 +194,7 @@ def test_rows_that_do_not_reach_the_disk_at_sync_are_never_published(
     def fails(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    store = MappedStore.create(tmp_path / "store", TABLES, keep=True)
+    store = MappedStore(TABLES, tmp_path / "store")
     store.write(0, np.arange(10), values(0, 10))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", fails)
@@ -212,11 +212,11 @@ def test_rows_that_do_not_reach_the_disk_at_sync_are_never_published(
 
 def test_a_bound_too_small_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="resident_bytes_max is 1,000"):
-        MappedStore.create(tmp_path / "store", TABLES, keep=True, resident_bytes_max=1000)
+        MappedStore(TABLES, tmp_path / "store", resident_bytes_max=1000)
     assert not (tmp_path / "store").exists()
 
 
 def test_rows_without_floats_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="table 1: rows of 0 floats"):
-        MappedStore.create(tmp_path / "store", [Zeros(1), Zeros(0)], keep=True)
+        MappedStore([Zeros(1), Zeros(0)], tmp_path / "store")
     assert not (tmp_path / "store").exists()

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bagpipe.store.blocks import BLOCK_BYTES
+from bagpipe.store.snapshot import take_old
 
 from bagpipe.errors import StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import Marked
-from bagpipe.store.blocks import BLOCK_BYTES
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
-from bagpipe.store.snapshot import take_old
 from harness.recorded_rows import TABLES, contents, memory, rows_of, write
 
 
@@ -25,7 +25,7 @@ def test_a_recorded_store_is_marked() -> None:
 
 @pytest.fixture(params=["memory", "mapped"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Recorded]:
-    made = memory() if request.param == "memory" else MappedStore.create(tmp_path / "rows", TABLES, keep=True)
+    made = memory() if request.param == "memory" else MappedStore(TABLES, tmp_path / "rows")
     with Recorded(made) as recorded:
         yield recorded
 
@@ -225,21 +225,6 @@ def test_a_return_that_fails_halfway_is_refused_until_it_is_done_again(
     store.return_to(0)
     assert rows_of(store) == [(1, 1), (2, 2)]
     store.close()
-
-
-def test_a_mapped_store_that_was_returned_is_kept_and_opened_as_it_is_then(tmp_path: Path) -> None:
-    inner = MappedStore.create(tmp_path / "rows", TABLES, keep=True)
-    with Recorded(inner) as store:
-        write(store, 0, {1: 1, 2: 2})
-        store.mark(0)
-        write(store, 0, {2: 20, 3: 30, 4: 40})
-        store.sync()
-        store.return_to(0)
-        write(store, 0, {9: 90})
-        expected = rows_of(store)
-    assert expected == [(1, 1), (2, 2), (9, 90)]
-    with MappedStore.open(tmp_path / "rows", TABLES) as opened:
-        assert contents(opened.iterate(0)) == expected
 
 
 def test_what_is_kept_goes_with_its_mark(store: Recorded) -> None:

@@ -103,7 +103,7 @@ def test_a_snapshot_whose_old_values_are_given_up_says_so_and_what_to_do() -> No
 @pytest.mark.parametrize("num_marks", [0, 3])
 @pytest.mark.parametrize("kind", ["memory", "mapped"])
 def test_a_snapshot_is_never_given_up_however_much_is_written(kind: str, num_marks: int, tmp_path: Path) -> None:
-    inner = memory() if kind == "memory" else MappedStore.create(tmp_path / "rows", TABLES)
+    inner = memory() if kind == "memory" else MappedStore(TABLES, tmp_path / "rows")
     with Recorded(inner, None, 400) as store:
         write(store, 0, dict.fromkeys(TEN, 1.0))
         write(store, 1, dict.fromkeys(TEN, 1.0))

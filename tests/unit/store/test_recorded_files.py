@@ -72,7 +72,7 @@ class Servers:
         if kind == "memory":
             return MemoryStore(tables, chunk_bytes=256)
         directory = self.path / f"rows-{number}"
-        return MappedStore.create(directory, tables)
+        return MappedStore(tables, directory)
 
     def write(self, parts: Parts) -> None:
         for number, store in enumerate(self.stores):

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from bagpipe.store.snapshot import Snapshot
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bagpipe.errors import StoreError
 from bagpipe.store.journal import Journal
 from bagpipe.store.recorded import Recorded
-from bagpipe.store.snapshot import Snapshot
 from harness.disk import SimulatedDisk
 from harness.examples import examples
 from harness.recorded_rows import WIDTHS, Table, contents, memory, plain, rows_of

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bagpipe.store.snapshot import Snapshot
 
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.recorded import Recorded
-from bagpipe.store.snapshot import Snapshot
 from harness.recorded_rows import Ids
 
 
@@ -19,7 +19,7 @@ def test_snapshots_are_exact_while_two_threads_write_and_marks_go_on(kind: str, 
     """Every row has one number in all columns, so that half a row would be seen too."""
     num_rows, num_marks, width = 20_000, 6, 64
     tables = (Ids(width), Ids(width))
-    inner = MemoryStore(tables) if kind == "memory" else MappedStore.create(tmp_path / "rows", tables)
+    inner = MemoryStore(tables) if kind == "memory" else MappedStore(tables, tmp_path / "rows")
     store = Recorded(inner)
     ids = np.random.default_rng(0).permutation(num_rows)
     store.write_many([(table, ids[: num_rows // 2], _lines(ids[: num_rows // 2], width, 0)) for table in (0, 1)])
