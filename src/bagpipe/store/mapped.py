@@ -206,7 +206,7 @@ class Residency:
         self.bytes_max = bytes_max
         self.changed = Condition()
         """Guards everything here, and what files note."""
-        self.failure: StoreError | None = None
+        self._failure: tuple[int | str, ...] | None = None
         """Rows were lost on their way to the disk; the kernel says so once only, so it is kept here."""
         self._files: list[FileRows] = []
         self._num_pages = 0
@@ -252,14 +252,14 @@ class Residency:
             self.check()
 
     def check(self) -> None:
-        """Raise what was lost."""
-        if self.failure is not None:
-            raise self.failure
+        """StoreError if rows were lost, or the store is closed."""
+        if self._failure is not None:
+            raise StoreError(*self._failure)  # a new one: it leads to whoever called
 
     def close(self) -> None:
         """Count no more."""
         with self.changed:
-            self.failure = StoreError("the store is closed: open another")
+            self._failure = ("the store is closed: open another",)
             self._files.clear()
 
     def _drop_some(self) -> None:
@@ -296,7 +296,8 @@ class Residency:
             yield file, np.flatnonzero(under & (pages > 0))
 
     def _fail(self, file: FileRows, error: int) -> None:
-        self.failure = self.failure or medium_failure(file.path, "writing out rows in", error)
+        lost = f"rows in {file.path} were lost on their way to the disk ({os.strerror(error)})"
+        self._failure = self._failure or (error, f"{lost}: check the disk, then start again from a checkpoint")
 
 
 class FileRows(ChunkedRows):
