@@ -23,7 +23,7 @@ from bagpipe.optim import RowOptimizer
 from bagpipe.oracle.assign import Assigner
 from bagpipe.reference import Reference
 from bagpipe.resuming import find_run, holding, note_config, open_run
-from bagpipe.store import MappedStore, MemoryStore
+from bagpipe.store import MemoryStore
 from bagpipe.store.recorded import Recorded
 from bagpipe.trainer import saved
 from bagpipe.trainer.stages import Threads
@@ -43,7 +43,6 @@ __all__ = [
     "STATE_BYTES_MAX",
     "Assigner",
     "Checkpoints",
-    "MappedStore",
     "MemoryStore",
     "begun_run",
     "checkpoint_of_first_values",

@@ -22,6 +22,7 @@ import mmap
 import os
 import re
 import resource
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -194,7 +195,7 @@ def _lost(fd: int, num_bytes: int) -> int:
 class Residency:
     """The page cache of the files of a store, at most `bytes_max`, whatever is read and written at once.
 
-    (A row that takes an eighth of that alone, and a file system that is memory itself, are not bounded.)
+    (A row of more than a sixteenth of that, and a file system that is memory itself, are not bounded.)
     """
 
     def __init__(self, bytes_max: int = RESIDENT_BYTES_MAX) -> None:
@@ -326,9 +327,7 @@ class FileRows(ChunkedRows):
 
     def reserve(self, num_rows: int) -> None:
         """Allocate disk for that many rows in all, or raise and change nothing."""
-        rows_per_chunk = 1 << self._shift
-        num_whole, rest = divmod(num_rows, rows_per_chunk)
-        needed = num_whole * self._chunk_bytes + rest * self._row_bytes
+        rows_per_chunk, needed = 1 << self._shift, self._end_of(num_rows)
         if needed > self._num_bytes:
             self._allocate(needed)
         while len(self.chunks) * rows_per_chunk < num_rows:
@@ -356,8 +355,8 @@ class FileRows(ChunkedRows):
 
         self._in_parts(positions, copy, POPULATE_WRITE)
         if len(positions):
-            _, stop = _pages_of(int(positions.max()), self._shift, self._row_bytes, self._chunk_bytes)
-            self._num_pages_written = max(self._num_pages_written, stop)
+            end = self._end_of(int(positions.max()) + 1)
+            self._num_pages_written = max(self._num_pages_written, -(-end // PAGE_BYTES))
 
     @property
     def bytes_in_memory(self) -> int:
@@ -437,7 +436,7 @@ class FileRows(ChunkedRows):
             before = _num_waits()
             copy(num_rows)
             if _num_waits() - before > num_rows // 64:  # memory is short, and pages were taken from us
-                self._doubts = _DOUBT_COPIES
+                self._doubts = max(self._doubts, _DOUBT_COPIES)
             elif self._doubts:
                 self._doubts -= 1
         finally:
@@ -454,8 +453,14 @@ class FileRows(ChunkedRows):
             advice,
         )
         if error:
+            self._doubts = sys.maxsize  # whoever touches a page that can't be read ends the process
             doing = "reading" if advice == POPULATE_READ else "writing"
             raise medium_failure(self.path, f"{doing} rows of table {self._table} in", error)
+
+    def _end_of(self, num_rows: int) -> int:
+        """Where in the file the first so many rows end."""
+        num_whole, rest = divmod(num_rows, 1 << self._shift)
+        return num_whole * self._chunk_bytes + rest * self._row_bytes
 
     def _allocate(self, needed: int) -> None:
         step = min(max(self._num_bytes, _ALLOCATION_BYTES_MIN), _ALLOCATION_BYTES_MAX)
@@ -516,7 +521,8 @@ class MappedStore(LocalStore):
     def close(self) -> None:
         """Give back memory and disk, once calls that are under way are over; a second call does nothing."""
         super().close()
-        self._residency.close()
+        if os.getpid() == self._pid:  # in a fork, a thread that is not there may have the lock
+            self._residency.close()
 
     def stats(self) -> StoreStats:
         """What is held, and what it takes; memory includes page cache that may have been reclaimed meanwhile."""
