@@ -90,11 +90,9 @@ def accelerate(
         policy: What the oracle keeps; docs/policies.md tells which to choose. "lookahead", "belady", "scratchpipe",
             "windowed", "frequency", "static", "lfu", "lru", "nocache" or "ideal".
         policy_options: Settings of the policy, such as {"sample": 32}; `bagpipe.policies.PolicyOptions` has them all.
-        store: Where all rows live: "memory", "mapped" (files in a temporary directory), a directory for the files, or a
-            function that opens a `bagpipe.store.Store` for the layouts of rows that it is given.
-            A directory that an earlier process left, after its `with` block, goes on with the rows that are there, if
-            they are of the same tables, sizes, row optimizer and first values; else it must be new or empty. Dense
-            parameters and `rows.state_dict()` are not in it: save them beside it.
+        store: Where all rows live: "memory", "mapped" (files in the directory of temporary files), another directory
+            for the files, or a function that opens a `bagpipe.store.Store` for the layouts of rows that it is given.
+            The files have no names and end with the process: what outlives it is in checkpoints and exports.
         store_memory: How much of rows on disk the operating system may keep in memory, such as "4GB"; 1 GiB by default.
         device: Where the cache is; by default where the model's other parameters are. Other devices than the CPU use
             torch operations, equal to float tolerance only; untested on a GPU.
@@ -171,17 +169,14 @@ def accelerate(
 
     def make(plans: PlanSource, capacity: Sequence[int], peers: Peers | None = None) -> Batches:
         row_cache, checkpointer = RowCache(widths, capacity, place), None
-        if earlier is None:
-            opened = open_rows(store, layouts, resident_bytes_max, replace=resume not in (None, False))
-        else:
-            opened = same_store(store, earlier)
+        opened = open_rows(store, layouts, resident_bytes_max) if earlier is None else same_store(store, earlier)
         try:
             if saving is not None:
                 opened, checkpointer = saving.open(opened, 0 if peers is None else peers.rank)
             return Batches(
                 model, binding, rows, layouts, plans, row_cache, opened, used_driver,
                 depth=depth, threads=used_threads, check=check, peers=peers, checkpointer=checkpointer,
-                ahead=chosen_policy.lead(lookahead, options),
+                ahead=chosen_policy.lead(lookahead, options), before=0 if earlier is None else earlier.in_store,
             )  # fmt: skip
         except BaseException:
             if earlier is None:

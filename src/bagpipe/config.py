@@ -7,6 +7,7 @@ each other end in a ConfigError that names the field, its value and what is allo
 from __future__ import annotations
 
 import logging
+import os
 import re
 import tomllib
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from bagpipe import optim
 from bagpipe.errors import ConfigError
 from bagpipe.optim import RowOptimizer
 from bagpipe.policy_options import WAYS_MAX, PolicyOptions
-from bagpipe.store.residency import RESIDENT_BYTES_MIN
+from bagpipe.store.mapped import RESIDENT_BYTES_MIN
 from bagpipe.table import Table
 
 DEFAULT_PRESET = "criteo-kaggle-like"
@@ -261,6 +262,13 @@ def cache_size(value: int | str) -> int | Size | Share:
     return Size(size)
 
 
+def check_store(value: str) -> str:
+    """Where rows live: "memory", "mapped", or the path of a directory, which has a slash."""
+    if value not in ("memory", "mapped") and os.sep not in value:
+        raise ConfigError(f"store={value!r}: give 'memory', 'mapped', or the path of a directory for the files")
+    return value
+
+
 def store_memory_bytes(value: str, store: str | Path) -> int:
     """How much of a store on disk may be kept in memory, from a text such as "2GB"."""
     if store == "memory":
@@ -317,10 +325,11 @@ class Config(Section):
     ] = "lookahead"
     """What the oracle keeps in the cache; docs/policies.md describes each."""
     policy_options: PolicyOptionsConfig = PolicyOptionsConfig()
-    store: Literal["memory", "mapped"] = "memory"
-    """Where all rows live: in memory, or in files in the run directory."""
+    store: str = "memory"
+    """Where all rows live: "memory", "mapped" (files in the run directory), or a directory for the files, such as
+    "/scratch/rows". They are for this process only: rows outlive it in checkpoints."""
     store_memory: str | None = None
-    """Memory that the files of a mapped store may take, such as "4GB"; 1 GiB if not given."""
+    """Memory that the files of rows may take, such as "4GB"; 1 GiB if not given."""
     servers: Annotated[int, Field(ge=0, le=256)] = 0
     """How many embedding servers hold the rows, each a process of its own; 0: the trainer's process holds them."""
     wire: WireConfig = WireConfig()
@@ -364,10 +373,15 @@ class Config(Section):
                 f"assign 'aware' is for at most {AWARE_TRAINERS_MAX} trainers, not {self.trainers}: use 'round_robin'"
             )
         cache_size(self.cache)
+        check_store(self.store)
         memory_bytes("recovery.history", self.recovery.history)
         if self.store_memory is not None:
             store_memory_bytes(self.store_memory, self.store)
         return self
+
+    def rows_directory(self, run_dir: Path | None) -> Path | None:
+        """Where files of rows go, those of a mapped store in the run directory; None: nowhere, they are in memory."""
+        return {"memory": None, "mapped": run_dir}.get(self.store, Path(self.store))
 
 
 def warn_of_idle_rows(design: str, trainers: int, policy: str) -> None:

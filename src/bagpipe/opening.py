@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,12 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from bagpipe.cluster.context import current
-from bagpipe.config import store_memory_bytes
-from bagpipe.errors import ConfigError, StoreError
+from bagpipe.config import check_store, store_memory_bytes
+from bagpipe.errors import ConfigError
 from bagpipe.layout import RowLayout
 from bagpipe.store import MappedStore, MemoryStore, Store
-from bagpipe.store.directory import StoreDirectory
-from bagpipe.store.later import LaterStore
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.store.versioned import VersionedStore
 from bagpipe.trainer.batches import Batches
@@ -33,13 +29,8 @@ def memory_of_files(store: str | Path | OpenStore, store_memory: str | None) -> 
     return store_memory_bytes(store_memory, store)
 
 
-def open_rows(
-    store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int, *, replace: bool = False
-) -> Store:
-    """Where rows of these layouts live: what `accelerate` does with its arguments of these names.
-
-    With `replace` rows of an earlier process in a directory are removed: others will be loaded.
-    """
+def open_rows(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
+    """Where rows of these layouts live: what `accelerate` does with its arguments of these names."""
     if callable(store):
         return store(layouts)
     launch = current()
@@ -52,24 +43,9 @@ def open_rows(
         return launch.open_store(layouts)
     if store == "memory":
         return MemoryStore(layouts)
-    if store == "mapped":
-        path = tempfile.mkdtemp(prefix="bagpipe-")
-        return MappedStore.create(path, layouts, resident_bytes_max=resident_bytes_max)
-    if isinstance(store, str) and os.sep not in store:
-        raise ConfigError(f"store={store!r}: give 'memory', 'mapped', or the path of a directory for the files")
-    labels = [label(layout) for layout in layouts]
-    if replace:
-        StoreDirectory.clear(Path(store))
-    if _is_occupied(Path(store)):
-        return MappedStore.open(store, layouts, labels=labels, resident_bytes_max=resident_bytes_max)
-    return MappedStore.create(store, layouts, keep=True, labels=labels, resident_bytes_max=resident_bytes_max)
-
-
-def _is_occupied(path: Path) -> bool:
-    try:
-        return path.exists() and any(path.iterdir())
-    except OSError as error:
-        raise StoreError(f"can't look into {path}: {error.strerror}: give a directory for the files") from error
+    if isinstance(store, str) and store != "mapped":
+        check_store(store)
+    return MappedStore(layouts, None if store == "mapped" else store, resident_bytes_max=resident_bytes_max)
 
 
 def same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
@@ -80,8 +56,6 @@ def same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
         raise ConfigError("store is a function, but this model's rows are in a store already: leave store out")
     if store not in ("memory", "mapped") and Path(store).resolve() != held:
         raise ConfigError(f"store={str(store)!r}: this model's rows are in a store already: leave store out")
-    if earlier.trainers > 1:
-        return LaterStore(earlier.store, earlier.stats()["iterations"])
     return earlier.store
 
 

@@ -179,7 +179,7 @@ def _store(job: Job) -> str | Path | OpenStore:
     """Where the rows of a job live."""
     if job.config.servers:
         return lambda layouts: open_store(job.config, layouts, job.run_dir)
-    return "memory" if job.config.store == "memory" else job.run_dir / "rows"
+    return job.config.rows_directory(job.run_dir) or "memory"
 
 
 def train_over(

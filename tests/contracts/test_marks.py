@@ -22,7 +22,7 @@ FACTS = Facts(
 
 STORES = {
     "memory": lambda path: Recorded(memory()),
-    "mapped": lambda path: Recorded(MappedStore.create(path / "rows", TABLES)),
+    "mapped": lambda path: Recorded(MappedStore(TABLES, path / "rows")),
     "journal": lambda path: Recorded(memory(), Journal(path / "journal")),
     "little memory": lambda path: Recorded(memory(), Journal(path / "journal"), 200),
 }

@@ -21,7 +21,7 @@ from bagpipe.optim import RowOptimizer
 from bagpipe.oracle.assign import Assigner
 from bagpipe.reference import Reference
 from bagpipe.resuming import find_run, holding, note_config, open_run
-from bagpipe.store import MappedStore, MemoryStore
+from bagpipe.store import MemoryStore
 from bagpipe.store.versioned import VersionedStore
 from bagpipe.trainer import saved
 from bagpipe.trainer.stages import Threads
@@ -41,7 +41,6 @@ __all__ = [
     "STATE_BYTES_MAX",
     "Assigner",
     "Checkpoints",
-    "MappedStore",
     "MemoryStore",
     "begun_run",
     "checkpoint_of_first_values",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -295,16 +294,6 @@ def test_training_goes_on_from_a_saved_state_with_the_same_bits(name, accumulate
         order, other = (torch.argsort(each["ids"]) for each in (part, found_rows["tables"][table]))
         for key in ("ids", "rows"):
             assert torch.equal(part[key][order], found_rows["tables"][table][key][other])
-
-
-def test_a_kept_store_can_be_opened_when_training_is_over(tmp_path):
-    net, _, loop = train(nothing, store=tmp_path / "rows")
-    expected = net.state_dict()
-    loop.store.close()
-    with seams.MappedStore.open(tmp_path / "rows", loop.layouts) as store:
-        rows = np.empty((30, 8), np.float32)
-        store.read(0, np.arange(30), rows)
-    assert rows[:, :4].tobytes() == expected["user.weight"].numpy().tobytes()
 
 
 def test_statistics_count_what_moved():

@@ -114,6 +114,14 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
         load_config(broken)
 
 
+def test_rows_may_have_a_directory_of_their_own():
+    assert load_config(None, ["store=memory"]).rows_directory(Path("run")) is None
+    assert load_config(None, ["store=mapped"]).rows_directory(Path("run")) == Path("run")
+    assert load_config(None, ["store=/scratch/rows"]).rows_directory(Path("run")) == Path("/scratch/rows")
+    with pytest.raises(ConfigError, match="store='tape': give 'memory', 'mapped', or the path of a directory"):
+        load_config(None, ["store=tape"])
+
+
 def test_memory_of_a_mapped_store_is_checked_when_it_is_read():
     assert load_config(None, ["store=mapped", "store_memory=2GB"]).store_memory == "2GB"
     with pytest.raises(ConfigError, match=r"store_memory \('2GB'\) goes with rows on disk"):

@@ -13,7 +13,9 @@ Address = Annotated[str, typer.Option(help="Where to listen; port 0 lets the sys
 Shard = Annotated[int, typer.Option(help="Which of the servers this is, counted from 0.")]
 Of = Annotated[int, typer.Option(help="How many servers there are.")]
 StoreKind = Annotated[str, typer.Option("--store", help="Where rows live: memory, or mapped (files).")]
-Directory = Annotated[Path | None, typer.Option("--dir", help="For the files of a mapped store: new or empty.")]
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="For the files of a mapped store; else that of temporary files.")
+]
 KeyFile = Annotated[
     Path | None,
     typer.Option("--keys", help="The server's file from `bagpipe keys new`; else that named in BAGPIPE_KEYS."),

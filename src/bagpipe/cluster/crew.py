@@ -7,7 +7,6 @@ more (I2). So that nobody is mistaken for another, an actor of Ray is one proces
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -306,17 +305,16 @@ class RayCrew(ABC, Generic[ResultT]):
     def _server_options(self, number: int) -> ServerOptions:
         config, request, need = self.request.config, self.request, self.servers[number]
         assert self.wiring is not None, "addresses and keys are chosen"
-        rows, recover = self.run_dir / "rows" / f"server-{number}", config.recovery.restarts_max > 0
-        if rows.exists():
-            shutil.rmtree(rows)  # of a process that is gone; checkpoints have what counts
+        rows = config.rows_directory(self.run_dir if self._one_machine else None)
+        recover = config.recovery.restarts_max > 0
         limit = config.store_memory
         return ServerOptions(
             address=self.host(need.role),
             server=number,
             servers=len(self.servers),
             run=self.wiring.run,
-            store=config.store,
-            directory=str(rows) if self._one_machine and config.store == "mapped" else None,
+            store="memory" if config.store == "memory" else "mapped",
+            directory=None if rows is None else str(rows.resolve()),
             memory_max=request.server_memory,
             resident_max=None if limit is None else store_memory_bytes(limit, config.store),
             generation=self._generation,

@@ -130,8 +130,8 @@ def start_servers(
 ) -> LocalServers:
     """Start so many servers on this machine and wait until they can be reached.
 
-    `directory` holds a directory of rows for each where they are `mapped`; `logs` a file of each one's log. Checkpoints
-    are written and read in and below `checkpoints` only.
+    `directory` is where rows that are `mapped` have their files; `logs` has a file of each one's log. Checkpoints are
+    written and read in and below `checkpoints` only.
     """
     if num_servers < 1:
         raise ConfigError(f"servers is {num_servers}: give at least 1")
@@ -143,7 +143,7 @@ def start_servers(
                 servers=num_servers,
                 run=servers.run,
                 store=store,
-                directory=None if directory is None else str((directory / f"server-{number}").resolve()),
+                directory=None if directory is None else str(directory.resolve()),
                 memory_max=memory_max,
                 resident_max=resident_max,
                 parent=os.getpid(),
@@ -169,8 +169,8 @@ def open_stores(config: Config, tables: Sequence[RowSource], run_dir: Path, trai
     """
     servers = start_servers(
         config.servers,
-        store=config.store,
-        directory=run_dir / "rows" if config.store == "mapped" else None,
+        store="memory" if config.store == "memory" else "mapped",
+        directory=config.rows_directory(run_dir),
         logs=run_dir,
         resident_max=None if config.store_memory is None else store_memory_bytes(config.store_memory, config.store),
         checkpoints=[run_dir],

@@ -25,8 +25,8 @@ from bagpipe.allocator import keep_freed_memory
 from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.rows_state import Safety
-from bagpipe.server.storage import Storage, in_files, in_memory, remove_rows
-from bagpipe.store.mapped import RESIDENT_BYTES_MAX
+from bagpipe.server.storage import Storage, in_files, in_memory
+from bagpipe.store.mapped import RESIDENT_BYTES_MAX, make_directory
 from bagpipe.store.versioned import LAYER_BYTES
 from bagpipe.wire.endpoint import check_security, parse_address
 from bagpipe.wire.keys import Security
@@ -49,7 +49,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The one that it serves; None: that of its first client."""
     store: Literal["memory", "mapped"] = "memory"
     directory: str | None = None
-    """Of the files of a mapped store: new or empty, or left by the one before. None: a temporary one."""
+    """For the files of a mapped store, beside others; None: that of temporary files."""
     memory_max: int | None = None
     """Bytes that rows and their ids may take."""
     resident_max: int | None = None
@@ -88,21 +88,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def make_directory(self) -> None:
-        """Claim the place of the files now, rather than when the first client comes."""
-        if self.directory is None:
-            return
-        try:
-            Path(self.directory).mkdir(parents=True, exist_ok=True)
-            if self.generation:
-                remove_rows(Path(self.directory))
-            if any(Path(self.directory).iterdir()):
-                raise ConfigError(f"the directory {self.directory} is not empty: give another")
-        except FileExistsError as error:
-            raise ConfigError(f"{self.directory} is a file: give a directory, new or empty") from error
-        except OSError as error:
-            raise ConfigError(
-                f"the directory {self.directory} can't be used ({error.strerror}): give another, new or empty"
-            ) from error
+        """Look at the place of the files now, rather than when the first client comes."""
+        if self.directory is not None:
+            make_directory(Path(self.directory))
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -180,7 +168,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 def warm_up(store: Literal["memory", "mapped"]) -> None:
     """Have the kernels loaded, or compiled on a machine's first run, before a client waits for them."""
     with tempfile.TemporaryDirectory(prefix="bagpipe-") as path:
-        server = EmbeddingServer(in_memory() if store == "memory" else in_files(Path(path) / "rows"))
+        server = EmbeddingServer(in_memory() if store == "memory" else in_files(Path(path)))
         ids, rows = memoryview(np.arange(2).tobytes()), memoryview(np.ones(2, np.float32).tobytes())
         parts = [Part(0, 2)]
         for body, buffers in (
@@ -204,12 +192,9 @@ def _storage(options: ServerOptions) -> Iterator[Storage]:
     resident = RESIDENT_BYTES_MAX if options.resident_max is None else options.resident_max
     if options.store == "memory":
         yield in_memory(options.memory_max)
-    elif options.directory is not None:
-        directory = Path(options.directory)
-        yield in_files(directory, keep=True, bytes_max=options.memory_max, resident_bytes_max=resident)
     else:
-        with tempfile.TemporaryDirectory(prefix="bagpipe-server-") as path:
-            yield in_files(Path(path) / "rows", bytes_max=options.memory_max, resident_bytes_max=resident)
+        directory = None if options.directory is None else Path(options.directory)
+        yield in_files(directory, bytes_max=options.memory_max, resident_bytes_max=resident)
 
 
 def main() -> int:

@@ -22,17 +22,17 @@ _REMEDIES = {
 }
 
 
-def no_room(path: Path, num_bytes: int, error: OSError) -> StoreError:
-    """The file can't be made that large."""
+def no_room(what: str, directory: Path, num_bytes: int, error: OSError) -> StoreError:
+    """A file in a directory can't be made that large."""
     if error.errno not in _FULL:
-        return medium_failure(path, f"making room for {num_bytes:,} B", error.errno or 0)
+        return medium_failure(directory, f"making room for {num_bytes:,} B in", error.errno or 0)
     try:
-        free = f"{shutil.disk_usage(path.parent).free:,} B are free there"
+        free = f"{shutil.disk_usage(directory).free:,} B are free there"
     except OSError:
-        free = "its directory is gone"
+        free = "the directory is gone"
     return StoreError(
         error.errno,
-        f"{path} can't grow to {num_bytes:,} B ({error.strerror}; {free}), and no row was changed: "
+        f"{what} in {directory} can't grow to {num_bytes:,} B ({error.strerror}; {free}), and no row was changed: "
         "free space, raise the limit, or put the store on a larger disk",
     )
 
@@ -41,14 +41,6 @@ def medium_failure(path: Path, doing: str, number: int) -> StoreError:
     """An operation on the file failed with this error number."""
     remedy = _REMEDIES.get(number, "check the disk, then start again from a checkpoint")
     return StoreError(number, f"{doing} {path} failed ({os.strerror(number)}): {remedy}")
-
-
-def too_short(path: Path, num_bytes: int, needed_bytes: int) -> StoreError:
-    """The file ends before rows that it should hold."""
-    return StoreError(
-        f"{path} has {num_bytes:,} B and should have {needed_bytes:,}: it was cut off by something else; "
-        "start again from a checkpoint"
-    )
 
 
 @contextmanager

@@ -72,8 +72,12 @@ class Batches:
         peers: Peers | None = None,
         checkpointer: Checkpointer | None = None,
         ahead: int = 0,
+        before: int = 0,
     ) -> None:
-        """The rows of `ahead` plans may be on their way to the cache, if that is more than the pipeline's own."""
+        """The rows of `ahead` plans may be on their way to the cache, if that is more than the pipeline's own.
+
+        Earlier loops over the rows had `before` iterations.
+        """
         self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
         self._before = 0
         """Iterations of the run before this loop."""
@@ -86,8 +90,9 @@ class Batches:
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = make_checker(layouts, cache, peers) if check else None
         self._pipeline: Pipeline[list[Rewritten]] = Pipeline(
-            source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts], ahead
-        )
+            source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts], ahead,
+            before=before,
+        )  # fmt: skip
         source.measure(self._pipeline.traffic)
         self._plan: Plan | None = None
         self._views: list[TableView] = []
@@ -224,6 +229,11 @@ class Batches:
             self._checkpointer.attach(objects)
 
     @property
+    def in_store(self) -> int:
+        """How many iterations the store has heard of, those of earlier loops included."""
+        return self._pipeline.points.before + self._pipeline.traffic.iterations
+
+    @property
     def step_due(self) -> bool:
         """Whether the current batch is the last of its iteration, so that the optimizers' steps follow it."""
         return self._plan is not None and not self._micro
@@ -298,11 +308,15 @@ class Batches:
 
     def stats(self) -> dict[str, Any]:
         """What has moved so far, and how long training waited for it."""
-        return self._pipeline.traffic.summary() | {
-            "data_wait_seconds": self._data_wait_s,
-            "cache_rows": sum(self.cache.capacity),
-            "cache_bytes": self.cache.num_bytes,
-        } | ({} if self._checkpointer is None else self._checkpointer.stats())
+        return (
+            self._pipeline.traffic.summary()
+            | {
+                "data_wait_seconds": self._data_wait_s,
+                "cache_rows": sum(self.cache.capacity),
+                "cache_bytes": self.cache.num_bytes,
+            }
+            | ({} if self._checkpointer is None else self._checkpointer.stats())
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training has changed besides the dense part: rows with their state, counters, data position.

@@ -100,7 +100,7 @@ class Fetching(Generic[Payload]):
             fetched.append((TableRows(table, ids, values), slots))
         begin = time.perf_counter()
         if fetched:
-            self._store.read_many([rows for rows, _ in fetched], after)
+            self._store.read_many([rows for rows, _ in fetched], self._points.in_store(after))
         self.fetch_s += time.perf_counter() - begin
         if self._observer:
             for rows, _ in fetched:
@@ -139,7 +139,8 @@ class Fetching(Generic[Payload]):
         return self._points.closing or (self.exhausted and not self.planned)
 
     def _in_store(self, after: int) -> Callable[[], bool]:
-        return lambda: (self._points.acknowledged >= after and self._store.reached(after)) or self._points.closing
+        named = self._points.in_store(after)
+        return lambda: (self._points.acknowledged >= after and self._store.reached(named)) or self._points.closing
 
     def _read_early(self, plan: Plan) -> tuple[Rows, Fetch]:
         """Rows that the store has already, read while others of the plan are still to be written back; and these."""
@@ -148,7 +149,7 @@ class Fetching(Generic[Payload]):
             return [], fetch
         early = fetch.only(~late)
         after = int(early.after.max())
-        if not self._store.reached(after):
+        if not self._store.reached(self._points.in_store(after)):
             return [], fetch
         (parts,) = self._blocks(early)
         return self.read(plan, parts, after), fetch.only(late)

@@ -47,12 +47,14 @@ class Pipeline(Generic[Payload]):
         observer: Observer | None = None,
         dims: Sequence[int] | None = None,
         ahead: int = READERS,
+        before: int = 0,
     ) -> None:
         """`dims` are the columns that the vectors of each table's rows have; needed by plans with rows not whole.
 
-        The rows of up to `ahead` plans may be on their way to the cache.
+        The rows of up to `ahead` plans may be on their way to the cache. Earlier loops over the store had `before`
+        iterations.
         """
-        self.points, self.traffic = Points(), Traffic()
+        self.points, self.traffic = Points(before=before), Traffic()
         self._plans, self._cache, self._store, self._driver = plans, cache, store, driver
         self._depth, self._observer = depth, observer
         self._started = False
@@ -288,7 +290,7 @@ class Pipeline(Generic[Payload]):
             for rows in leaving:
                 self._observer.written(rows)
             leaving = []  # and only then may other trainers read them
-        self._store.write_many(leaving, passed)
+        self._store.write_many(leaving, self.points.in_store(passed))
 
     def _write_victims(self) -> Stage:
         """Those that wait longest; they count as waiting until the store has them."""

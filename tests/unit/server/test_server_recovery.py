@@ -14,8 +14,6 @@ from bagpipe.checkpoint.manifest import Facts, FileEntry, TableEntry
 from bagpipe.errors import StoreError, WireError
 from bagpipe.failpoints import Fault, Faults, Killed, armed
 from bagpipe.server.shard import Recording
-from bagpipe.server.storage import in_files, remove_rows
-from bagpipe.store.mapped import MappedStore
 from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Unopened, Waiting, Write, Written
 from bagpipe.wire.recovery_messages import AskMarks, AskWork, Keep, Mark, Marks, Recover, Save, Settle, Working
 from harness.recovery_peer import (
@@ -275,21 +273,3 @@ def test_a_server_that_dies_while_it_returns_comes_back_to_the_same_mark(tmp_pat
     back.recover(2, 1)
     assert Peer(back, generation=2).read(1, 2, 3) == {1: 1.0, 2: 1.0}
     back.close()
-
-
-def test_rows_in_files_of_a_server_that_died_make_room_for_those_of_the_next(tmp_path: Path) -> None:
-    place = tmp_path / "rows"
-    server = made(storage=in_files(place, keep=True))
-    Peer(server).write([1], 1.0)
-    with pytest.raises(StoreError, match="in use"):
-        remove_rows(place)
-    server.close()
-    (place / "notes.txt").touch()
-    assert len(list(place.iterdir())) > 1
-    remove_rows(place)
-    assert [path.name for path in place.iterdir()] == ["notes.txt"]
-    (place / "notes.txt").unlink()
-    again = made(storage=in_files(place, keep=True))
-    assert Peer(again).read(1) == {}
-    again.close()
-    assert MappedStore.open(place, [type("Width", (), {"width": 1})()]).num_rows(0) == 0

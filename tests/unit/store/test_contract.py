@@ -71,7 +71,7 @@ def marked(store: Recorded) -> Recorded:
 # Small chunks, so that tests cross their borders.
 MAKERS: dict[str, Callable[[Path], Store]] = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=2048),
-    "mapped": lambda path: MappedStore.create(path / "store", TABLES, resident_bytes_max=4 << 20),
+    "mapped": lambda path: MappedStore(TABLES, path, resident_bytes_max=4 << 20, chunk_bytes=8192),
     "recorded": lambda path: marked(Recorded(MemoryStore(TABLES, chunk_bytes=2048), Journal(path / "journal"))),
     "view": lambda _: shared_views(MemoryStore(TABLES, chunk_bytes=2048), 1)[0],
     "one server": lambda _: remote(1, shared_memory=False),

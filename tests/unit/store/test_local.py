@@ -11,9 +11,9 @@ import pytest
 from bagpipe.errors import StoreError
 from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.local import LocalStore
+from bagpipe.store.mapped import FileRows
 from bagpipe.store.memory import ChunkedRows
 from bagpipe.store.recorded import Recorded
-from bagpipe.store.rowfile import RowFile
 
 INITIAL = -7.0
 
@@ -30,9 +30,9 @@ class Sevens:
 TABLES = (Sevens(), Sevens())
 MAKERS: dict[str, Callable[[Path], Recorded | LocalStore]] = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=64),
-    "mapped": lambda path: MappedStore.create(path / "rows", TABLES),
+    "mapped": lambda path: MappedStore(TABLES, path / "rows"),
     "recorded": lambda _: Recorded(MemoryStore(TABLES, chunk_bytes=64)),
-    "recorded, mapped": lambda path: Recorded(MappedStore.create(path / "rows", TABLES)),
+    "recorded, mapped": lambda path: Recorded(MappedStore(TABLES, path / "rows")),
 }
 
 
@@ -47,17 +47,17 @@ def in_the_gap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]]
     """Has something done in the next write, once its rows have their places and before any has its value."""
     waiting: list[Callable[[], None]] = []
 
-    def scatter(kind: type[ChunkedRows] | type[RowFile]) -> Callable[..., None]:
+    def scatter(kind: type[ChunkedRows]) -> Callable[..., None]:
         real = kind.scatter
 
-        def scattered(rows: ChunkedRows | RowFile, positions: np.ndarray, values: np.ndarray) -> None:
+        def scattered(rows: ChunkedRows, positions: np.ndarray, values: np.ndarray) -> None:
             while waiting:
                 waiting.pop()()
-            real(rows, positions, values)  # type: ignore[arg-type]
+            real(rows, positions, values)
 
         return scattered
 
-    for kind in (ChunkedRows, RowFile):
+    for kind in (ChunkedRows, FileRows):
         monkeypatch.setattr(kind, "scatter", scatter(kind))
     return waiting.append
 

@@ -114,7 +114,7 @@ def step(store, model, chance, value, done):
 def test_random_histories_are_those_of_a_dict(seed, bytes_max, tmp_path: Path):
     for k in range(5):
         chance = random.Random(f"{seed} {k} {bytes_max}")
-        base = MemoryStore(TABLES) if chance.random() < 0.7 else MappedStore.create(tmp_path / f"rows{k}", TABLES)
+        base = MemoryStore(TABLES) if chance.random() < 0.7 else MappedStore(TABLES, tmp_path / f"rows{k}")
         options = {"rollback": chance.random() < 0.6, "layer_bytes_max": bytes_max, "spill": tmp_path}
         store, model, done = VersionedStore(base, **options), Model(), 0
         put(store, model, 0, [3, 1, 2], 500.0)

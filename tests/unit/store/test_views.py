@@ -29,7 +29,7 @@ class Zeros:
 TABLES = (Zeros(), Zeros())
 MAKERS = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=2048),
-    "mapped": lambda path: MappedStore.create(path / "store", TABLES),
+    "mapped": lambda path: MappedStore(TABLES, path / "store"),
 }
 
 
@@ -138,20 +138,6 @@ def test_the_store_is_closed_with_the_last_view():
     second.close()
     with pytest.raises(StoreError, match="the store is closed"):
         store.num_rows(0)
-
-
-def test_a_kept_store_is_whole_after_all_views_are_closed(tmp_path: Path):
-    store = MappedStore.create(tmp_path / "store", TABLES, keep=True)
-    views = shared_views(store, 2)
-    for trainer, view in enumerate(views):
-        view.write_many([rows(0, [trainer], trainer + 1)], passed=0)
-    views[0].sync()
-    for view in views:
-        view.close()
-    with MappedStore.open(tmp_path / "store", TABLES) as opened:
-        out = np.empty((2, 2), np.float32)
-        opened.read(0, np.arange(2), out)
-        assert out[:, 0].tolist() == [1, 2]
 
 
 def test_a_store_for_no_trainers_is_refused():

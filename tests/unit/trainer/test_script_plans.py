@@ -5,9 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from threading import Thread
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,8 +17,6 @@ from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.service import PlanSettings
-from bagpipe.store import MemoryStore
-from bagpipe.store.later import LaterStore
 from bagpipe.together import run_threads
 from bagpipe.trainer.agreement import check_same, tell_all
 from bagpipe.trainer.collective import memory_groups
@@ -184,39 +180,6 @@ def test_what_differs_between_trainers_is_named():
         check_same([{"a": 1, "b": [2]}, {"a": 1, "b": [3]}])
     with pytest.raises(ConfigError, match="c differs between trainers: None on trainer 0, 4 on trainer 2"):
         check_same([{"a": 1}, {"a": 1}, {"a": 1, "c": 4}])
-
-
-class Noted(MemoryStore):
-    """Remembers which iterations it was told of."""
-
-    def read_many(self, parts, after=-1):
-        self.after = after
-        super().read_many(parts, after)
-
-    def write_many(self, parts, passed=-1):
-        self.passed = passed
-        super().write_many(parts, passed)
-
-    def reached(self, after):
-        self.asked = after
-        return True
-
-
-def test_iterations_of_a_later_loop_are_counted_on():
-    layout = SimpleNamespace(width=2, initialise=lambda ids, out: out.fill(0))
-    store = Noted([layout])
-    later = LaterStore(LaterStore(store, 5), 3)
-    later.read_many([], 2)
-    later.write_many([], 0)
-    later.reached(1)
-    assert (store.after, store.passed, store.asked) == (10, 8, 9)
-    later.read_many([])
-    later.write_many([])
-    assert (store.after, store.passed) == (-1, -1), "what is of no iteration stays so"
-    later.write(0, np.array([7]), np.ones((1, 2), np.float32))
-    assert later.num_rows(0) == store.num_rows(0) == 1
-    assert later.ids(0).tolist() == [7]
-    later.close()
 
 
 def test_meetings_of_a_launch_are_numbered():
