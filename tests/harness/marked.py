@@ -41,9 +41,8 @@ class Marking:
     def __init__(self, path, servers=2, seed=0, disk=None, safety=(), **network):
         """Checkpoints are on `disk`; `safety` has options of how rows are made safe."""
         self.path, self.directory = path, path / "checkpoints"
-        self.safety = Safety(
-            checkpoints=(self.directory, path), **dict(safety), **({} if disk is None else {"disk": disk})
-        )
+        options = {"checkpoints": (path,), **dict(safety)} | ({} if disk is None else {"disk": disk})
+        self.safety = Safety(**options)
         self.checkpoints = Checkpoints(self.directory, keep=2, disk=disk)
         self.network = SimulatedNetwork(seed, **network)
         self.servers, self.listeners, self.stores = [None] * servers, [None] * servers, []
