@@ -123,7 +123,7 @@ class VersionedStore(Store):
     ) -> None:
         """Without `rollback` marks are there to be saved, and gone then.
 
-        Layers that take more memory are merged early, which loses the marks that they lead to; while a mark is being
+        Layers that take more memory are merged early, which loses the marks that they lead to; until a new mark is
         saved they lie in files in `spill` instead, without names, or else beside the checkpoint. `shard` is (server,
         servers): whose rows these are.
         """
@@ -143,6 +143,8 @@ class VersionedStore(Store):
         """Of each row of the base the last layer merged into it."""
         self._pins = 0
         """Marks that are being saved."""
+        self._to_save: int | None = None
+        """The last mark, until that begins."""
         self._state = Condition(Lock())
         self._merging, self._noting = Lock(), Lock()
         self._refusal: str | None = None
@@ -156,6 +158,7 @@ class VersionedStore(Store):
             self._push(done, token)
         else:
             self._layers[-1].token = token
+        self._to_save = done
 
     def check_mark(self, done: int) -> None:
         """StoreError if such a mark can't be made."""
@@ -181,6 +184,7 @@ class VersionedStore(Store):
         with self._state:
             dropped, self._layers = self._layers[first:], self._layers[:first]
         self._spare += [layer.rows for layer in dropped]
+        self._to_save = None
         reach("layer.dropped")
         self._push(done, dropped[0].token)
 
@@ -193,6 +197,7 @@ class VersionedStore(Store):
         with self._merging, self._state:
             layers = self._layers[: self._first_since(done)]
             self._pins += 1
+            self._not_to_save(done)
         return RowReader(self, [layer.rows for layer in layers], full=full or self._saved == CLEAN)
 
     def saved(self, done: int, checkpoint: Path | None = None) -> None:  # noqa: ARG002 - its rows are known here
@@ -204,10 +209,11 @@ class VersionedStore(Store):
         if done not in self.marks():
             return
         self._saved, self._saved_mark = self._layers[self._first_since(done)].number, done
+        self._not_to_save(done)
         if self._rollback:
             self.release(done)
         else:
-            self._fold()
+            self._fold(done)
 
     def release(self, before: int) -> None:
         """Drop the marks below `before`; what was kept for them is merged, or when no mark is being saved any more."""
@@ -215,6 +221,7 @@ class VersionedStore(Store):
         with self._state:
             for layer in self._layers:
                 if layer.since is not None and layer.since < before:
+                    self._not_to_save(layer.since)
                     layer.since = None
         self._merge()
 
@@ -229,6 +236,7 @@ class VersionedStore(Store):
         self._refusal = "rows were half replaced: load a checkpoint"
         self._spare += [layer.rows for layer in self._layers]
         self._layers, self._saved, self._saved_mark, self._last_mark = (), CLEAN, None, -1
+        self._to_save = None
         for table in range(len(self.tables)):
             self.base.truncate(table, 0)
             self._changed[table] = np.empty(0, np.int32)
@@ -396,6 +404,11 @@ class VersionedStore(Store):
         for number, layer in enumerate(layers):
             yield layer.rows, layer.new_positions(table, stores[: number + 1])
 
+    def _not_to_save(self, done: int) -> None:
+        """A mark is not to be saved any more: that has begun, or nobody will."""
+        if self._to_save == done:
+            self._to_save = None
+
     def _push(self, since: int | None, token: str = "") -> None:
         """New writes go to a new layer. At a mark nobody reads, so that layers which are gone can be used again."""
         self._number += 1
@@ -461,14 +474,14 @@ class VersionedStore(Store):
             reach("layer.merged")
         self._spare.append(layer.rows)  # as it is: somebody may have found rows there just now
 
-    def _fold(self) -> None:
+    def _fold(self, done: int) -> None:
         """Merge everything, and have rows written to the base again. What comes meanwhile goes to a layer of its own;
         who writes waits only for that little one."""
         self._push(None)
-        self.release(self._last_mark + 1)
+        self.release(done + 1)
         with self._merging, self._state:
             if self._pins or len(self._layers) != 1:
-                return  # a mark was made meanwhile, which is folded in its turn
+                return  # there is a later mark, which is folded in its turn
             while self._layers[0].num_writers:
                 self._state.wait()
             self._layers[0].half_merged = True
@@ -494,9 +507,12 @@ class VersionedStore(Store):
             changed[positions] = number
 
     def _give_up_marks(self) -> None:
-        """Layers take more memory than they may: merge them all."""
-        lost = self.marks()
-        self._push(None)
+        """Layers take more memory than they may: merge them all, or those below a mark that is still to be saved."""
+        lost = [done for done in self.marks() if done != self._to_save]
+        if self._to_save is None:
+            self._push(None)
+        elif not lost:
+            return
         self.release(max(lost, default=0) + 1)
         if lost:
             logging.getLogger("bagpipe").warning(
@@ -516,7 +532,8 @@ class VersionedStore(Store):
 
     def has_room(self) -> bool:
         """Whether layers may take more memory; yes if they will be merged as soon as they take too much."""
-        return not self._pins or self._bytes_max is None or self.layer_bytes < self._bytes_max
+        wanted = self._pins or self._to_save is not None
+        return not wanted or self._bytes_max is None or self.layer_bytes < self._bytes_max
 
     def rows_changed(self, table: int) -> Int64s:
         """Where rows of the base are that the last complete checkpoint does not have."""

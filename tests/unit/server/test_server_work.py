@@ -137,15 +137,23 @@ def test_a_save_succeeds_however_much_is_written_meanwhile_and_memory_stays_boun
     peer.write(everything[:20], 2.0)
     peer.order(Mark, 2, "bb")
     peer.write(everything, 3.0)
-    assert server.stats().bytes_on_disk > 0, "layers beyond the limit go to files"
     waiting.pop()()
     pending.add(peer.written_files(number))
-    point = ResumePoint.of(pending.commit(FACTS))
-    peer.write([0], 4.0)
-    assert server.stats().bytes_on_disk == 0
-    assert server._held.marks() == []
-    server.recover(1, point)
-    assert Peer(server, generation=1).read(0, 20, 199) == {0: 1.0, 20: 1.0, 199: 1.0}
+    points = [ResumePoint.of(pending.commit(FACTS))]
+    peer.write(everything, 4.0)
+    assert server._held.marks() == [2], "which is still to be saved"
+    assert server.stats().bytes_on_disk > 0, "layers beyond the limit go to files"
+    pending = checkpoints.begin(2, token="bb")
+    peer.order(Save, 2, str(pending.directory), NAMES, pending.base)
+    waiting.pop()()
+    pending.add(peer.written_files(peer.sequence))
+    points.append(ResumePoint.of(pending.commit(FACTS)))
+    peer.write([0], 5.0)
+    assert (server._held.marks(), server.stats().bytes_on_disk) == ([], 0)
+    assert peer.read(0, 1, 199) == {0: 5.0, 1: 4.0, 199: 4.0}
+    for generation, (point, value) in enumerate(zip(points, (1.0, 2.0), strict=True), 1):
+        server.recover(generation, point)
+        assert Peer(server, generation=generation).read(0, 20, 199) == {0: value, 20: 1.0, 199: 1.0}
     server.close()
 
 
