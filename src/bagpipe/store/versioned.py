@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Condition, Lock
 from types import TracebackType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
@@ -82,15 +83,24 @@ class Layer:
 class Found:
     """Where the rows of some ids are, as long as somebody has this: in which stores, the newest of which counts."""
 
-    def __init__(self, table: int, stores: Sequence[LocalStore], ids: Int64s) -> None:
-        self._table, self._lines = table, []
-        self.there: Flags = np.zeros(len(ids), np.bool_)
-        """Which were ever written."""
-        for store in stores:
-            positions, num_missing = store.find(table, ids)
+    there: Flags
+    """Which were ever written."""
+
+    def __init__(self, table: int, stores: Sequence[LocalStore]) -> None:
+        self.stores = stores
+        """None of which is emptied meanwhile."""
+        self._table = table
+        self._lines: list[tuple[LocalStore, Int64s]] = []
+
+    def look(self, ids: Int64s) -> Found:
+        """Find them; self."""
+        self.there = np.zeros(len(ids), np.bool_)
+        for store in self.stores:
+            positions, num_missing = store.find(self._table, ids)
             if num_missing < len(ids):
                 self._lines.append((store, positions))
                 self.there |= positions >= 0
+        return self
 
     def gather(self, out: Floats) -> None:
         """Copy the rows that are there, or their first columns, into `out`, without gaps."""
@@ -106,8 +116,8 @@ class Found:
 class VersionedStore(Store):
     """The rows of a local store, which is closed with it, and what they were at marks.
 
-    A mark is named by `done`, the number of iterations that are over. `mark`, `rollback` and `replace` want readers and
-    writers at rest; everything else may go on beside them. What fails has changed nothing, unless it says so.
+    A mark is named by `done`, the number of iterations that are over. `mark` wants writers at rest, `rollback` and
+    `replacing` readers too; everything else may go on beside them. What fails has changed nothing, unless it says so.
     """
 
     def __init__(
@@ -134,6 +144,7 @@ class VersionedStore(Store):
         """Replaced, not changed: a reader keeps what it began with."""
         self._spare: list[LocalStore] = []
         """Layers that are gone, emptied: fresh pages cost more than the rows that are copied to them."""
+        self._readers: WeakSet[Found] = WeakSet()
         self._number, self._last_mark = 0, -1
         self._saved = CLEAN
         """The first layer that the last complete checkpoint does not have."""
@@ -306,7 +317,10 @@ class VersionedStore(Store):
     def find(self, table: int, ids: Int64s) -> Found:
         """Where the rows of these ids are."""
         self._check_usable()
-        return Found(table, self._stores(), ids)
+        with self._state:
+            found = Found(table, self._stores())
+            self._readers.add(found)
+        return found.look(ids)
 
     def read(self, table: int, ids: Int64s, out: Floats) -> None:
         """Fill `out` with the row of each id, or its first columns: as last written, else its initial value."""
@@ -410,14 +424,18 @@ class VersionedStore(Store):
             self._to_save = None
 
     def _push(self, since: int | None, token: str = "") -> None:
-        """New writes go to a new layer. At a mark nobody reads, so that layers which are gone can be used again."""
+        """New writes go to a new layer, at a mark to one that is gone: nobody finds rows there any more."""
         self._number += 1
         rows = LocalStore(self.tables, self._make_rows)
         if since is not None and self._spare and not self._pins:
-            rows = self._spare[0]
+            with self._state:
+                found = {id(store) for reader in self._readers for store in reader.stores}
+            unused = [store for store in self._spare if id(store) not in found]
             self._spare = []  # one is enough: marks come one at a time
-            for table in range(len(self.tables)):
-                rows.truncate(table, 0)
+            if unused:
+                rows = unused[0]
+                for table in range(len(self.tables)):
+                    rows.truncate(table, 0)
         with self._state:
             self._layers = (*self._layers, Layer(self._number, since, token, rows))
             self._last_mark = self._last_mark if since is None else since
@@ -603,7 +621,7 @@ class RowReader:
             for start in range(0, len(positions), rows_per_chunk):
                 ids = _ids_at(self._stores[number], table, positions[start : start + rows_per_chunk])
                 values = np.empty((len(ids), self._versions.tables[table].width), np.float32)
-                Found(table, self._stores[number:], ids).fill(values)
+                Found(table, self._stores[number:]).look(ids).fill(values)
                 yield ids, values
 
     def close(self) -> None:

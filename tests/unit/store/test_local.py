@@ -182,3 +182,26 @@ def test_a_versioned_write_that_meets_close_is_refused_and_over(marked: bool) ->
         write(store, 1.0, 10)
     assert not any(layer.num_writers for layer in store._layers), "nobody waits for it"
     store.close()
+
+
+def test_rows_that_a_read_has_found_stay_whatever_is_merged_marked_and_written_meanwhile() -> None:
+    """A read of a server may take long; layers that are gone are used again."""
+    store = marked(VersionedStore(MemoryStore(TABLES)))
+    write(store, 1.0, 10)
+    store.mark(1)
+    found, out = store.find(0, np.array([10])), np.empty((1, 3), np.float32)
+    store.saved(1)
+    for done in (2, 3):
+        store.mark(done)
+        write(store, 2.0, 11)
+        store.saved(done)
+    found.fill(out)
+    assert out.tolist() == [[1.0] * 3]
+    layers = {id(layer.rows) for layer in store._layers}
+    del found
+    for done in (4, 5, 6):
+        store.mark(done)
+        store.saved(done)
+        layers |= {id(layer.rows) for layer in store._layers}
+    assert len(layers) < 4, "their memory is used again when nobody reads there"
+    store.close()
