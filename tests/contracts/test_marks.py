@@ -125,6 +125,28 @@ def test_any_history_leads_back_to_any_checkpoint_in_this_store_and_another(stor
         assert any(len(point.open().chain) > 1 for point in states) or len(states) < 3, "some have changes only"
 
 
+def test_a_mark_is_there_until_it_is_saved(store, tmp_path):
+    """However much is written first, and whatever becomes of the one before it."""
+    checkpoints, rows, states = Checkpoints(tmp_path / "checkpoints"), Rows(1), {}
+    for done in (1, 2):
+        rows.write(store)
+        store.mark(done)
+        states[done] = rows.copy()
+        for _ in range(10):
+            rows.write(store)
+        if done == 1:
+            store.save(1, checkpoints.begin(1).directory, NAMES)
+        else:
+            store.saved(1, tmp_path / "checkpoints" / "00000001")
+            rows.write(store)
+            with checkpoints.begin(2) as pending:
+                pending.add(store.save(2, pending.directory, NAMES))
+                point = ResumePoint.of(pending.commit(FACTS))
+    assert contents(store) == rows.now
+    store.restore(point, NAMES)
+    assert contents(store) == states[2]
+
+
 def test_rows_of_a_mark_are_there_only_for_its_token(store, tmp_path):
     """Another attempt may have made a checkpoint of the same number, in the same directory."""
     saving, rows = Saving(tmp_path / "checkpoints"), Rows(1)
