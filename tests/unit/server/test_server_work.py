@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.errors import DeadlineError, StoreError
 from bagpipe.server.gate import Gate
 from bagpipe.server.rows_state import Safety
-from bagpipe.server.work import Work
-from bagpipe.wire.messages import Written
+from bagpipe.server.work import Work, in_a_thread
+from bagpipe.wire.messages import Read, Waiting, Written
 from bagpipe.wire.recovery_messages import AskWork, Load, Mark, Save, Saved, Worked, Working
 from harness.recovery_peer import FACTS, NAMES, Peer, made
 from harness.server_peer import refused
@@ -154,6 +155,99 @@ def test_a_save_succeeds_however_much_is_written_meanwhile_and_memory_stays_boun
     for generation, (point, value) in enumerate(zip(points, (1.0, 2.0), strict=True), 1):
         server.recover(generation, point)
         assert Peer(server, generation=generation).read(0, 20, 199) == {0: value, 20: 1.0, 199: 1.0}
+    server.close()
+
+
+def test_a_load_that_a_recovery_stops_in_the_middle_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+    server = made(safety=Safety(rollback=False, checkpoints=(tmp_path,)))
+    peer, checkpoints = Peer(server), Checkpoints(tmp_path / "all")
+    peer.write([1, 2], 1.0)
+    point = peer.save(checkpoints, 1)
+    peer.write([2, 3], 2.0)
+    versions = server._held._versions
+    restore = versions.restore
+
+    def pausing(point: ResumePoint, names: list[str], report) -> None:
+        def slowly(rows: int) -> None:
+            loading.set()
+            assert go_on.wait(30)
+            report(rows)
+
+        restore(point, names, slowly)
+
+    monkeypatch.setattr(versions, "restore", pausing)
+    server._background = lambda work: threading.Thread(target=work).start()
+    number = peer.sequence + 1
+    peer.order(Load, 1, str(point.checkpoint), point.checksum, NAMES)
+    assert loading.wait(30)
+    assert peer.ask(Read([])) == Waiting([], []), "rows are being replaced"
+    monkeypatch.setattr(versions, "restore", restore)
+    with ThreadPoolExecutor(1) as pool:
+        work = server._held._works[0, number]
+        recovery = pool.submit(server.recover, 1, point)
+        while not work._stopping.is_set():
+            time.sleep(0.001)
+        go_on.set()
+        recovery.result(30)
+    assert "was stopped" in work.failed.message
+    assert Peer(server, generation=1).read(1, 2, 3) == {1: 1.0, 2: 1.0}
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"rollback": True}, {"rollback": False}, {"history_bytes_max": 2000}], ids=["memory", "files", "little"]
+)
+def test_checkpoints_beside_writers_have_each_write_whole_and_all_that_was_acknowledged(tmp_path, options) -> None:
+    """Trainers write all of their rows at once, one number after the other, while the first has them saved."""
+    server = made(background=in_a_thread, safety=Safety(checkpoints=(tmp_path,), **options))
+    trainers, checkpoints, stop = 3, Checkpoints(tmp_path / "all", keep=100), threading.Event()
+    mine = [list(range(trainer * 100, trainer * 100 + 40)) for trainer in range(trainers)]
+    acknowledged = [0] * trainers
+    first = Peer(server, b"first", trainers=trainers)
+
+    def write(trainer: int) -> None:
+        peer = Peer(server, bytes([trainer]), trainer=trainer, trainers=trainers)
+        while not stop.is_set():
+            assert isinstance(peer.write(mine[trainer], acknowledged[trainer] + 1.0), Written)
+            acknowledged[trainer] += 1
+            assert set(peer.read(*mine[trainer]).values()) == {float(acknowledged[trainer])}
+
+    def work_of(kind, *fields) -> int:
+        assert isinstance(first.order(kind, *fields), Written)
+        until = time.monotonic() + 60
+        while isinstance(first.ask(AskWork(first.sequence)), Working):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return first.sequence
+
+    saved = []
+    with ThreadPoolExecutor(trainers) as pool:
+        running = [pool.submit(write, trainer) for trainer in range(1, trainers)]
+        try:
+            for done in range(1, 13):
+                first.write(mine[0], float(done))
+                acknowledged[0] = done
+                before = list(acknowledged)
+                assert isinstance(first.order(Mark, done, f"{done:02x}"), Written)
+                after = [number + 1 for number in acknowledged]
+                with checkpoints.begin(done, token=f"{done:02x}") as pending:
+                    number = work_of(Save, done, str(pending.directory), NAMES, pending.base)
+                    pending.add(first.written_files(number))
+                    point = ResumePoint.of(pending.commit(FACTS))
+                work_of(Saved, done, str(point.checkpoint))
+                saved.append((point, before, after))
+        finally:
+            stop.set()
+        for future in running:
+            future.result(60)
+    assert any(len(point.open().chain) > 1 for point, _, _ in saved)
+    for generation, (point, before, after) in enumerate(reversed(saved), 1):
+        server.recover(generation, point)
+        for trainer, rows in enumerate(mine):
+            found = set(Peer(server, b"x", generation).read(*rows).values()) or {0.0}
+            assert len(found) == 1, "a write is in it, or not"
+            assert before[trainer] <= found.pop() <= after[trainer]
     server.close()
 
 
