@@ -21,7 +21,7 @@ from bagpipe.store.links import Patience
 from bagpipe.wire.frames import VERSION, decode, encode
 from bagpipe.wire.keys import Keys, load_keys, new_keys, write_keys
 from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Scan, SharedMemory, Write
-from bagpipe.wire.recovery_messages import AskBlob, AskWork, Keep, Load, Mark, Recover, ReturnTo, Save
+from bagpipe.wire.recovery_messages import AskWork, Confirm, Load, Mark, Recover, Save, Saved
 from harness import raw_socket as raw_peer
 from harness.server_process import WIDTH, Tap, read, servers, store_over, values
 from harness.wire import until
@@ -124,16 +124,12 @@ IMPOSSIBLE = {
     "rows of another width": (Open(0, 1, [WIDTH + 1]), ()),
     "rows of a terabyte": (Open(0, 1, [2**38]), ()),
     "more trainers": (Open(0, 2**31, [WIDTH]), ()),
-    "a mark of a trainer that is not there": (Mark(9, 10**6, 1), ()),
-    "a mark far ahead of its order": (Mark(0, 10**6, 1), ()),
-    "a return to a mark that is not there": (ReturnTo(0, 10**6, 7), ()),
-    "files in a directory of others": (Save(0, 10**6, 1, "/etc", ["ad"], None, None), ()),
-    "rows of others' files": (Load(0, 10**6, 1, "/etc", ["ad"]), ()),
-    "state of a terabyte to be kept": (Keep(1, "trainer-0", 2**40, 0, 0), (bytes(8),)),
-    "a piece beyond the end": (Keep(1, "trainer-0", 8, 0, 2**62), (bytes(8),)),
-    "a piece without a buffer": (Keep(1, "trainer-0", 8, 0, 0), ()),
-    "state with another checksum": (Keep(1, "trainer-0", 8, 1, 0), (bytes(8),)),
-    "what was never kept": (AskBlob(7, "trainer-0", 0, 2**62), ()),
+    "a mark of a trainer that is not there": (Mark(9, 10**6, 1, ""), ()),
+    "a mark far ahead of its order": (Mark(0, 10**6, 1, ""), ()),
+    "files in a directory of others": (Save(0, 10**6, 1, "/etc", ["ad"], None), ()),
+    "files of a mark that is not there": (Save(0, 10**6, 7, "/tmp/00000007", ["ad"], 2**62), ()),
+    "a checkpoint in a directory of others": (Saved(0, 10**6, 1, "/etc"), ()),
+    "rows of others' files": (Load(0, 10**6, 1, "/etc", "", ["ad"]), ()),
     "work that was never begun": (AskWork(10**6), ()),
 }
 
@@ -147,26 +143,27 @@ def test_a_request_that_can_not_be_is_refused(attacked, name):
         assert b"WireError" in said or b"StoreError" in said or b"ConfigError" in said, said
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "../../etc/passwd", "/etc/passwd", "a/b", "..", ".hidden", "a\0b", "x" * 65, "trainer-0\n"],
-)
-def test_state_can_not_be_kept_under_a_name_that_is_a_path(attacked, name):
-    header, body, piece = frames_of(Keep(1, "trainer-0", 8, 0, 0), bytes(8), request=2)
-    wrong = msgspec.msgpack.encode([*msgspec.msgpack.decode(body)[:2], name, 8, 0, 0])
-    peer, _ = opened(attacked)
-    with peer:
-        announced = header[:12] + struct.pack("<I", len(wrong)) + header[16:]
-        assert b"the body is no Keep" in told(peer, announced, wrong, piece)
+@pytest.mark.parametrize("token", ["../../etc/passwd", "ABCDEF", "a/b", "a\0", "0" * 65, "00\n", 7, None])
+def test_a_token_that_is_none_is_refused(attacked, token):
+    """It is compared with what a file says, and told in messages."""
+    for record, fields in ((Mark(0, 1, 1, ""), (0, 1, 1)), (Load(0, 1, 1, "/a", "", ["ad"]), (0, 1, 1, "/a"))):
+        header, _ = frames_of(record, request=2)
+        name = type(record).__name__
+        wrong = msgspec.msgpack.encode([name, *fields, token, *([["ad"]] if name == "Load" else [])])
+        peer, _ = opened(attacked)
+        with peer:
+            announced = header[:12] + struct.pack("<I", len(wrong)) + header[16:]
+            assert f"the body is no {name}".encode() in told(peer, announced, wrong)
 
 
 def test_a_recovery_of_the_past_or_from_elsewhere_is_refused_and_changes_nothing(attacked):
     """Who has no part in the run can't end its generation; who has, can't make a server read any file."""
     with raw_peer.greet(attacked) as peer:
-        assert b"serves run 00010203" in told(peer, *frames_of(Recover(None, None), run=bytes(16), generation=9))
-        assert b"to use only what is in or below none" in told(peer, *frames_of(Recover(1, "/etc"), generation=9))
+        for body in (Recover(0, None, ""), Confirm()):
+            assert b"serves run 00010203" in told(peer, *frames_of(body, run=bytes(16), generation=9))
+        assert b"to use only what is in or below none" in told(peer, *frames_of(Recover(1, "/etc", ""), generation=9))
         request = itertools.count(1)
-        until(lambda: b"generation 0 is at work" in told(peer, *frames_of(Recover(None, None), request=next(request))))
+        until(lambda: b"generation 0 is at work" in told(peer, *frames_of(Recover(0, None, ""), request=next(request))))
 
 
 def test_memory_that_is_not_the_clients_is_not_shared(attacked):

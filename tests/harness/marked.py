@@ -1,14 +1,21 @@
-"""Embedding servers that can be returned to marks, on a simulated network, with what outlives them on disks."""
+"""Embedding servers with marks on a simulated network, and the checkpoints that outlive them."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
 from bagpipe.server.shard import Recording
 
-from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.directory import Checkpoints, complete_points
 from bagpipe.checkpoint.manifest import Facts, TableEntry
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.server.core import EmbeddingServer
+<<<<<<< HEAD
+=======
+from bagpipe.server.rows_state import Safety
+>>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
 from benchmarks.simulated import SimulatedNetwork
@@ -33,42 +40,31 @@ def at_once(work):
 
 
 class Marking:
-    """So many servers and the directories of their run; a server that is killed leaves its journal, no more."""
+    """So many servers and the checkpoints of their run, which are all that is left of a server that is killed."""
 
-    def __init__(self, path, servers=2, seed=0, disks=None, disk=None, journal=True, **network):
-        """Each server has a disk of its own in `disks`, or else shares `disk` with those who write checkpoints."""
-        self.path, self.journal = path, journal
-        self.disks = disks or ({} if disk is None else dict.fromkeys(range(servers), disk))
-        self.checkpoints = Checkpoints(self.directory, full_every=3, keep=2, disk=disk)
+    def __init__(self, path, servers=2, seed=0, disk=None, safety=(), **network):
+        """Checkpoints are on `disk`; `safety` has options of how rows are made safe."""
+        self.path, self.directory = path, path / "checkpoints"
+        options = {"checkpoints": (path,), **dict(safety)} | ({} if disk is None else {"disk": disk})
+        self.safety = Safety(**options)
+        self.checkpoints = Checkpoints(self.directory, keep=2, disk=disk)
         self.network = SimulatedNetwork(seed, **network)
-        self.servers, self.listeners, self.stores = [], [], []
-        self.generation = 0
+        self.servers, self.listeners, self.stores = [None] * servers, [None] * servers, []
+        self.generation, self.tokens = 0, itertools.count(1)
         for number in range(servers):
-            self.servers.append(None)
-            self.listeners.append(None)
-            self.start(number, servers)
+            self.start(number)
 
     @property
     def addresses(self):
         return [f"server-{number}" for number in range(len(self.servers))]
 
-    @property
-    def directory(self):
-        return self.path / "checkpoints"
-
-    def recording(self, number, **options):
-        if number in self.disks:
-            options["disk"] = self.disks[number]
-        journal = self.path / "journal" / f"server-{number}" if self.journal else None
-        return Recording(journal, checkpoints=(self.directory, self.path), **options)
-
-    def start(self, number, servers=None, generation=0):
+    def start(self, number):
         server = EmbeddingServer(
             server=number,
-            servers=servers or len(self.servers),
+            servers=len(self.servers),
             run=RUN,
-            generation=generation,
-            recording=self.recording(number),
+            generation=self.generation,
+            safety=self.safety,
             clock=self.network.now,
             background=at_once,
         )
@@ -78,9 +74,15 @@ class Marking:
     def kill(self, number):
         """It answers nobody any more, and its memory is gone."""
         self.listeners[number].close()
-        if (journal := self.servers[number]._shard._journal) is not None:
-            journal._claim.close()  # as the system does for a process that ends
         self.servers[number] = None
+
+    def replace(self, number, handler):
+        """Something else listens where the server did; it is given what the server would be."""
+        handle = self.servers[number].handle
+        self.listeners[number].close()
+        self.listeners[number] = self.network.listen(
+            f"server-{number}", lambda peer, message, reply: handler(handle, peer, message, reply)
+        )
 
     def store(self, **options):
         options.setdefault("patience", PATIENT)
@@ -89,27 +91,36 @@ class Marking:
         self.stores.append(made)
         return made
 
-    def recover(self, done, checkpoint=None):
+    def recover(self, point=START):
         self.generation += 1
         for server in self.servers:
-            server.recover(self.generation, done, checkpoint)
+            server.recover(self.generation, point)
 
-    def save(self, store, done):
-        """A complete checkpoint of a mark."""
-        with self.checkpoints.begin(done) as pending:
+    def points(self):
+        """What a run can continue from, as whoever looks after it finds out."""
+        told = {path for server in self.servers for path in server.checkpoints()}
+        return complete_points(told, self.directory, self.checkpoints.disk)
+
+    def save(self, store, done, tell=True):
+        """A complete checkpoint of the rows as they are; `tell`: servers come to know of it."""
+        token = f"{next(self.tokens):016x}"
+        store.mark(done, token)
+        with self.checkpoints.begin(done, token=token) as pending:
             pending.add(store.save(done, pending.directory, NAMES, since=pending.base))
-            for name, blob in store.kept(done).items():
-                pending.write_blob(name, blob)
-            pending.commit(FACTS)
-        store.settle(done)
+            pending.write_blob("trainer-0", b"%d" % done)
+            point = ResumePoint.of(pending.commit(FACTS, store.confirm))
+        if tell:
+            store.saved(done, point.checkpoint)
+            self.checkpoints.tidy()
+        return point
 
     def rows(self):
         """Every row that was ever written, by table and id, with its bytes."""
         found = [{}, {}]
         for server in self.servers:
-            recorded = server._shard.rows.store
+            held = server._held.rows.store
             for table in range(len(TABLES)):
-                for ids, values in recorded.iterate(table):
+                for ids, values in held.iterate(table):
                     part = {key: row.tobytes() for key, row in zip(ids.tolist(), values, strict=True)}
                     assert not part.keys() & found[table].keys()
                     found[table] |= part

@@ -1,18 +1,31 @@
-"""A client that orders marks and returns of a server without a network, and servers that vanish and come back."""
+"""A client that orders marks and checkpoints of a server without a network, and servers that take the place of dead
+ones."""
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from bagpipe.server.shard import Recording
 
+from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.manifest import Facts, FileEntry, TableEntry
+from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.server.core import EmbeddingServer
+<<<<<<< HEAD
 from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Rows, Write
 from bagpipe.wire.recovery_messages import Keep
+=======
+from bagpipe.server.rows_state import Safety
+from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Rows, Write, Written
+from bagpipe.wire.recovery_messages import AskWork, Mark, Save, Saved, Worked
+>>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
 from harness.server_peer import RUN
+
+NAMES = ["ad"]
+FACTS = Facts(tables=(TableEntry(name="ad", rows=None, dims=(1,), width=1, optimizer="sgd"),))
 
 
 class Peer:
@@ -36,10 +49,6 @@ class Peer:
         self.send(body, *buffers)
         return self.heard.pop().body
 
-    def ask_for_buffers(self, body):
-        self.send(body)
-        return self.heard.pop().buffers
-
     def order(self, kind, *fields):
         self.sequence += 1
         return self.ask(kind(self.trainer, self.sequence, *fields))
@@ -57,12 +66,22 @@ class Peer:
         there = np.array(ids)[flags].tolist()
         return dict(zip(there, np.frombuffer(message.buffers[1], np.float32).tolist(), strict=True))
 
-    def keep(self, done, name, blob, *, offset=0, part=None, num_bytes=None, crc32=None):
-        body = Keep(
-            done, name, len(blob) if num_bytes is None else num_bytes, zlib.crc32(blob) if crc32 is None else crc32,
-            offset,
-        )  # fmt: skip
-        return self.ask(body, blob[offset:] if part is None else part)
+    def written_files(self, number):
+        """What came of a `Save` of this number."""
+        self.send(AskWork(number))
+        message = self.heard.pop()
+        assert message.body == Worked(), message.body
+        return msgspec.json.decode(message.buffers[0], type=list[FileEntry])
+
+    def save(self, checkpoints: Checkpoints, done: int, token: str = "") -> ResumePoint:
+        """A complete checkpoint of the rows as they are now; its server does at once what takes long."""
+        assert self.order(Mark, done, token) == Written(self.sequence)
+        with checkpoints.begin(done, token=token) as pending:
+            assert self.order(Save, done, str(pending.directory), NAMES, pending.base) == Written(self.sequence)
+            pending.add(self.written_files(self.sequence))
+            point = ResumePoint.of(pending.commit(FACTS))
+        assert self.order(Saved, done, str(point.checkpoint)) == Written(self.sequence)
+        return point
 
 
 def made(**options):
@@ -71,16 +90,14 @@ def made(**options):
 
 
 @pytest.fixture(name="server")
-def fixture_server():
-    one = made()
+def fixture_server(tmp_path: Path):
+    one = made(safety=Safety(checkpoints=(tmp_path,)))
     yield one
     one.close()
 
 
-def recording(path: Path) -> Recording:
-    return Recording(path / "journal", checkpoints=(path,))
-
-
-def vanish(server: EmbeddingServer) -> None:
-    """As the system does for a process that ends: nothing more is written, and what was locked is free."""
-    server._shard._journal._claim.close()
+def remove_rows_of(point: ResumePoint) -> None:
+    """Whoever reads this checkpoint from now on fails; its manifest is still there."""
+    assert point.checkpoint is not None
+    (only,) = point.checkpoint.glob("rows-*")
+    only.unlink()

@@ -17,7 +17,8 @@ from bagpipe.wire.channel import Channel, Network
 from bagpipe.wire.keys import Security
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.listener import Listener
-from bagpipe.wire.messages import AskStats, Failed, Message, Part, Read, Rows, Sync, Synced, Written
+from bagpipe.wire.messages import AskStats, Failed, Message, Part, Read, Rows, Written
+from bagpipe.wire.recovery_messages import Confirm, Confirmed
 from bagpipe.wire.sockets import SocketNetwork
 
 RUN = bytes(16)
@@ -44,8 +45,8 @@ def doubling(peer, message, reply):
     if isinstance(message.body, Read):
         ids = np.frombuffer(message.buffers[0], np.int64)
         reply(answer(message, Rows(len(ids)), np.ones(len(ids), np.uint8), (2 * ids).astype(np.float32)))
-    elif isinstance(message.body, Sync):
-        reply(answer(message, Synced()))
+    elif isinstance(message.body, Confirm):
+        reply(answer(message, Confirmed()))
     elif isinstance(message.body, AskStats):
         raise BagpipeError("no statistics today")
     elif isinstance(message.body, Failed):

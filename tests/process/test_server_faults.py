@@ -162,6 +162,5 @@ def test_a_full_disk_under_a_server_is_told_and_no_row_changes(small_disk):
                     read(each, beyond[5000:5010])[:, 0], (beyond[5000:5010] % 1000).astype(np.float32)
                 )
             store.write(0, ids, values(2, len(ids)))  # what fits, fits
-            store.sync()
             assert np.array_equal(read(another, ids), values(2, len(ids)))
             assert server.process.poll() is None

@@ -1,16 +1,18 @@
-"""Embedding servers that are killed as by kill -9, and come back from a checkpoint and their journal."""
+"""Embedding servers that are killed as by kill -9, and come back with the rows of a checkpoint."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, TableEntry
+from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.errors import StoreError, WireError
 from bagpipe.server.local import LocalServers
 from bagpipe.server.process import ServerOptions
@@ -27,8 +29,8 @@ FACTS = Facts(tables=(TableEntry(name="ad", rows=None, dims=(WIDTH,), width=WIDT
 class Run:
     """Two servers of one run, each of which can be killed and started again."""
 
-    def __init__(self, path: Path, store: str) -> None:
-        self.path, self.store = path, store
+    def __init__(self, path: Path, store: Literal["memory", "mapped"], rollback: bool) -> None:
+        self.path, self.store, self.rollback = path, store, rollback
         self.servers = [LocalServers(bytes(16)) for _ in range(2)]
         self.network = SocketNetwork()
         for number in range(2):
@@ -43,7 +45,7 @@ class Run:
             directory=str(self.path / "rows" / f"server-{number}") if self.store == "mapped" else None,
             parent=os.getpid(),
             generation=generation,
-            journal=str(self.path / "journal" / f"server-{number}"),
+            rollback=self.rollback,
             checkpoints=(str(self.path / "checkpoints"),),
         )
         self.servers[number] = LocalServers(bytes(16))
@@ -69,43 +71,51 @@ class Run:
         for servers in self.servers:
             servers.close()
 
+    def save(self, store: RemoteStore, checkpoints: Checkpoints, done: int) -> ResumePoint:
+        token = f"{done:08x}"
+        store.mark(done, token)
+        with checkpoints.begin(done, token=token) as pending:
+            pending.add(store.save(done, pending.directory, ["ad"], since=pending.base))
+            point = ResumePoint.of(pending.commit(FACTS, store.confirm))
+        assert point.checkpoint is not None
+        store.saved(done, point.checkpoint)
+        return point
 
+    def recover(self, generation: int, point: ResumePoint) -> None:
+        recover_servers(self.network, self.addresses, run=bytes(16), generation=generation, point=point)
+
+
+@pytest.mark.parametrize("rollback", [True, False])
 @pytest.mark.parametrize("store", ["memory", "mapped"])
-def test_a_server_that_was_killed_comes_back_as_it_was_at_its_last_mark(tmp_path: Path, store: str) -> None:
-    run = Run(tmp_path, store)
+def test_servers_that_were_killed_come_back_with_the_rows_of_a_checkpoint(tmp_path, store, rollback) -> None:
+    run, checkpoints = Run(tmp_path, store, rollback), Checkpoints(tmp_path / "checkpoints")
     try:
         with run.open() as old:
             old.write(0, IDS, values(0, len(IDS)))
-            old.keep(1, "trainer-0", b"state" * 1_000_000)
-            old.mark(1)
-            with Checkpoints(tmp_path / "checkpoints").begin(1) as pending:
-                pending.add(old.save(1, pending.directory, ["ad"]))
-                pending.commit(FACTS)
-            old.settle(1)
+            first = run.save(old, checkpoints, 1)
             old.write(0, IDS[::2], values(1, len(IDS[::2])))
-            old.keep(2, "trainer-0", b"later state")
-            old.mark(2)
+            second = run.save(old, checkpoints, 2)
             expected = read(old, IDS)
             old.write(0, IDS, values(2, len(IDS)))
             run.kill(1)
             run.start(1, generation=1)
-            assert marks_of_servers(run.network, run.addresses, run=bytes(16), generation=1) == [[1, 2], [1, 2]]
-            recover_servers(run.network, run.addresses, run=bytes(16), generation=1, done=2)
-            with run.open(generation=1) as store_again:
-                assert np.array_equal(read(store_again, IDS), expected)
-                assert store_again.kept(2) == {"trainer-0": b"later state"}
-                store_again.write(0, IDS, values(3, len(IDS)))
+            told = marks_of_servers(run.network, run.addresses, run=bytes(16), generation=1)
+            assert [each.checkpoints for each in told] == [[str(second.checkpoint)], []]
+            assert [each.marks for each in told] == [[2] if rollback else [], []]
+            run.recover(1, second)
+            with run.open(generation=1) as again:
+                assert np.array_equal(read(again, IDS), expected)
+                again.write(0, IDS, values(3, len(IDS)))
                 with pytest.raises((WireError, StoreError)):  # server 0 knows the generation, server 1 is another one
                     old.write(0, IDS, values(4, len(IDS)))
-                assert np.array_equal(read(store_again, IDS), values(3, len(IDS)))
-            run.kill(0)
-            run.kill(1)
-            run.start(0, generation=2)
-            run.start(1, generation=2)
-            place = tmp_path / "checkpoints"
-            recover_servers(run.network, run.addresses, run=bytes(16), generation=2, done=1, checkpoints=place)
-            with run.open(generation=2) as first:
-                assert np.array_equal(read(first, IDS), values(0, len(IDS)))
-                assert first.kept(1) == {"trainer-0": b"state" * 1_000_000}
+                with pytest.raises((WireError, StoreError)):
+                    old.confirm()
+                assert np.array_equal(read(again, IDS), values(3, len(IDS)))
+            for number in range(2):
+                run.kill(number)
+                run.start(number, generation=2)
+            run.recover(2, first)
+            with run.open(generation=2) as last:
+                assert np.array_equal(read(last, IDS), values(0, len(IDS)))
     finally:
         run.close()

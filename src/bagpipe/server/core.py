@@ -104,10 +104,11 @@ class EmbeddingServer:
         """What is held and was done, at any moment: also while rows are replaced, as far as that has come."""
         rows = self._held.rows
         held, num_rows = None, []
-        if rows is not None and not self._closed:
-            with suppress(StoreError):  # closed meanwhile, or its disk has failed
-                num_rows = [rows.store.num_rows(table) for table in range(len(rows.widths))]
-                held = rows.store.stats()
+        for store in () if rows is None or self._closed else (rows.store, rows.store.base):
+            with suppress(StoreError):  # rows are being replaced, or it was closed meanwhile, or its disk has failed
+                num_rows = [store.num_rows(table) for table in range(len(store.tables))]
+                held = store.stats()
+                break
         return Stats(
             server=self.server,
             num_rows=num_rows,

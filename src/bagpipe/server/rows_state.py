@@ -167,8 +167,8 @@ class ServerRows:
         return Work(f"saving mark {body.done}", write, reader.close)
 
     def _let_go(self, done: int, checkpoint: Path) -> bytes:
+        self._saved = checkpoint  # also if the merge fails
         self._opened().saved(done)
-        self._saved = checkpoint
         return b""
 
     def _load(self, body: Load) -> Work:

@@ -57,7 +57,11 @@ class Work:
             return
         self.failed = Failed(StoreError.__name__, f"{self.what} failed inside the server: its log says how")
         try:
-            self.report(0)
+            try:
+                self.report(0)
+            except Stopped:  # by somebody who saw that it had begun
+                self._give_up()
+                raise
             self.result, self.failed = self._do(self), None
         except Stopped as error:
             self.failed = Failed(StoreError.__name__, str(error))

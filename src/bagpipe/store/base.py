@@ -139,8 +139,8 @@ class Store(ABC):
 class Marked(Protocol):
     """A store whose rows can be written to checkpoints while training goes on, and made those of one again.
 
-    A mark is named by `done`, the number of iterations that are over. `mark` and `restore` want readers and writers at
-    rest; everything else may go on beside them. What fails has changed nothing, unless it says so.
+    A mark is named by `done`, the number of iterations that are over. `mark` wants writers at rest, `restore` readers
+    too; everything else may go on beside them. What fails has changed nothing, unless it says so.
     """
 
     def mark(self, done: int, token: str = "") -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Condition, Lock
 from types import TracebackType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 
@@ -82,15 +83,24 @@ class Layer:
 class Found:
     """Where the rows of some ids are, as long as somebody has this: in which stores, the newest of which counts."""
 
-    def __init__(self, table: int, stores: Sequence[LocalStore], ids: Int64s) -> None:
-        self._table, self._lines = table, []
-        self.there: Flags = np.zeros(len(ids), np.bool_)
-        """Which were ever written."""
-        for store in stores:
-            positions, num_missing = store.find(table, ids)
+    there: Flags
+    """Which were ever written."""
+
+    def __init__(self, table: int, stores: Sequence[LocalStore]) -> None:
+        self.stores = stores
+        """None of which is emptied meanwhile."""
+        self._table = table
+        self._lines: list[tuple[LocalStore, Int64s]] = []
+
+    def look(self, ids: Int64s) -> Found:
+        """Find them; self."""
+        self.there = np.zeros(len(ids), np.bool_)
+        for store in self.stores:
+            positions, num_missing = store.find(self._table, ids)
             if num_missing < len(ids):
                 self._lines.append((store, positions))
                 self.there |= positions >= 0
+        return self
 
     def gather(self, out: Floats) -> None:
         """Copy the rows that are there, or their first columns, into `out`, without gaps."""
@@ -106,8 +116,8 @@ class Found:
 class VersionedStore(Store):
     """The rows of a local store, which is closed with it, and what they were at marks.
 
-    A mark is named by `done`, the number of iterations that are over. `mark`, `rollback` and `replace` want readers and
-    writers at rest; everything else may go on beside them. What fails has changed nothing, unless it says so.
+    A mark is named by `done`, the number of iterations that are over. `mark` wants writers at rest, `rollback` and
+    `replacing` readers too; everything else may go on beside them. What fails has changed nothing, unless it says so.
     """
 
     def __init__(
@@ -123,7 +133,7 @@ class VersionedStore(Store):
     ) -> None:
         """Without `rollback` marks are there to be saved, and gone then.
 
-        Layers that take more memory are merged early, which loses the marks that they lead to; while a mark is being
+        Layers that take more memory are merged early, which loses the marks that they lead to; until a new mark is
         saved they lie in files in `spill` instead, without names, or else beside the checkpoint. `shard` is (server,
         servers): whose rows these are.
         """
@@ -134,6 +144,7 @@ class VersionedStore(Store):
         """Replaced, not changed: a reader keeps what it began with."""
         self._spare: list[LocalStore] = []
         """Layers that are gone, emptied: fresh pages cost more than the rows that are copied to them."""
+        self._readers: WeakSet[Found] = WeakSet()
         self._number, self._last_mark = 0, -1
         self._saved = CLEAN
         """The first layer that the last complete checkpoint does not have."""
@@ -143,6 +154,8 @@ class VersionedStore(Store):
         """Of each row of the base the last layer merged into it."""
         self._pins = 0
         """Marks that are being saved."""
+        self._to_save: int | None = None
+        """The last mark, until that begins."""
         self._state = Condition(Lock())
         self._merging, self._noting = Lock(), Lock()
         self._refusal: str | None = None
@@ -156,6 +169,7 @@ class VersionedStore(Store):
             self._push(done, token)
         else:
             self._layers[-1].token = token
+        self._to_save = done
 
     def check_mark(self, done: int) -> None:
         """StoreError if such a mark can't be made."""
@@ -181,6 +195,7 @@ class VersionedStore(Store):
         with self._state:
             dropped, self._layers = self._layers[first:], self._layers[:first]
         self._spare += [layer.rows for layer in dropped]
+        self._to_save = None
         reach("layer.dropped")
         self._push(done, dropped[0].token)
 
@@ -193,6 +208,7 @@ class VersionedStore(Store):
         with self._merging, self._state:
             layers = self._layers[: self._first_since(done)]
             self._pins += 1
+            self._not_to_save(done)
         return RowReader(self, [layer.rows for layer in layers], full=full or self._saved == CLEAN)
 
     def saved(self, done: int, checkpoint: Path | None = None) -> None:  # noqa: ARG002 - its rows are known here
@@ -204,10 +220,11 @@ class VersionedStore(Store):
         if done not in self.marks():
             return
         self._saved, self._saved_mark = self._layers[self._first_since(done)].number, done
+        self._not_to_save(done)
         if self._rollback:
             self.release(done)
         else:
-            self._fold()
+            self._fold(done)
 
     def release(self, before: int) -> None:
         """Drop the marks below `before`; what was kept for them is merged, or when no mark is being saved any more."""
@@ -215,6 +232,7 @@ class VersionedStore(Store):
         with self._state:
             for layer in self._layers:
                 if layer.since is not None and layer.since < before:
+                    self._not_to_save(layer.since)
                     layer.since = None
         self._merge()
 
@@ -229,6 +247,7 @@ class VersionedStore(Store):
         self._refusal = "rows were half replaced: load a checkpoint"
         self._spare += [layer.rows for layer in self._layers]
         self._layers, self._saved, self._saved_mark, self._last_mark = (), CLEAN, None, -1
+        self._to_save = None
         for table in range(len(self.tables)):
             self.base.truncate(table, 0)
             self._changed[table] = np.empty(0, np.int32)
@@ -298,7 +317,10 @@ class VersionedStore(Store):
     def find(self, table: int, ids: Int64s) -> Found:
         """Where the rows of these ids are."""
         self._check_usable()
-        return Found(table, self._stores(), ids)
+        with self._state:
+            found = Found(table, self._stores())
+            self._readers.add(found)
+        return found.look(ids)
 
     def read(self, table: int, ids: Int64s, out: Floats) -> None:
         """Fill `out` with the row of each id, or its first columns: as last written, else its initial value."""
@@ -396,15 +418,24 @@ class VersionedStore(Store):
         for number, layer in enumerate(layers):
             yield layer.rows, layer.new_positions(table, stores[: number + 1])
 
+    def _not_to_save(self, done: int) -> None:
+        """A mark is not to be saved any more: that has begun, or nobody will."""
+        if self._to_save == done:
+            self._to_save = None
+
     def _push(self, since: int | None, token: str = "") -> None:
-        """New writes go to a new layer. At a mark nobody reads, so that layers which are gone can be used again."""
+        """New writes go to a new layer, at a mark to one that is gone: nobody finds rows there any more."""
         self._number += 1
         rows = LocalStore(self.tables, self._make_rows)
         if since is not None and self._spare and not self._pins:
-            rows = self._spare[0]
+            with self._state:
+                found = {id(store) for reader in self._readers for store in reader.stores}
+            unused = [store for store in self._spare if id(store) not in found]
             self._spare = []  # one is enough: marks come one at a time
-            for table in range(len(self.tables)):
-                rows.truncate(table, 0)
+            if unused:
+                rows = unused[0]
+                for table in range(len(self.tables)):
+                    rows.truncate(table, 0)
         with self._state:
             self._layers = (*self._layers, Layer(self._number, since, token, rows))
             self._last_mark = self._last_mark if since is None else since
@@ -461,14 +492,14 @@ class VersionedStore(Store):
             reach("layer.merged")
         self._spare.append(layer.rows)  # as it is: somebody may have found rows there just now
 
-    def _fold(self) -> None:
+    def _fold(self, done: int) -> None:
         """Merge everything, and have rows written to the base again. What comes meanwhile goes to a layer of its own;
         who writes waits only for that little one."""
         self._push(None)
-        self.release(self._last_mark + 1)
+        self.release(done + 1)
         with self._merging, self._state:
             if self._pins or len(self._layers) != 1:
-                return  # a mark was made meanwhile, which is folded in its turn
+                return  # there is a later mark, which is folded in its turn
             while self._layers[0].num_writers:
                 self._state.wait()
             self._layers[0].half_merged = True
@@ -494,9 +525,12 @@ class VersionedStore(Store):
             changed[positions] = number
 
     def _give_up_marks(self) -> None:
-        """Layers take more memory than they may: merge them all."""
-        lost = self.marks()
-        self._push(None)
+        """Layers take more memory than they may: merge them all, or those below a mark that is still to be saved."""
+        lost = [done for done in self.marks() if done != self._to_save]
+        if self._to_save is None:
+            self._push(None)
+        elif not lost:
+            return
         self.release(max(lost, default=0) + 1)
         if lost:
             logging.getLogger("bagpipe").warning(
@@ -516,7 +550,8 @@ class VersionedStore(Store):
 
     def has_room(self) -> bool:
         """Whether layers may take more memory; yes if they will be merged as soon as they take too much."""
-        return not self._pins or self._bytes_max is None or self.layer_bytes < self._bytes_max
+        wanted = self._pins or self._to_save is not None
+        return not wanted or self._bytes_max is None or self.layer_bytes < self._bytes_max
 
     def rows_changed(self, table: int) -> Int64s:
         """Where rows of the base are that the last complete checkpoint does not have."""
@@ -586,7 +621,7 @@ class RowReader:
             for start in range(0, len(positions), rows_per_chunk):
                 ids = _ids_at(self._stores[number], table, positions[start : start + rows_per_chunk])
                 values = np.empty((len(ids), self._versions.tables[table].width), np.float32)
-                Found(table, self._stores[number:], ids).fill(values)
+                Found(table, self._stores[number:]).look(ids).fill(values)
                 yield ids, values
 
     def close(self) -> None:

@@ -153,7 +153,7 @@ class _Shared:
 
     def __init__(self, store: Store, trainers: int, notify: Sequence[Callable[[], None]], deadline_s: float) -> None:
         self.store = store
-        # Local stores take writes of several threads at once, but a sync in the middle of one would call it whole.
+        # Local stores take writes of several threads at once, but a mark wants none of them under way.
         self.writing = Lock()
         self.reached = NO_ITERATION
         """All trainers have passed it. Read without a lock: drivers ask for it while they hold theirs."""

@@ -1,4 +1,5 @@
-"""A server without a network is returned to a mark: who may come back, who belongs to the past, what outlives it."""
+"""A server without a network begins a new generation from a checkpoint: who may come back, who belongs to the past, and
+when rows come from memory or from files."""
 
 from __future__ import annotations
 
@@ -6,37 +7,61 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import Facts, FileEntry, TableEntry
-from bagpipe.errors import StoreError, WireError
+from bagpipe.checkpoint.point import START, ResumePoint
+from bagpipe.errors import CheckpointError, StoreError, WireError
 from bagpipe.failpoints import Fault, Faults, Killed, armed
+<<<<<<< HEAD
 from bagpipe.server.shard import Recording
 from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Unopened, Waiting, Write, Written
 from bagpipe.wire.recovery_messages import AskMarks, AskWork, Keep, Mark, Marks, Recover, Save, Settle, Working
+=======
+from bagpipe.server.rows_state import Safety
+from bagpipe.server.storage import in_files, remove_rows
+from bagpipe.store.mapped import MappedStore
+from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Scan, Unopened, Waiting, Write, Written
+from bagpipe.wire.recovery_messages import (
+    AskMarks,
+    AskWork,
+    Confirm,
+    Load,
+    Mark,
+    Marks,
+    Recover,
+    Save,
+    Saved,
+    Working,
+)
+>>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
 from harness.recovery_peer import (
+    FACTS,
+    NAMES,
     Peer,
     fixture_server,  # noqa: F401
     made,
-    recording,
-    vanish,
+    remove_rows_of,
 )
 from harness.server_peer import refused
 
 # Generations
 
 
-def test_a_recovery_lets_nothing_of_the_past_in(server) -> None:
+def test_a_recovery_lets_nothing_of_the_past_in(server, tmp_path: Path) -> None:
     old = Peer(server, trainers=2)
     old.write([1], 1.0, passed=3)
-    old.order(Mark, 4)
+    point = old.save(Checkpoints(tmp_path / "all"), 4)
     old.write([1], 2.0)
     old.send(Read([], after=9))
-    server.recover(2, 4)
+    server.recover(2, point)
     assert old.heard.pop().body == Waiting([], []), "who waits is sent away"
-    for body in (Open(0, 2, [1]), Read([]), Write(0, 4, -1, []), Mark(0, 4, 5), Keep(4, "a", 0, 0, 0), AskMarks()):
+    place, number = str(point.checkpoint), old.sequence + 1
+    for body in (
+        *(Open(0, 2, [1]), Read([]), Write(0, number, -1, []), Scan(0, 0, 1), AskMarks(), AskWork(3), Confirm()),
+        *(Mark(0, number, 5, ""), Save(0, number, 4, place, NAMES, None), Saved(0, number, 4, place)),
+        *(Load(0, number, 4, place, point.checksum, NAMES), Recover(0, None, "")),
+    ):
         assert "this is generation 2" in refused(old.ask(body), "WireError")
     new = Peer(server, b"b", generation=2)
     assert new.opened.sequence == 0, "writes are counted anew"
@@ -47,55 +72,49 @@ def test_a_recovery_lets_nothing_of_the_past_in(server) -> None:
     assert new.write([], 0.0, passed=0) == Rows(0), "the read goes on, after the write was answered"
     assert new.heard.pop().body == Written(1)
     with pytest.raises(StoreError, match="generation 2 is at work on server 0"):
-        server.recover(2, 4)
+        server.recover(2, point)
     with pytest.raises(WireError, match="generation 1 can't begin: this is generation 2"):
-        server.recover(1, 4)
+        server.recover(1, point)
     with pytest.raises(WireError, match="generation 1 can't begin"):
         server.abandon(1)
 
 
-def test_between_the_end_of_a_generation_and_its_recovery_everybody_waits(server) -> None:
+def test_between_the_end_of_a_generation_and_its_recovery_everybody_waits(server, tmp_path: Path) -> None:
     old = Peer(server)
-    old.order(Mark, 1)
+    point = old.save(Checkpoints(tmp_path / "all"), 1)
     server.abandon(1)
     assert "this is generation 1" in refused(old.ask(Read([])), "WireError")
     early = Peer(server, b"b", generation=1)
     assert early.opened == Waiting([], [])
     assert early.ask(Read([])) == Waiting([], [])
-    assert early.ask(AskMarks()) == Marks(0, 1, [1])
-    server.recover(1, 1)
+    assert early.ask(AskMarks()) == Marks(0, 1, [1], [str(point.checkpoint)])
+    server.recover(1, point)
     assert isinstance(Peer(server, b"b", generation=1).opened, Opened)
 
 
-def test_a_recovery_that_fails_lets_nobody_in_until_one_succeeds(server) -> None:
-    Peer(server).order(Mark, 1)
-    with pytest.raises(StoreError, match=r"server 0 has no mark 7, but \[1\]"):
-        server.recover(1, 7)
-    assert "server 0 could not be recovered" in refused(Peer(server, b"b", generation=1).opened)
-    server.recover(1, 1)
-    assert isinstance(Peer(server, b"b", generation=1).opened, Opened)
-
-
-def test_a_recovery_by_message_is_begun_once_and_its_copies_ask_how_far_it_is() -> None:
-    waiting = []
-    server = made(background=waiting.append)
-    peer = Peer(server)
-    peer.order(Mark, 1)
+def test_a_recovery_by_message_is_begun_once_and_its_copies_ask_how_far_it_is(tmp_path: Path) -> None:
+    server = made(safety=Safety(checkpoints=(tmp_path,)))
+    peer, waiting = Peer(server), []
+    point = peer.save(Checkpoints(tmp_path / "all"), 1)
+    server._background = waiting.append
     peer.write([1], 1.0)
     stranger = Peer(server, b"s", generation=1, opens=False)
-    assert stranger.ask(Recover(1, None)) == Working(0)
-    assert "is being recovered" in refused(stranger.ask(Recover(2, None)))
+    asked = Recover(1, str(point.checkpoint), point.checksum)
+    assert stranger.ask(asked) == Working(0)
+    assert "is being recovered" in refused(stranger.ask(Recover(0, None, "")))
     (work,) = waiting
     work()
+    told = Marks(0, 1, [1], [str(point.checkpoint)])
     for _ in range(2):
-        assert stranger.ask(Recover(1, None)) == Marks(0, 1, [1])
+        assert stranger.ask(asked) == told
     assert waiting == [work]
     new = Peer(server, b"n", generation=1)
     assert new.read(1) == {}
     new.write([1], 2.0)
-    assert new.ask(Recover(1, None)) == Marks(0, 1, [1])
+    assert new.ask(asked) == told
     assert new.read(1) == {1: 2.0}, "a late copy does nothing"
-    assert "checkpoints in '/etc'" in refused(stranger.ask(Recover(1, "/etc")))
+    for place in ("/etc", str(tmp_path), str(tmp_path / "all" / ".." / ".."), "00000001"):
+        assert f"checkpoints in '{place}'" in refused(stranger.ask(Recover(1, place, "")))
 
 
 GENERATIONS, TRAINERS, LAST_WRITES = 20, 3, 25
@@ -138,15 +157,21 @@ def row_of(generation: int, trainer: int) -> int:
     return generation * TRAINERS + trainer
 
 
-@pytest.mark.parametrize("mark", [None, 1], ids=["to nothing", "to a mark"])
-def test_writes_and_recoveries_at_once_mix_no_generations_and_lose_nothing(server, mark) -> None:
+POINTS = ["to nothing", "in memory", "from files"]
+
+
+@pytest.mark.parametrize("way", POINTS)
+def test_writes_and_recoveries_at_once_mix_no_generations_and_lose_nothing(tmp_path: Path, way: str) -> None:
     """A write is acknowledged in its generation and undone with it, or refused; none gets into the next."""
-    before = {}
-    if mark is not None:
+    server = made(safety=Safety(rollback=way == "in memory", checkpoints=(tmp_path,)))
+    before, point = {}, START
+    if way != "to nothing":
         before = dict.fromkeys(range(GENERATIONS * TRAINERS), -1.0)
         first = Peer(server, b"first", trainers=TRAINERS)
         first.write(list(before), -1.0)
-        first.order(Mark, mark)
+        point = first.save(Checkpoints(tmp_path / "all"), 1, "aa")
+        if way == "in memory":
+            remove_rows_of(point)
     stop = threading.Event()
     writers = [Writer(server, trainer, stop) for trainer in range(TRAINERS)]
     with ThreadPoolExecutor(TRAINERS) as pool:
@@ -155,7 +180,7 @@ def test_writes_and_recoveries_at_once_mix_no_generations_and_lose_nothing(serve
             for generation in range(1, GENERATIONS):
                 busy = writers[generation % TRAINERS]
                 assert busy.wrote[generation - 1].wait(60), f"nobody could write in generation {generation - 1}"
-                server.recover(generation, mark)
+                server.recover(generation, point)
                 past = range(row_of(generation, 0))
                 found = Peer(server, b"x", generation, trainers=TRAINERS).read(*past)
                 assert found == {row: before[row] for row in past if row in before}
@@ -166,106 +191,129 @@ def test_writes_and_recoveries_at_once_mix_no_generations_and_lose_nothing(serve
     last = {row_of(GENERATIONS - 1, trainer): float(LAST_WRITES) for trainer in range(TRAINERS)}
     found = Peer(server, b"y", GENERATIONS - 1, trainers=TRAINERS).read(*range(GENERATIONS * TRAINERS))
     assert found == before | last, "nothing that came late, and all that was acknowledged"
+    server.close()
 
 
-# What outlives a server
+# Where rows come from
 
 
-def test_a_server_with_a_journal_comes_back_and_serves_nobody_before_it_is_told(tmp_path: Path) -> None:
-    server = made(recording=recording(tmp_path))
-    peer = Peer(server)
+def test_rows_come_from_memory_if_the_mark_is_that_of_the_checkpoint_and_else_from_its_files(tmp_path: Path) -> None:
+    """Two attempts make a checkpoint of the same number, which differ: the token tells whose rows a mark has."""
+    lost, here = (made(safety=Safety(checkpoints=(tmp_path,))) for _ in range(2))
+    points = []
+    for server, value, token in ((lost, 1.0, "aa"), (here, 2.0, "bb")):
+        peer = Peer(server)
+        peer.write([1], value)
+        peer.order(Mark, 3, "cc")
+        points.append(peer.save(Checkpoints(tmp_path / token), 5, token))
+        peer.write([1, 2], 9.0)
+    remove_rows_of(points[1])
+    here.recover(1, points[1])
+    assert Peer(here, generation=1).read(1, 2) == {1: 2.0}, "no file is needed"
+    here.recover(2, points[0])
+    assert Peer(here, generation=2).read(1, 2) == {1: 1.0}, "the rows of the checkpoint, not those of its own mark"
+    remove_rows_of(points[0])
+    here.recover(3, points[0])
+    assert Peer(here, generation=3).read(1, 2) == {1: 1.0}, "what was read is a mark of its own"
+    with pytest.raises(CheckpointError, match="rows-0-00000"):
+        here.recover(4, points[1])
+
+
+@pytest.mark.parametrize("why", ["no way back", "too little memory", "an older mark", "no token"])
+def test_where_memory_does_not_lead_back_rows_are_read_from_files(tmp_path: Path, why: str, caplog) -> None:
+    options = {"no way back": {"rollback": False}, "too little memory": {"history_bytes_max": 200}}.get(why, {})
+    server = made(safety=Safety(checkpoints=(tmp_path,), **options))
+    peer, checkpoints = Peer(server), Checkpoints(tmp_path / "all")
     peer.write([1, 2], 1.0)
-    peer.keep(1, "trainer-0", b"state")
-    peer.order(Mark, 1)
-    peer.write([2, 3], 2.0)
-    with pytest.raises(StoreError, match="in use"):
-        made(recording=recording(tmp_path))
-    vanish(server)
-    back = made(recording=recording(tmp_path))
-    assert (back.marks(), back.kept(1), back.usable_marks(1)) == ([1], {"trainer-0": b"state"}, [1])
-    assert "has come back and waits" in refused(Peer(back).opened)
-    assert back.birth != server.birth
-    back.recover(1, 1)
-    new = Peer(back, generation=1)
-    assert new.read(1, 2, 3) == {1: 1.0, 2: 1.0}
-    assert back.stats().num_rows == [2]
-    back.close()
+    point = peer.save(checkpoints, 1, "" if why == "no token" else "aa")
+    peer.write(list(range(2, 200)), 2.0)
+    if why == "an older mark":
+        peer.save(checkpoints, 2, "bb")
+    assert ("the way back in memory is given up" in caplog.text) == (why == "too little memory")
+    server.recover(1, point)
+    again = Peer(server, generation=1)
+    assert again.read(1, 2, 3) == {1: 1.0, 2: 1.0}
+    again.write([2], 3.0)
+    checkpoints.continue_from(1)
+    later = again.save(checkpoints, 2, "cc")
+    assert [part.rows for entry in later.open().manifest.files for part in entry.rows] == [1], "what it has is known"
+    remove_rows_of(point)
+    with pytest.raises(CheckpointError):
+        server.recover(2, point)
+    server.close()
 
 
-def test_a_server_tells_what_it_holds_also_while_rows_are_replaced(tmp_path: Path, monkeypatch) -> None:
-    server = made(recording=recording(tmp_path))
-    peer = Peer(server)
-    peer.write([1, 2], 1.0)
-    peer.order(Mark, 1)
-    peer.write([3], 2.0)
-    peer.order(Mark, 2)
-    entry = TableEntry(name="ad", rows=9, dims=(1,), width=1, optimizer="sgd")
-    with Checkpoints(tmp_path / "kept").begin(2) as pending:
-        pending.add(server._shard._recorded.save(2, pending.directory, ["ad"]))
-        pending.commit(Facts(tables=(entry,)))
-    seen = []
-    server._shard.load(2, tmp_path / "kept", ["ad"], lambda _: seen.append(server.stats().num_rows))
-    assert seen == [[3]]
-    peer.write([4], 3.0)
-    peer.order(Mark, 3)
-    vanish(server)
-    back = made(recording=recording(tmp_path))
-    assert back.marks(tmp_path / "kept") == [2, 3]
-    assert back.stats().num_rows == [0], "it has come back and waits"
-    monkeypatch.setattr("bagpipe.store.recorded.reach", lambda point: seen.append((point, back.stats().num_rows)))
-    back.recover(1, 3)
-    assert ("journal.replayed", [4]) in seen
-    back.close()
-    assert back.stats().num_rows == []
+def test_a_server_in_the_place_of_a_dead_one_reads_its_share_of_the_checkpoint(tmp_path: Path) -> None:
+    ids = list(range(100))
+    whole = made(safety=Safety(checkpoints=(tmp_path,)))
+    peer = Peer(whole)
+    peer.write(ids, 1.0)
+    point = peer.save(Checkpoints(tmp_path / "all"), 1)
+    found = {}
+    for number in range(3):
+        share = made(server=number, servers=3, generation=4, safety=Safety(checkpoints=(tmp_path,)))
+        assert share.birth != whole.birth
+        assert "this is generation 4" in refused(Peer(share).opened, "WireError"), "who knew the dead one is refused"
+        share.recover(4, point)
+        part = Peer(share, generation=4).read(*ids)
+        assert share.stats().num_rows == [len(part)]
+        assert 10 < len(part) < 60
+        assert not part.keys() & found.keys()
+        found |= part
+        share.close()
+    assert found == dict.fromkeys(ids, 1.0)
 
 
-def test_a_server_comes_back_to_marks_after_a_checkpoint_in_a_directory_of_the_script(tmp_path: Path) -> None:
-    places = Recording(tmp_path / "journal", checkpoints=(tmp_path / "run", tmp_path / "script"))
-    server = made(recording=places)
-    peer = Peer(server)
-    peer.write([1, 2], 1.0)
-    peer.order(Mark, 10)
-    entry = TableEntry(name="ad", rows=9, dims=(1,), width=1, optimizer="sgd")
-    with Checkpoints(tmp_path / "script" / "kept").begin(10) as pending:
-        peer.order(Save, 10, str(pending.directory), ["ad"], None, None)
-        saved = peer.ask_for_buffers(AskWork(peer.sequence))[0]
-        pending.add(msgspec.json.decode(saved, type=list[FileEntry]))
-        pending.commit(Facts(tables=(entry,)))
-    peer.order(Settle, 10)
-    peer.write([2], 2.0)
-    peer.order(Mark, 20)
-    vanish(server)
-    back = made(recording=places)
-    assert back.marks() == [10, 20]
-    back.recover(1, 20)
-    assert Peer(back, generation=1).read(1, 2) == {1: 1.0, 2: 2.0}
-    back.close()
+# What goes wrong
 
 
-def test_a_server_that_died_before_its_first_mark_begins_anew(tmp_path: Path) -> None:
-    server = made(recording=recording(tmp_path))
-    Peer(server).write([1], 1.0)
-    vanish(server)
-    back = made(recording=recording(tmp_path))
-    assert back.marks() == []
-    back.recover(1)
-    new = Peer(back, generation=1)
-    assert new.read(1) == {}
-    new.write([1], 3.0)
-    new.order(Mark, 5)
-    assert back.marks() == [5]
-    back.close()
+@pytest.mark.parametrize("damage", ["missing", "another by now", "cut off", "a bit", "no manifest"])
+def test_a_recovery_that_fails_lets_nobody_in_until_one_succeeds(server, tmp_path: Path, damage: str) -> None:
+    peer, checkpoints = Peer(server), Checkpoints(tmp_path / "all")
+    peer.write([1], 1.0)
+    good = peer.save(checkpoints, 1)
+    peer.write([1, 2], 2.0)
+    bad = peer.save(checkpoints, 2)
+    (rows,) = bad.checkpoint.glob("rows-*")
+    data = rows.read_bytes()
+    if damage == "missing":
+        bad = ResumePoint(3, tmp_path / "all" / "00000003", "00")
+    elif damage == "another by now":
+        bad = ResumePoint(2, bad.checkpoint, good.checksum)
+    elif damage == "no manifest":
+        (bad.checkpoint / "manifest.json").unlink()
+    else:
+        rows.write_bytes(data[:-1] if damage == "cut off" else data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError):
+        server.recover(1, bad)
+    for _ in range(2):
+        new = Peer(server, b"b", generation=1)
+        assert "server 0 could not be recovered" in refused(new.opened)
+        assert new.ask(Read([])) == Unopened()
+        stranger = Peer(server, b"s", generation=1, opens=False)
+        told = stranger.ask(Recover(bad.done, str(bad.checkpoint), bad.checksum))
+        assert refused(told, "CheckpointError"), "by message it is told the same"
+    server.recover(1, good)
+    assert Peer(server, b"b", generation=1).read(1, 2) == {1: 1.0}
 
 
 @pytest.mark.parametrize(
-    "point", ["server.return.begun", "history.returned", "journal.rolled_back", "server.return.done"]
+    ("way", "cut"),
+    [
+        ("in memory", "layer.dropped"),
+        ("in memory", "layer.merged"),
+        ("in memory", "server.loaded"),
+        ("from files", "server.loaded"),
+    ],
 )
-def test_a_server_that_dies_while_it_returns_comes_back_to_the_same_mark(tmp_path: Path, point: str) -> None:
-    server = made(recording=recording(tmp_path))
-    peer = Peer(server)
+def test_a_recovery_that_is_cut_off_anywhere_is_done_again(tmp_path: Path, way: str, cut: str) -> None:
+    """The checkpoint is complete, and whoever made it died before it could say so."""
+    server = made(safety=Safety(rollback=way == "in memory", checkpoints=(tmp_path,)))
+    peer, checkpoints = Peer(server), Checkpoints(tmp_path / "all")
     peer.write([1, 2], 1.0)
-    peer.order(Mark, 1)
+    peer.save(checkpoints, 1, "aa")
     peer.write([2, 3], 2.0)
+<<<<<<< HEAD
     with armed(Faults(Fault(point))), pytest.raises(Killed):
         server.recover(1, 1)
     vanish(server)
@@ -273,3 +321,58 @@ def test_a_server_that_dies_while_it_returns_comes_back_to_the_same_mark(tmp_pat
     back.recover(2, 1)
     assert Peer(back, generation=2).read(1, 2, 3) == {1: 1.0, 2: 1.0}
     back.close()
+=======
+    with checkpoints.begin(2, token="bb") as pending:
+        peer.order(Mark, 2, "bb")
+        peer.order(Save, 2, str(pending.directory), NAMES, pending.base)
+        pending.add(peer.written_files(peer.sequence))
+        point = ResumePoint.of(pending.commit(FACTS))
+    peer.write([3, 4], 3.0)
+    if way == "from files":
+        server.recover(1)
+    with armed(Faults(Fault(cut))), pytest.raises(Killed):
+        server.recover(2, point)
+    assert "could not be recovered" in refused(Peer(server, generation=2).opened)
+    server.recover(2, point)
+    assert Peer(server, generation=2).read(1, 2, 3, 4) == {1: 1.0, 2: 2.0, 3: 2.0}
+    server.close()
+
+
+def test_a_server_tells_what_it_holds_at_any_time(tmp_path: Path, monkeypatch) -> None:
+    server, seen = made(safety=Safety(rollback=False, checkpoints=(tmp_path,))), []
+    assert server.stats().num_rows == []
+    peer = Peer(server)
+    peer.write([1, 2, 3], 1.0)
+    point = peer.save(Checkpoints(tmp_path / "all"), 1)
+    peer.write([4], 2.0)
+    restore = server._held._versions.restore
+
+    def watched(point: ResumePoint, names: list[str], report) -> None:
+        restore(point, names, lambda rows: (report(rows), seen.append(server.stats().num_rows)))
+
+    monkeypatch.setattr(server._held._versions, "restore", watched)
+    peer.order(Load, 1, str(point.checkpoint), point.checksum, NAMES)
+    server.recover(1, point)
+    assert seen == [[3], [3]], "rows are being replaced"
+    assert server.stats().num_rows == [3]
+    server.close()
+    assert server.stats().num_rows == []
+
+
+def test_rows_in_files_of_a_server_that_died_make_room_for_those_of_the_next(tmp_path: Path) -> None:
+    place = tmp_path / "rows"
+    server = made(storage=in_files(place, keep=True))
+    Peer(server).write([1], 1.0)
+    with pytest.raises(StoreError, match="in use"):
+        remove_rows(place)
+    server.close()
+    (place / "notes.txt").touch()
+    assert len(list(place.iterdir())) > 1
+    remove_rows(place)
+    assert [path.name for path in place.iterdir()] == ["notes.txt"]
+    (place / "notes.txt").unlink()
+    again = made(storage=in_files(place, keep=True))
+    assert Peer(again).read(1) == {}
+    again.close()
+    assert MappedStore.open(place, [type("Width", (), {"width": 1})()]).num_rows(0) == 0
+>>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912

@@ -21,11 +21,11 @@ from bagpipe.wire.messages import (
     Scan,
     Scanned,
     Stats,
-    Sync,
     Unopened,
     Write,
     Written,
 )
+from bagpipe.wire.recovery_messages import Confirm
 from harness.examples import examples
 from harness.server_peer import (
     WIDTHS,
@@ -48,7 +48,7 @@ def test_the_first_answer_says_who_it_is(server: EmbeddingServer) -> None:
 
 def test_nothing_but_figures_is_answered_before_a_connection_is_opened(server: EmbeddingServer) -> None:
     peer = Peer(server)
-    for body in (Read([]), Write(0, 1, 0, []), Scan(0, 0, 1), Sync()):
+    for body in (Read([]), Write(0, 1, 0, []), Scan(0, 0, 1), Confirm()):
         assert peer.ask(body) == Unopened()
     stats = peer.ask(AskStats())
     assert isinstance(stats, Stats)

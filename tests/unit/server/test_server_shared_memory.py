@@ -16,12 +16,11 @@ from bagpipe.wire.messages import (
     Rows,
     Scan,
     Scanned,
-    Sync,
-    Synced,
     Unopened,
     Write,
     Written,
 )
+from bagpipe.wire.recovery_messages import Confirm, Confirmed
 from harness.server_peer import (
     WIDTHS,
     Peer,
@@ -51,7 +50,7 @@ def test_ids_and_rows_lie_in_shared_memory(server: EmbeddingServer) -> None:
     layout = regions(5, 15)
     assert np.frombuffer(peer.own.memory[layout.ids], np.int64)[:2].tolist() == [4, 5]
     assert np.frombuffer(peer.own.memory[layout.rows], np.float32)[:6].tolist() == list(range(6))
-    assert peer.ask(Sync()) == Synced()
+    assert peer.ask(Confirm()) == Confirmed()
     assert server.stats().shared == 1
     peer.own.close()
 

@@ -13,7 +13,7 @@ import pytest
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.storage import in_files, in_memory
 from bagpipe.store.local import LocalStore
-from bagpipe.wire.messages import Body, Open, Part, Read, Sync, Synced, Write, Written
+from bagpipe.wire.messages import Body, Open, Part, Read, Write, Written
 from harness.server_peer import (
     WIDTHS,
     Peer,
@@ -62,7 +62,7 @@ def test_running_out_of_memory_is_refused_and_others_go_on(peer: Peer, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "find", exhausted)
         assert "no memory" in refused(peer.ask(Read([Part(0, 1)]), array([1])))
-        patch.setattr(LocalStore, "write_many", exhausted)
+        patch.setattr(LocalStore, "place", exhausted)
         assert "no memory" in refused(peer.write(1, [1], 1.0))
     assert peer.write(2, [1], 1.0) == Written(2)
     assert other.read([1]) == {1: 1.0}
@@ -88,16 +88,25 @@ def test_copies_of_one_write_on_many_threads_are_applied_once(peer: Peer) -> Non
 # Rows in files
 
 
+<<<<<<< HEAD
 def test_rows_in_files_take_disk_and_leave_nothing_there(tmp_path: Path) -> None:
     server = EmbeddingServer(in_files(tmp_path / "rows"))
     peer = Peer(server)
     peer.open()
     peer.write(1, [1, 2], 1.0)
     assert peer.ask(Sync()) == Synced()
+=======
+def test_rows_in_files_are_kept(tmp_path: Path) -> None:
+    server = EmbeddingServer(in_files(tmp_path / "rows", keep=True))
+    peer = Peer(server)
+    peer.open()
+    peer.write(1, [1, 2], 1.0)
+>>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
     assert server.stats().bytes_on_disk > 0
     assert not list((tmp_path / "rows").iterdir())
     server.close()
     server.close()
+    assert (tmp_path / "rows" / "index.json").exists()
     assert "closing" in refused(peer.ask(Read([])))
 
 

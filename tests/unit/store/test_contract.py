@@ -18,9 +18,8 @@ from bagpipe.errors import StoreError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.state import of_store, parameters_sha256
 from bagpipe.store import MappedStore, MemoryStore, Store
-from bagpipe.store.journal import Journal
-from bagpipe.store.recorded import Recorded
 from bagpipe.store.remote import RemoteStore
+from bagpipe.store.versioned import VersionedStore
 from bagpipe.store.views import shared_views
 from benchmarks.simulated import SimulatedNetwork
 from definitions.shards import define_servers
@@ -63,7 +62,8 @@ def remote(num_servers: int, shared_memory: bool) -> RemoteStore:
     return RemoteStore(TABLES, addresses, network, shared_memory=shared_memory, on_close=end)
 
 
-def marked(store: Recorded) -> Recorded:
+def versioned(**options: bool) -> VersionedStore:
+    store = VersionedStore(MemoryStore(TABLES, chunk_bytes=2048), chunk_bytes=2048, **options)  # type: ignore[arg-type]
     store.mark(0)
     return store
 
@@ -71,8 +71,14 @@ def marked(store: Recorded) -> Recorded:
 # Small chunks, so that tests cross their borders.
 MAKERS: dict[str, Callable[[Path], Store]] = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=2048),
+<<<<<<< HEAD
     "mapped": lambda path: MappedStore(TABLES, path, resident_bytes_max=4 << 20, chunk_bytes=8192),
     "recorded": lambda path: marked(Recorded(MemoryStore(TABLES, chunk_bytes=2048), Journal(path / "journal"))),
+=======
+    "mapped": lambda path: MappedStore.create(path / "store", TABLES, resident_bytes_max=4 << 20),
+    "versioned": lambda _: versioned(),
+    "versioned, without a way back": lambda _: versioned(rollback=False),
+>>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
     "view": lambda _: shared_views(MemoryStore(TABLES, chunk_bytes=2048), 1)[0],
     "one server": lambda _: remote(1, shared_memory=False),
     "three servers": lambda _: remote(3, shared_memory=True),
@@ -323,7 +329,6 @@ def test_a_row_twice_in_one_write_is_refused_and_changes_nothing(store: Store) -
 def test_a_closed_store_refuses_work_and_can_be_closed_again(store: Store) -> None:
     store.write(0, array(1), random_values(0, 1))
     chunks = store.iterate(0)
-    store.sync()
     store.close()
     store.close()
     for call in (
@@ -333,7 +338,6 @@ def test_a_closed_store_refuses_work_and_can_be_closed_again(store: Store) -> No
         lambda: store.ids(0),
         lambda: store.iterate(0),
         lambda: next(chunks),
-        store.sync,
         store.stats,
     ):
         with pytest.raises(StoreError, match="closed"):

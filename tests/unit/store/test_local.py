@@ -13,7 +13,7 @@ from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.local import LocalStore
 from bagpipe.store.mapped import FileRows
 from bagpipe.store.memory import ChunkedRows
-from bagpipe.store.recorded import Recorded
+from bagpipe.store.versioned import VersionedStore
 
 INITIAL = -7.0
 
@@ -28,11 +28,19 @@ class Sevens:
 
 
 TABLES = (Sevens(), Sevens())
-MAKERS: dict[str, Callable[[Path], Recorded | LocalStore]] = {
+
+
+def marked(store: VersionedStore) -> VersionedStore:
+    store.mark(0)
+    return store
+
+
+MAKERS: dict[str, Callable[[Path], VersionedStore | LocalStore]] = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=64),
     "mapped": lambda path: MappedStore(TABLES, path / "rows"),
-    "recorded": lambda _: Recorded(MemoryStore(TABLES, chunk_bytes=64)),
-    "recorded, mapped": lambda path: Recorded(MappedStore(TABLES, path / "rows")),
+    "versioned": lambda _: VersionedStore(MemoryStore(TABLES, chunk_bytes=64)),
+    "versioned, mapped": lambda path: VersionedStore(MappedStore(TABLES, path / "rows")),
+    "a layer": lambda _: marked(VersionedStore(MemoryStore(TABLES, chunk_bytes=64), chunk_bytes=64)),
 }
 
 
@@ -86,10 +94,10 @@ def test_a_read_beside_a_write_sees_nothing_of_what_was_returned_from(store, in_
     """The values of rows that were given up still lie where new rows get their places."""
     seen: list[float] = []
     write(store, 1.0, 10)
-    if isinstance(store, Recorded):
-        store.mark(0)
+    if isinstance(store, VersionedStore):
+        store.mark(1)
         write(store, 2.0, 11, 12)
-        store.return_to(0)
+        store.rollback(1)
     else:
         write(store, 2.0, 11, 12)
         store.truncate(0, 1)
@@ -146,7 +154,8 @@ CALLS: dict[str, Callable[[LocalStore], object]] = {
     "ids": lambda store: store.ids(0),
     "iterate": lambda store: list(store.iterate(0)),
     "scan": lambda store: store.scan(0, 0, 3),
-    "put_back": lambda store: store.put_back(0, IDS, VALUES),
+    "put": lambda store: store.put(0, IDS, VALUES),
+    "place": lambda store: store.place([(0, IDS, VALUES)]),
     "truncate": lambda store: store.truncate(0, 1),
     "stats": lambda store: store.stats(),
 }
@@ -161,17 +170,38 @@ def test_a_call_that_meets_close_is_refused_by_name(call: str) -> None:
         CALLS[call](store)
 
 
-def test_a_recorded_write_that_meets_close_is_refused_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Recorded(MemoryStore(TABLES))
-    store.mark(0)
-    look = store.look
-
-    def closing(*arguments):
-        change = look(*arguments)
-        store.close()
-        return change
-
-    monkeypatch.setattr(store, "look", closing)
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_versioned_write_that_meets_close_is_refused_and_over(marked: bool) -> None:
+    base = Ending(TABLES)
+    store = VersionedStore(base)
+    if marked:
+        store.mark(0)
+        base.bytes_in_memory_max = 10**9  # so that a write to the layer looks at the base first
+    base.closes = True
     with pytest.raises(StoreError, match="the store is closed"):
         write(store, 1.0, 10)
-    store._history.check_at_rest()
+    assert not any(layer.num_writers for layer in store._layers), "nobody waits for it"
+    store.close()
+
+
+def test_rows_that_a_read_has_found_stay_whatever_is_merged_marked_and_written_meanwhile() -> None:
+    """A read of a server may take long; layers that are gone are used again."""
+    store = marked(VersionedStore(MemoryStore(TABLES)))
+    write(store, 1.0, 10)
+    store.mark(1)
+    found, out = store.find(0, np.array([10])), np.empty((1, 3), np.float32)
+    store.saved(1)
+    for done in (2, 3):
+        store.mark(done)
+        write(store, 2.0, 11)
+        store.saved(done)
+    found.fill(out)
+    assert out.tolist() == [[1.0] * 3]
+    layers = {id(layer.rows) for layer in store._layers}
+    del found
+    for done in (4, 5, 6):
+        store.mark(done)
+        store.saved(done)
+        layers |= {id(layer.rows) for layer in store._layers}
+    assert len(layers) < 4, "their memory is used again when nobody reads there"
+    store.close()

@@ -1,16 +1,16 @@
-"""Rows on servers come back from checkpoints and journals, and servers begin a new generation by message."""
+"""Rows on servers come back from checkpoints, and servers begin a new generation by message."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.errors import DeadlineError, StoreError, WireError
+from bagpipe.checkpoint.point import START, ResumePoint
+from bagpipe.errors import CheckpointError, DeadlineError, StoreError, WireError
 from bagpipe.store.links import Patience
 from bagpipe.store.recovering import marks_of_servers, recover_servers
+from bagpipe.wire.recovery_messages import Recover
 from harness.marked import (
-    FACTS,
     NAMES,
     RUN,
     fixture_worlds,  # noqa: F401
@@ -21,109 +21,58 @@ from harness.marked import (
 )
 from harness.remote_world import FAST, TROUBLE
 
-# Checkpoints and journals
+# Checkpoints
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("network", [{}, TROUBLE], ids=["calm", "trouble"])
-def test_a_checkpoint_of_two_servers_is_loaded_by_any_number(worlds, servers, network) -> None:
+def test_a_checkpoint_of_two_servers_is_read_by_any_number(worlds, servers, network) -> None:
     world = worlds(2, seed=3, **network)
     store, rng = world.store(), np.random.default_rng(0)
     for done in range(1, 4):
         for _ in range(5):
             store.write_many(some_rows(rng))
-        store.keep(done, "trainer-0", b"state %d" % done)
-        store.mark(done)
-        world.save(store, done)
+        point = world.save(store, done)
         expected = world.rows()
+    assert len(point.open().chain) > 1
     store.write_many(some_rows(rng))
-    other = worlds(servers, seed=4, journal=False, **network)
-    other.path = world.path
-    for number in range(servers):
-        other.kill(number)
-        other.start(number)
-    loaded = other.store()
-    loaded.write(0, rows(10**6), full(1, 1))
-    loaded.load(3, world.directory, NAMES)
+    other = worlds(servers, seed=4, safety={"checkpoints": (world.directory,)}, **network)
+    restored = other.store()
+    restored.write(0, rows(10**6), full(1, 1))
+    restored.restore(point, NAMES)
     assert other.rows() == expected
-    assert loaded.marks() == [3]
-    loaded.write(0, rows(10**6), full(1, 1))
-    loaded.return_to(3)
+    restored.write(0, rows(10**6), full(1, 1))
+    restored.restore(point, NAMES)
     assert other.rows() == expected
-    assert Checkpoints(world.directory).open(3).blob("trainer-0") == b"state 3"
+    other.recover(point)
+    assert other.rows() == expected
 
 
-def test_a_server_comes_back_from_the_checkpoint_and_its_journal(worlds) -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_a_server_in_the_place_of_a_dead_one_reads_what_the_other_has_in_memory(worlds, told) -> None:
     world = worlds(2)
     store, rng = world.store(), np.random.default_rng(0)
-    for done in range(1, 6):
+    for done in range(1, 4):
         store.write_many(some_rows(rng))
-        store.mark(done)
-        if done == 3:
-            world.save(store, done)
+        point = world.save(store, done, tell=told)
     expected = world.rows()
     store.write_many(some_rows(rng))
-    journal = world.path / "journal" / "server-1"
-    assert not (journal / "start.writes").exists(), "what a checkpoint holds is not kept twice"
+    store.mark(4, "ff")
     world.kill(1)
-    world.start(1, generation=1)
-    assert world.servers[1].marks() == [3, 4, 5]
-    world.generation = 1
-    world.recover(5)
+    world.start(1)
+    assert world.servers[1].checkpoints() == []
+    assert max(world.points(), key=lambda each: each.done) == point, "the other one knows where they are"
+    next(point.checkpoint.glob("rows-0-*")).unlink()  # which nobody needs
+    world.recover(point)
     assert world.rows() == expected
-    assert [server.marks()[-1] for server in world.servers] == [5, 5]
-
-
-@pytest.mark.parametrize("lost", [None, 0])
-def test_a_checkpoint_gives_what_was_not_kept_with_its_mark_in_time(worlds, lost) -> None:
-    world = worlds(2)
-    store = world.store()
-    store.write_many(some_rows(np.random.default_rng(0)))
-    store.keep(1, "trainer-1", b"one")
-    store.mark(1)
-    with Checkpoints(world.directory).begin(1) as pending:
-        pending.add(store.save(1, pending.directory, NAMES))
-        for name in ("trainer-0", "trainer-1"):
-            pending.write_blob(name, name.encode())
-        pending.commit(FACTS)
-    expected = world.rows()
-    assert world.servers[0].usable_marks(2) == []
-    if lost is not None:
-        world.kill(lost)
-        world.start(lost)
-    world.recover(1, world.directory)
-    assert world.rows() == expected
-    assert world.servers[0].kept(1) == {"trainer-0": b"trainer-0", "trainer-1": b"trainer-1"}
-    assert world.servers[1].kept(1) == {}
-
-
-def test_where_nothing_is_left_of_a_server_all_return_to_the_checkpoint_or_the_beginning(worlds) -> None:
-    world = worlds(2, journal=False)
-    store, rng = world.store(), np.random.default_rng(0)
-    store.write_many(some_rows(rng))
-    store.keep(1, "trainer-0", b"one")
-    store.mark(1)
-    world.save(store, 1)
-    expected = world.rows()
-    store.write_many(some_rows(rng))
-    store.mark(2)
-    world.kill(0)
-    world.start(0)
-    assert [server.marks() for server in world.servers] == [[], [1, 2]]
-    with pytest.raises(StoreError, match=r"server 0 has no mark 2, but \[\]"):
-        world.recover(2)
-    with pytest.raises(StoreError, match="server 0 could not be recovered"):
-        world.store(generation=world.generation)
-    world.recover(1, world.directory)
-    assert world.rows() == expected
-    assert world.servers[0].kept(1) == {"trainer-0": b"one"}
-    assert [server.usable_marks(1) for server in world.servers] == [[1], []]
-    world.store(generation=world.generation).write_many(some_rows(rng))
-    world.recover(None)
+    world.recover()
     assert world.rows() == [{}, {}]
     again = world.store(generation=world.generation)
-    assert again.marks() == []
     assert read(again, rows(5)).tolist() == [[5, 5, 5]]
+    with pytest.raises(CheckpointError, match="rows-0-"):
+        world.recover(point)
+    with pytest.raises(StoreError, match="server 0 could not be recovered"):
+        world.store(generation=world.generation)
 
 
 # Recovery by message
@@ -134,11 +83,15 @@ def test_servers_are_recovered_by_message_and_who_belongs_to_the_past_is_told_at
     world = worlds(2, seed=5, **network)
     old = world.store(patience=Patience(retry_s=0.5, deadline_s=3600.0))
     old.write(0, rows(1, 2, 3), full(1, 3))
-    old.mark(1)
+    point = world.save(old, 1)
     old.write(0, rows(1, 2, 3), full(2, 3))
     options = {"run": RUN, "generation": 3}
-    assert marks_of_servers(world.network, world.addresses, **options) == [[1], [1]]
-    recover_servers(world.network, world.addresses, done=1, checkpoints=world.directory, **options)
+    told = marks_of_servers(world.network, world.addresses, **options)
+    assert [(each.server, each.marks, each.checkpoints) for each in told] == [
+        (0, [1], [str(point.checkpoint)]),
+        (1, [1], [str(point.checkpoint)]),
+    ]
+    recover_servers(world.network, world.addresses, point=point, **options)
     before = world.network.now()
     for call in (lambda: read(old, rows(1)), lambda: old.write(0, rows(1), full(9, 1)), lambda: old.mark(2)):
         with pytest.raises((WireError, StoreError), match=r"this is generation 3|halfway"):
@@ -147,29 +100,43 @@ def test_servers_are_recovered_by_message_and_who_belongs_to_the_past_is_told_at
     new = world.store(generation=3)
     assert read(new, rows(1, 2, 3))[:, 0].tolist() == [1, 1, 1]
     new.write(0, rows(1), full(5, 1))
-    recover_servers(world.network, world.addresses, done=1, checkpoints=world.directory, **options)
+    recover_servers(world.network, world.addresses, point=point, **options)
     assert read(new, rows(1))[0, 0] == 5, "a copy of the message that began a generation does nothing"
     with pytest.raises(StoreError, match="generation 3 is at work on server 0"):
-        recover_servers(world.network, world.addresses, done=None, **options)
+        recover_servers(world.network, world.addresses, point=START, **options)
     with pytest.raises(WireError, match="a message of generation 2"):
-        recover_servers(world.network, world.addresses, run=RUN, generation=2, done=1)
+        recover_servers(world.network, world.addresses, run=RUN, generation=2, point=point)
+    elsewhere = ResumePoint(1, world.path.parent / "00000001", point.checksum)
     with pytest.raises(StoreError, match="was told at its start"):
-        recover_servers(world.network, world.addresses, run=RUN, generation=4, done=1, checkpoints=world.path.parent)
+        recover_servers(world.network, world.addresses, run=RUN, generation=4, point=elsewhere)
     assert read(new, rows(1))[0, 0] == 5
+
+
+def test_a_recovery_without_progress_has_an_end(worlds) -> None:
+    world = worlds(2)
+
+    def busy(handle, peer, message, reply):
+        if not isinstance(message.body, Recover):
+            handle(peer, message, reply)
+            return
+        world.servers[1]._background = lambda _: None
+        handle(peer, message, reply)
+
+    world.replace(1, busy)
+    with pytest.raises(DeadlineError, match=r"no progress with its rows .* server 1 at server-1"):
+        recover_servers(world.network, world.addresses, run=RUN, generation=1, point=START, patience=FAST)
 
 
 def test_a_read_that_waits_when_a_generation_ends_is_told_so(worlds) -> None:
     world = worlds(1)
     old = world.store(trainer=0, trainers=2)
-    handle = world.servers[0].handle
 
-    def recover_meanwhile(peer, message, reply):
+    def recover_meanwhile(handle, peer, message, reply):
         handle(peer, message, reply)
         if world.servers[0].stats().parked:
-            world.recover(None)
+            world.recover()
 
-    world.listeners[0].close()
-    world.listeners[0] = world.network.listen("server-0", recover_meanwhile)
+    world.replace(0, recover_meanwhile)
     with pytest.raises(WireError, match="this is generation 1"):
         read(old, rows(1), after=7)
     assert world.servers[0].stats().parked == 0
@@ -188,8 +155,7 @@ def test_trainers_that_count_on_read_what_was_written_before_them(worlds) -> Non
     world = worlds(1)
     store = world.store()
     store.write_many([(0, rows(1), full(1, 1))], passed=9)
-    store.mark(10)
-    world.recover(10)
+    world.recover(world.save(store, 10))
     first, second = (
         world.store(generation=1, trainer=trainer, trainers=2, passed=9, patience=FAST) for trainer in range(2)
     )

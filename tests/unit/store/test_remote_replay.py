@@ -1,14 +1,16 @@
-"""Rows on servers that die and return to marks: a replay gives the bits of a run that nothing disturbed."""
+"""Rows on servers that die and return to checkpoints: a replay gives the bits of a run that nothing disturbed."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from bagpipe.checkpoint.point import START
 from harness.disk import SimulatedDisk
 from harness.examples import examples
 from harness.marked import Marking, read, rows, some_rows
@@ -37,7 +39,7 @@ def iterate_from(stores, done, base, seed):
 
 
 def run_undisturbed(path, seed, iterations):
-    world = Marking(path, seed=seed, journal=False)
+    world = Marking(path, seed=seed)
     stores = [world.store(trainer=trainer, trainers=2) for trainer in range(2)]
     for iteration in range(iterations):
         iterate(stores, iteration, seed)
@@ -46,21 +48,32 @@ def run_undisturbed(path, seed, iterations):
     return found
 
 
-def crashed(disk, rng):
-    """What is left of a disk: anything that was not synced may be gone."""
+def crash(disk, rng):
+    """The machine of the disk dies: anything that was not synced may be gone, and what is left is there for good."""
     length = len(disk.log)
-    return disk.crashed(length, frozenset(number for number in disk.unsynced(length) if rng.random() < 0.5))
+    left = disk.crashed(length, frozenset(number for number in disk.unsynced(length) if rng.random() < 0.5))
+    back = SimulatedDisk()
+    for path, data in left.contents().items():
+        if data is None:
+            back.make_directory(Path(path))
+        else:
+            with back.create(Path(path)) as file:
+                file.write(data)
+                file.sync()
+        back.sync_directory(Path(path).parent)
+    disk.root, disk.log = back.root, back.log
 
 
 class Trained:
     """A run of two trainers over two servers that dies and comes back as a seed says."""
 
-    def __init__(self, path, seed, shared, counted_on, network):
-        self.rng, self.seed, self.shared, self.counted_on = random.Random(seed), seed, shared, counted_on
-        disks = {} if shared else {"disks": {number: SimulatedDisk() for number in range(2)}}
-        self.world = Marking(path, seed=seed, disk=SimulatedDisk() if shared else None, **disks, **network)
+    def __init__(self, path, seed, counted_on, network):
+        self.rng, self.seed, self.counted_on = random.Random(seed), seed, counted_on
+        safety = self.rng.choice([{"rollback": True}, {"rollback": False}, {"history_bytes_max": 3000}])
+        self.world = Marking(path, seed=seed, disk=SimulatedDisk(), safety=safety, **network)
         self.done = self.base = 0
-        self.saved = None
+        self.complete = {}
+        """By number of iterations, the last checkpoint that was given its name."""
         self.stores = [self.world.store(trainer=trainer, trainers=2) for trainer in range(2)]
 
     def run(self, iterations, num_faults=3):
@@ -78,31 +91,35 @@ class Trained:
         return found
 
     def mark(self):
+        """A checkpoint; or whoever writes it dies before it is begun, or before servers are told that it is there."""
         done, first = self.done, self.stores[0]
-        first.keep(done, "trainer-0", b"%d" % done)
-        first.mark(done)
-        if self.shared and self.rng.random() < 0.5:
-            self.world.save(first, done)
-            self.saved = done
-        first.forget(done - EVERY)
+        fate = self.rng.choice(["lost", "untold", "told", "told"])
+        if fate == "lost":
+            first.mark(done, "ff")
+            self.suffer()
+        else:
+            self.complete[done] = self.world.save(first, done, tell=fate == "told")
+            if fate == "untold":
+                self.suffer()
 
     def suffer(self):
-        """Some servers die; then all go back to a point that all can go back to, and trainers begin anew."""
+        """Some servers die; then all go back to the newest complete checkpoint, and trainers begin anew."""
         world, rng = self.world, self.rng
         for number in rng.choice([[0], [1], [0, 1], []]):
             world.kill(number)
-            if not self.shared:  # its whole machine died
-                world.disks[number] = crashed(world.disks[number], rng)
             world.start(number)
-        common = set.intersection(*(set(server.marks()) for server in world.servers))
-        point, files = max(common, default=None), None
-        if self.saved is not None and (point is None or rng.random() < 0.3):
-            point, files = self.saved, world.directory
-        elif point is not None:
-            assert world.servers[0].kept(point) == {"trainer-0": b"%d" % point}
-        world.recover(point, files)
-        world.checkpoints.continue_from(point if point == self.saved else None)
-        self.done = point or 0
+        if rng.random() < 0.3:
+            crash(world.checkpoints.disk, rng)
+        point = max(world.points(), key=lambda each: each.done, default=START)
+        assert point.done == max(self.complete, default=0), "what was complete stays so"
+        assert point == self.complete.get(point.done, START)
+        if point != START and rng.random() < 0.2:  # an older one, if it is still there
+            point = rng.choice(world.points())
+            world.checkpoints.discard_after(point.done)
+            self.complete = {done: each for done, each in self.complete.items() if done <= point.done}
+        world.recover(point)
+        world.checkpoints.continue_from(None if point == START else point.done)
+        self.done = point.done
         self.base = 0 if self.counted_on else self.done
         late = {"passed": self.done - 1} if self.counted_on else {}
         options = {"generation": world.generation, "trainers": 2, **late}
@@ -110,18 +127,15 @@ class Trained:
 
 
 @examples(25, tuple(HealthCheck))
-@given(
-    seed=st.integers(0, 10**6), shared=st.booleans(), trouble=st.sampled_from([{}, TROUBLE]), counted_on=st.booleans()
-)
-def test_after_any_deaths_a_return_and_a_replay_give_the_same_bits(tmp_path_factory, seed, shared, trouble, counted_on):
+@given(seed=st.integers(0, 10**6), trouble=st.sampled_from([{}, TROUBLE]), counted_on=st.booleans())
+def test_after_any_deaths_a_return_and_a_replay_give_the_same_bits(tmp_path_factory, seed, trouble, counted_on):
     expected = run_undisturbed(tmp_path_factory.mktemp("expected"), seed, 20)
-    assert Trained(tmp_path_factory.mktemp("run"), seed, shared, counted_on, trouble).run(20) == expected
+    assert Trained(tmp_path_factory.mktemp("run"), seed, counted_on, trouble).run(20) == expected
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100))
 def test_after_many_deaths_returns_and_replays_give_the_same_bits(tmp_path_factory, seed):
     expected = run_undisturbed(tmp_path_factory.mktemp("expected"), seed, 60)
-    network = [{}, TROUBLE][seed // 4 % 2]
-    run = Trained(tmp_path_factory.mktemp("run"), seed, seed % 2 == 1, seed // 2 % 2 == 1, network)
+    run = Trained(tmp_path_factory.mktemp("run"), seed, seed // 2 % 2 == 1, [{}, TROUBLE][seed // 4 % 2])
     assert run.run(60, num_faults=15) == expected

@@ -10,10 +10,11 @@ import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, TableEntry
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import ConfigError, DeadlineError, StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import NO_ITERATION
-from bagpipe.store.recorded import Recorded
+from bagpipe.store.versioned import VersionedStore
 from bagpipe.store.views import shared_views
 
 
@@ -146,7 +147,7 @@ def test_a_store_for_no_trainers_is_refused():
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_threads_that_write_read_and_sync_at_once_lose_nothing(kind, tmp_path: Path):
+def test_threads_that_write_and_read_at_once_lose_nothing(kind, tmp_path: Path):
     """Each trainer writes its own rows of two tables, and waits for its neighbour's of the same iteration."""
     trainers, iterations, count = 3, 40, 300
     views = shared_views(MAKERS[kind](tmp_path), trainers, deadline_s=60)
@@ -161,8 +162,6 @@ def test_threads_that_write_read_and_sync_at_once_lose_nothing(kind, tmp_path: P
                 views[rank].write_many([rows(table, mine[half], x + 1 + table) for table in (0, 1)], passed=x)
                 found = read(views[rank], other[half], x, table=rank % 2)
                 assert found == [x + 1 + rank % 2] * len(found), (rank, x)
-                if x % 7 == rank:
-                    views[rank].sync()
                 turn.wait(60)
         except BaseException as error:
             failures.append(error)
@@ -183,52 +182,41 @@ def test_threads_that_write_read_and_sync_at_once_lose_nothing(kind, tmp_path: P
 # Marks
 
 
-def test_trainer_0_marks_for_all_and_everybody_keeps_what_is_its_own():
-    first, second = views = shared_views(Recorded(MemoryStore(TABLES)), 2)
+NAMES = ["a", "b"]
+FACTS = Facts(tables=tuple(TableEntry(name=name, rows=None, dims=(2,), width=2, optimizer="sgd") for name in NAMES))
+
+
+def test_trainer_0_marks_saves_and_restores_for_all(tmp_path: Path):
+    store = VersionedStore(MemoryStore(TABLES))
+    first, second = views = shared_views(store, 2)
     for view in views:
         view.write_many([rows(0, [1 + view._trainer], 1)], passed=3)
-        view.keep(4, f"trainer-{view._trainer}", b"state")
-    first.mark(4)
+    first.mark(4, "aa")
+    assert store.has_mark(4, "aa")
     second.write_many([rows(0, [2, 3], 2)], passed=4)
-    assert first.marks() == second.marks() == [4]
-    assert second.kept(4) == {"trainer-0": b"state", "trainer-1": b"state"}
-    first.return_to(4)
-    assert read(second, [1, 2, 3]) == [1, 1, 0]
-    assert not first.reached(0), "iterations are counted anew"
-    first.mark(5)
-    first.forget(5)
-    first.settle(5)
-    assert second.marks() == [5]
+    with Checkpoints(tmp_path).begin(4, token="aa") as pending:
+        pending.add(first.save(4, pending.directory, NAMES))
+        point = ResumePoint.of(pending.commit(FACTS, first.confirm))
+    first.saved(4, point.checkpoint)
     for call in (
         lambda: second.mark(6),
-        lambda: second.forget(6),
-        lambda: second.settle(6),
-        lambda: second.return_to(5),
-        lambda: second.save(5, Path(), ["a", "b"]),
-        lambda: second.load(5, Path(), ["a", "b"]),
+        lambda: second.save(4, tmp_path, NAMES),
+        lambda: second.saved(4, tmp_path),
+        lambda: second.confirm(),
+        lambda: second.restore(point, NAMES),
     ):
         with pytest.raises(StoreError, match=r"trainer 1 asks for \w+: trainer 0 does that for all"):
             call()
-
-
-def test_a_view_saves_and_loads_what_its_store_does(tmp_path):
-    facts = Facts(
-        tables=tuple(TableEntry(name=name, rows=None, dims=(2,), width=2, optimizer="sgd") for name in ("a", "b"))
-    )
-    view = shared_views(Recorded(MemoryStore(TABLES)), 2)[0]
-    view.write_many([rows(0, [1, 2], 7)], passed=0)
-    view.mark(1)
-    with Checkpoints(tmp_path).begin(1) as pending:
-        pending.add(view.save(1, pending.directory, ["a", "b"]))
-        pending.commit(facts)
-    other = shared_views(Recorded(MemoryStore(TABLES)), 2)[0]
-    other.write_many([rows(0, [9], 9)], passed=5)
-    other.load(1, tmp_path, ["a", "b"])
-    assert read(other, [1, 2, 9]) == [7, 7, 0]
-    assert not other.reached(0)
+    other = shared_views(VersionedStore(MemoryStore(TABLES)), 2)
+    other[1].write_many([rows(0, [3, 9], 9)], passed=5)
+    for restored in (views, other):
+        restored[0].restore(point, NAMES)
+        assert read(restored[1], [1, 2, 3, 9]) == [1, 1, 0, 0]
+        assert not restored[0].reached(0), "iterations are counted anew"
 
 
 def test_a_store_without_marks_says_what_is_missing():
     view = shared_views(MemoryStore(TABLES), 1)[0]
-    with pytest.raises(StoreError, match="a MemoryStore has no marks: wrap it in a Recorded store"):
-        view.mark(1)
+    for call in (lambda: view.mark(1), lambda: view.restore(START, NAMES), view.confirm):
+        with pytest.raises(StoreError, match="a MemoryStore has no marks: wrap it in a VersionedStore"):
+            call()

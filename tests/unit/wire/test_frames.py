@@ -28,11 +28,10 @@ from bagpipe.wire.messages import (
     Scan,
     Scanned,
     SharedMemory,
-    Sync,
     Write,
     Written,
 )
-from bagpipe.wire.recovery_messages import Keep, Kept, KeptBlob, Marks, Recover, Save
+from bagpipe.wire.recovery_messages import Confirm, Load, Mark, Marks, Recover, Save, Saved
 from harness.examples import examples
 
 RUN = bytes(range(16))
@@ -53,14 +52,15 @@ SAMPLES = [
     message(Rows(1), np.array([0, 1], np.uint8), np.ones((1, 4), np.float32)),
     a_write(),
     message(Written(3)),
-    message(Sync()),
+    message(Confirm()),
     message(AskStats()),
     message(Failed("StoreError", "the disk is full")),
-    message(Keep(100, "trainer-0", 9, 7, 6), b"abc"),
-    message(Kept([KeptBlob("trainer-0", 9, 7)])),
-    message(Save(0, 4, 100, "/run/checkpoints/.tmp-00000100", ["ad", "user"], None, "zstd")),
-    message(Recover(None, None)),
-    message(Marks(1, 3, [100, 200])),
+    message(Mark(0, 3, 100, "00ff")),
+    message(Save(0, 4, 100, "/run/checkpoints/.tmp-00000100-0-00000000", ["ad", "user"], 50)),
+    message(Saved(0, 5, 100, "/run/checkpoints/00000100")),
+    message(Load(0, 6, 100, "/run/checkpoints/00000100", "a" * 64, ["ad", "user"])),
+    message(Recover(0, None, "")),
+    message(Marks(1, 3, [100, 200], ["/run/checkpoints/00000100"])),
 ]
 
 
@@ -95,9 +95,9 @@ def test_the_format_is_what_the_documentation_says():
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (Message(b"short", 0, 0, Sync()), "the run has 5 bytes"),
-        (Message(RUN, 1 << 32, 0, Sync()), "generation 4294967296"),
-        (Message(RUN, 0, -1, Sync()), "request -1"),
+        (Message(b"short", 0, 0, Confirm()), "the run has 5 bytes"),
+        (Message(RUN, 1 << 32, 0, Confirm()), "generation 4294967296"),
+        (Message(RUN, 0, -1, Confirm()), "request -1"),
         (Message(RUN, 0, 0, "text"), "str is not a record"),
         (Message(RUN, 0, 0, Written(1 << 70)), "Written can't be sent"),
         (message(Rows(2), np.ones((2, 4))[:, ::2]), "not contiguous"),
@@ -132,8 +132,8 @@ IDS = bytes(8)
         ([header()] * 7, "a message of 7 frames: 2 to 4 are allowed"),
         ([b"x", b""], "a header of 1 bytes"),
         ([header(magic=b"HTTP"), body(), IDS], "begins with b'HTTP'"),
-        ([header(version=5), body(), IDS], "the peer speaks version 5, this is version 6: run the same release"),
-        ([header(version=7), body(), IDS], "the peer speaks version 7, this is version 6"),
+        ([header(version=6), body(), IDS], "the peer speaks version 6, this is version 7: run the same release"),
+        ([header(version=8), body(), IDS], "the peer speaks version 8, this is version 7"),
         ([header(number=200), body(), IDS], "message type 200 is unknown"),
         ([header(lengths=(8, 8)), body(), IDS], "a header of 56 bytes: with 1 buffers it has 48"),
         ([header(body=len(body())), body()], "announces 1 buffers, 0 came"),
@@ -194,11 +194,10 @@ def test_records_keep_their_numbers():
     """A new record goes to the end, or the version changes."""
     names = [record.__name__ for record in messages.Body.__args__]
     assert names == [
-        "Open", "Opened", "Unopened", "Read", "Rows", "Waiting", "Write", "Written", "Scan", "Scanned", "Sync",
-        "Synced", "AskStats", "Stats", "Failed", "GetBatch", "GotBatch", "NotYet", "DescribePlans", "PlansDescribed",
-        "NextPlan", "Planned", "NoMorePlans", "PlannedPart", "Mark", "Forget", "Settle", "ReturnTo", "AskMarks",
-        "Marks", "Keep", "Keeping", "AskKept", "Kept", "AskBlob", "Blob", "Save", "Load", "AskWork", "Working",
-        "Worked", "Recover",
+        "Open", "Opened", "Unopened", "Read", "Rows", "Waiting", "Write", "Written", "Scan", "Scanned", "AskStats",
+        "Stats", "Failed", "GetBatch", "GotBatch", "NotYet", "DescribePlans", "PlansDescribed", "NextPlan", "Planned",
+        "NoMorePlans", "PlannedPart", "Mark", "Save", "Saved", "Load", "Confirm", "Confirmed", "AskWork", "Working",
+        "Worked", "AskMarks", "Marks", "Recover",
     ]  # fmt: skip
 
 

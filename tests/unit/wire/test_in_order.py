@@ -8,8 +8,9 @@ import pytest
 
 from bagpipe.errors import DeadlineError, PipelineError, ShardError, WireError
 from bagpipe.wire.in_order import InOrder, Patience, named_error
-from bagpipe.wire.messages import Failed, Message, Synced, Written
+from bagpipe.wire.messages import Failed, Message, Written
 from bagpipe.wire.plan_messages import GetBatch, NotYet
+from bagpipe.wire.recovery_messages import Confirmed
 from benchmarks.simulated import SimulatedNetwork
 
 RUN = bytes(range(16))
@@ -113,7 +114,7 @@ def test_a_server_that_nothing_was_asked_of_is_not_late():
 
 def test_an_answer_of_another_run_is_refused():
     network = SimulatedNetwork()
-    network.listen("a", lambda peer, message, reply: reply(Message(bytes(16), 0, message.request, Synced())))
+    network.listen("a", lambda peer, message, reply: reply(Message(bytes(16), 0, message.request, Confirmed())))
     with pytest.raises(WireError, match="thing 0 from a came from another run"):
         in_order(network).take()
 

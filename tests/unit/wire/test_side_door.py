@@ -13,7 +13,8 @@ from bagpipe.wire.frames import encode
 from bagpipe.wire.keys import new_keys
 from bagpipe.wire.limits import LIMITS
 from bagpipe.wire.listener import Listener
-from bagpipe.wire.messages import Failed, Sync, Synced
+from bagpipe.wire.messages import Failed
+from bagpipe.wire.recovery_messages import Confirm, Confirmed
 from harness.wire import a_read, answer, ask, connected, doubling, get, listening, nothing_left_behind, until, values
 
 
@@ -53,15 +54,15 @@ def stranger(listener):
 def is_served(listener):
     with connected(listener.address) as (network, channel):
         channel.take_side_door()
-        channel.send(ask(Sync()))
-        return passes(channel) and get(network, channel).body == Synced()
+        channel.send(ask(Confirm()))
+        return passes(channel) and get(network, channel).body == Confirmed()
 
 
 def test_short_messages_take_the_side_door_and_buffers_the_front(by_front):
     with listening() as listener, connected(listener.address) as (network, channel):
         channel.take_side_door()
-        channel.send(ask(Sync(), request=1))
-        assert get(network, channel).body == Synced()
+        channel.send(ask(Confirm(), request=1))
+        assert get(network, channel).body == Confirmed()
         assert by_front == []
         channel.send(a_read(3, request=2))
         assert values(get(network, channel)) == [6]
@@ -78,7 +79,7 @@ def test_a_client_is_the_same_by_both_ways_and_another_after_a_fresh_start():
     with listening(note) as listener, connected(listener.address) as (network, channel):
         for step in (lambda: None, channel.take_side_door, channel.reconnect, channel.take_side_door):
             step()
-            for message in (ask(Sync()), a_read(1)):
+            for message in (ask(Confirm()), a_read(1)):
                 channel.send(message)
                 get(network, channel)
     assert len(set(peers[:4])) == len(set(peers[4:])) == 1
@@ -95,10 +96,10 @@ def test_long_requests_and_long_answers_take_the_front(by_front):
         listening(long_answer, limits=LIMITS) as listener,
         connected(listener.address, limits=LIMITS) as (net, channel),
     ):
-        channel.send(ask(Sync()))
+        channel.send(ask(Confirm()))
         get(net, channel)  # answers find only those by the front who were heard there
         channel.take_side_door()
-        channel.send(ask(Sync()))
+        channel.send(ask(Confirm()))
         assert get(net, channel).body.message == text
         assert len(by_front) == 1
         channel.send(ask(Failed("StoreError", text)))
@@ -110,7 +111,7 @@ def test_many_requests_are_in_flight(by_front):
     with listening() as listener, connected(listener.address) as (network, channel):
         channel.take_side_door()
         for request in range(30):
-            channel.send(ask(Sync(), request=request))
+            channel.send(ask(Confirm(), request=request))
         assert {get(network, channel).request for _ in range(30)} == set(range(30))
         assert by_front == []
 
@@ -121,8 +122,8 @@ def test_where_keys_are_used_there_is_no_side_door():
         assert side_door.enter(parse_address(listener.address), bytes(16)) is None
         channel.take_side_door()
         assert not passes(channel)
-        channel.send(ask(Sync()))
-        assert get(network, channel).body == Synced()
+        channel.send(ask(Confirm()))
+        assert get(network, channel).body == Confirmed()
 
 
 def test_a_door_of_another_user_is_not_entered_and_another_user_not_let_in(monkeypatch):
@@ -146,8 +147,8 @@ def test_a_name_that_is_taken_leaves_the_front():
             with connected(address) as (network, channel):
                 channel.take_side_door()
                 assert not passes(channel)
-                channel.send(ask(Sync()))
-                assert get(network, channel).body == Synced()
+                channel.send(ask(Confirm()))
+                assert get(network, channel).body == Confirmed()
         finally:
             listener.close()
 
@@ -159,8 +160,8 @@ def test_a_client_goes_on_by_the_front_when_the_door_is_shut():
         assert network.wait([channel], 10) == [channel]
         assert channel.receive() is None
         assert not passes(channel)
-        channel.send(ask(Sync()))
-        assert get(network, channel).body == Synced()
+        channel.send(ask(Confirm()))
+        assert get(network, channel).body == Confirmed()
 
 
 @pytest.mark.parametrize("name", [b"short", b"n" * 17, b"n" * 60, b"n" * (side_door.PACKET_BYTES_MAX + 1)])
@@ -182,7 +183,7 @@ def test_a_packet_that_is_too_long_is_cut_off():
 
 
 @pytest.mark.parametrize(
-    "packet", [b"x", b"x" * 500, b"".join(encode(ask(Sync())))[:-1], b"".join(encode(ask(Sync()))) + b"x"]
+    "packet", [b"x", b"x" * 500, b"".join(encode(ask(Confirm())))[:-1], b"".join(encode(ask(Confirm()))) + b"x"]
 )
 def test_what_is_no_message_is_refused_and_counted(packet):
     with listening() as listener:
@@ -218,5 +219,5 @@ def test_a_client_that_takes_no_answers_holds_nobody_up():
     with listening() as listener, stranger(listener) as connection:
         connection.send(b"n" * 16)
         for request in range(3000):
-            connection.send(b"".join(encode(ask(Sync(), request=request))))
+            connection.send(b"".join(encode(ask(Confirm(), request=request))))
         assert is_served(listener)

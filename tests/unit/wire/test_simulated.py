@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from bagpipe.errors import ConfigError, WireError
-from bagpipe.wire.messages import Sync, Synced, Write
+from bagpipe.wire.messages import Write
+from bagpipe.wire.recovery_messages import Confirm, Confirmed
 from benchmarks.simulated import SimulatedNetwork
 from harness.wire import a_read, answer, ask, doubling, get, values
 
@@ -21,12 +22,12 @@ def history(seed, **faults):
 
     def note(peer, message, reply):
         seen.append(message.request)
-        reply(answer(message, Synced()))
+        reply(answer(message, Confirmed()))
 
     network.listen("server", note)
     channel = network.connect("server")
     for request in range(100):
-        channel.send(ask(Sync(), request=request))
+        channel.send(ask(Confirm(), request=request))
     got = []
     while network.wait([channel], 5.0):
         message = channel.receive()
@@ -76,7 +77,7 @@ def test_some_are_overtaken():
 
 def test_the_link_takes_its_time_for_bytes_each_way():
     network = SimulatedNetwork(bytes_per_second=1e6, delay=(0.5, 0.5))
-    network.listen("server", lambda peer, message, reply: reply(answer(message, Synced())))
+    network.listen("server", lambda peer, message, reply: reply(answer(message, Confirmed())))
     channels = [network.connect("server") for _ in range(2)]
     for channel in channels:
         channel.send(ask(Write(0, 1, 0, []), b"", bytes(1_000_000)))
@@ -89,7 +90,7 @@ def test_the_link_takes_its_time_for_bytes_each_way():
 
 def test_in_real_time_the_link_takes_at_least_its_time():
     network = SimulatedNetwork(bytes_per_second=1e6, real_time=True)
-    network.listen("server", lambda peer, message, reply: reply(answer(message, Synced())))
+    network.listen("server", lambda peer, message, reply: reply(answer(message, Confirmed())))
     channel = network.connect("server")
     start = time.monotonic()
     channel.send(ask(Write(0, 1, 0, []), b"", bytes(100_000)))
@@ -125,7 +126,7 @@ def test_time_passes_only_by_waiting():
     network = SimulatedNetwork()
     channel = network.connect("nobody")
     assert network.now() == 0
-    channel.send(ask(Sync()))
+    channel.send(ask(Confirm()))
     assert network.wait([channel], 3600) == []
     assert network.now() == 3600
 

@@ -14,7 +14,8 @@ from bagpipe.wire.endpoint import parse_address
 from bagpipe.wire.keys import new_keys
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.listener import Listener
-from bagpipe.wire.messages import AskStats, Failed, Message, Rows, Sync, Synced, Write
+from bagpipe.wire.messages import AskStats, Failed, Message, Rows, Write
+from bagpipe.wire.recovery_messages import Confirm, Confirmed
 from bagpipe.wire.sockets import SocketNetwork
 from benchmarks.simulated import SimulatedNetwork
 from harness.wire import (
@@ -120,15 +121,15 @@ def test_each_connection_is_a_peer_of_its_own_also_after_a_fresh_start(transport
 
     def note(peer, message, reply):
         peers.append(peer)
-        reply(answer(message, Synced()))
+        reply(answer(message, Confirmed()))
 
     with transport(note) as (network, connect, _):
         one, other = connect(), connect()
         for channel in (one, one, other):
-            channel.send(ask(Sync()))
+            channel.send(ask(Confirm()))
             get(network, channel)
         one.reconnect()
-        one.send(ask(Sync()))
+        one.send(ask(Confirm()))
         get(network, one)
     assert peers[0] == peers[1]
     assert len(set(peers)) == 3
@@ -138,17 +139,17 @@ def test_what_was_under_way_is_lost_with_a_fresh_start(transport):
     parked = []
 
     def park(peer, message, reply):
-        parked.append((message, reply)) if message.request == 1 else reply(answer(message, Synced()))
+        parked.append((message, reply)) if message.request == 1 else reply(answer(message, Confirmed()))
 
     with transport(park) as (network, connect, _):
         channel = connect()
-        channel.send(ask(Sync(), request=1))
+        channel.send(ask(Confirm(), request=1))
         network.wait([channel], 0.1)
         until(lambda: bool(parked))
         channel.reconnect()
         message, reply = parked[0]
-        reply(answer(message, Synced()))
-        channel.send(ask(Sync(), request=2))
+        reply(answer(message, Confirmed()))
+        channel.send(ask(Confirm(), request=2))
         assert get(network, channel).request == 2
 
 
@@ -159,16 +160,16 @@ def test_an_answer_may_come_later_and_from_the_thread_of_another_request(transpo
         if message.request == 1:
             parked.append((message, reply))
             return
-        reply(answer(message, Synced()))
+        reply(answer(message, Confirmed()))
         for waiting, late_reply in parked:
-            late_reply(answer(waiting, Synced()))
+            late_reply(answer(waiting, Confirmed()))
 
     with transport(park) as (network, connect, _):
         reader, writer = connect(), connect()
-        reader.send(ask(Sync(), request=1))
+        reader.send(ask(Confirm(), request=1))
         assert network.wait([reader], 0.1) == []
         until(lambda: bool(parked))
-        writer.send(ask(Sync(), request=2))
+        writer.send(ask(Confirm(), request=2))
         assert get(network, writer).request == 2
         assert get(network, reader).request == 1
 
@@ -202,15 +203,15 @@ def test_an_answer_that_is_too_long_fails_for_its_own_request_only(transport, ca
             return
         for waiting, late_reply in parked:
             late_reply(answer(waiting, Rows(0), bytes(2 << 20)))
-        reply(answer(message, Synced()))
+        reply(answer(message, Confirmed()))
 
     with transport(park) as (network, connect, _):
         reader, writer = connect(), connect()
-        reader.send(ask(Sync(), request=1))
+        reader.send(ask(Confirm(), request=1))
         network.wait([reader], 0.1)
         until(lambda: bool(parked))
-        writer.send(ask(Sync(), request=2))
-        assert get(network, writer).body == Synced()
+        writer.send(ask(Confirm(), request=2))
+        assert get(network, writer).body == Confirmed()
         got = get(network, reader).body
         assert got.error == "WireError"
         assert "buffer 0 has 2097152 bytes" in got.message
@@ -247,11 +248,11 @@ def test_all_threads_of_a_listener_work_at_once_and_the_free_one_takes_the_next(
             both.wait(10)
         if message.request == 0:
             release.wait(10)
-        reply(answer(message, Synced()))
+        reply(answer(message, Confirmed()))
 
     with listening(handler) as listener, connected(listener.address) as (network, channel):
         for request in range(10):
-            channel.send(ask(Sync(), request=request))
+            channel.send(ask(Confirm(), request=request))
         assert sorted(get(network, channel).request for _ in range(9)) == list(range(1, 10))
         release.set()
         assert get(network, channel).request == 0
@@ -262,7 +263,7 @@ def test_a_busy_listener_reads_no_more_than_its_queue_so_that_clients_wait():
 
     def handler(peer, message, reply):
         release.wait(20)
-        reply(answer(message, Synced()))
+        reply(answer(message, Confirmed()))
 
     limits = Limits(queue_messages=2, send_wait_s=0.3, buffer_bytes=8 << 20, message_bytes=8 << 20)
     rows = bytes(7 << 20)
@@ -287,10 +288,10 @@ def test_a_reply_from_any_thread_arrives_and_wakes_whoever_waits():
     keep = lambda peer, message, reply: replies.append((message, reply))  # noqa: E731
     with listening(keep) as listener, connected(listener.address) as (network, channel):
         for request in range(200):
-            channel.send(ask(Sync(), request=request))
+            channel.send(ask(Confirm(), request=request))
             until(lambda: bool(replies))
             message, reply = replies.pop()
-            sender = threading.Thread(target=reply, args=(answer(message, Synced()),))
+            sender = threading.Thread(target=reply, args=(answer(message, Confirmed()),))
             sender.start()
             sender.join()
             assert get(network, channel).request == request
@@ -320,10 +321,10 @@ def test_replies_after_the_end_go_nowhere():
     replies = []
     keep = lambda peer, message, reply: replies.append((message, reply))  # noqa: E731
     with listening(keep) as listener, connected(listener.address) as (_, channel):
-        channel.send(ask(Sync()))
+        channel.send(ask(Confirm()))
         until(lambda: bool(replies))
     message, reply = replies[0]
-    reply(answer(message, Synced()))
+    reply(answer(message, Confirmed()))
 
 
 def test_a_listener_that_can_not_end_in_time_says_which_thread_is_busy():
@@ -334,7 +335,7 @@ def test_a_listener_that_can_not_end_in_time_says_which_thread_is_busy():
         release.wait(20)
 
     with listening(handler, threads=1) as listener, connected(listener.address) as (_, channel):
-        channel.send(ask(Sync()))
+        channel.send(ask(Confirm()))
         busy.wait(10)
         with pytest.raises(DeadlineError, match="bagpipe-listener-0"):
             listener.close(timeout_s=0.05)
@@ -438,6 +439,6 @@ def test_an_address_that_is_not_ours_is_named():
 
 def test_message_numbers_reach_their_ends():
     with listening() as listener, connected(listener.address) as (network, channel):
-        channel.send(Message(b"\xff" * 16, (1 << 32) - 1, (1 << 64) - 1, Sync()))
+        channel.send(Message(b"\xff" * 16, (1 << 32) - 1, (1 << 64) - 1, Confirm()))
         got = get(network, channel)
         assert (got.run, got.generation, got.request) == (b"\xff" * 16, (1 << 32) - 1, (1 << 64) - 1)
