@@ -25,9 +25,7 @@ def define_find_users(
             used[t, rank] = len(rows)
 
 
-def define_note_users(
-    rings: Rings, users: UserRings, previous: Int64s, iteration: int, first: int, ahead: int
-) -> None:
+def define_note_users(rings: Rings, users: UserRings, previous: Int64s, iteration: int, first: int, ahead: int) -> None:
     """Twin of `note_users`."""
     begins = rings.begins
     mask = begins.shape[1] - 1

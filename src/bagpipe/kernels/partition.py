@@ -112,7 +112,7 @@ class Found(NamedTuple):
     phase: Ranks
     """NOW or AFTERWARDS; known when the next plan is followed."""
     freed: Int32s
-    """The plan that freed the places of those users to whom each is sent, or who read it without owning it."""
+    """The plan that must be copied out before those take each who are sent it, or read it without owning it."""
     places: Int32s
     """Where each is at who has its newest vector before the iteration."""
     moved: Int32s
@@ -229,8 +229,10 @@ def track_owners(
 
     A row that the plan before does not use is sent with the plan `sent_before` plans before this one; others with the
     one before. A row moves if its new owner has a place that is free by then: freed by an earlier plan than that with
-    which the row is sent. Its old owner, who may use it once more, has its place back after this plan. Who does not
-    own a row has it in a place that the plan `turns` before used.
+    which the row is sent. Its old owner, who may use it once more, has its place back after this plan.
+
+    Who does not own a row has it in a place that the plan `turns` before used. Where it is sent, nothing waits for that
+    plan: the exchange is part of a later iteration. Where users read it, they do so ahead of time, and wait.
     """
     met = 0
     for t in range(rows.bounds.shape[0] - 1):
@@ -249,8 +251,10 @@ def track_owners(
                 word = (word & ~OWNER) | (lowest(users) + 1)
             holder = owner = (word & OWNER) - 1
             where = moved = slots.places[place]
-            freed = word >> HALF if first == ALIKE else max(-1, iteration - turns)
+            freed = word >> HALF if first == ALIKE else np.int64(-1)
             if fetched:
+                if first != ALIKE and users_read:
+                    freed = max(-1, iteration - turns)
                 fetch.readers[f] = slots.bits[owner] | rows.users[i] if users_read else slots.bits[owner]
                 fetch.rows[f] = row
                 f += 1
@@ -271,7 +275,7 @@ def track_owners(
                     if first != ALIKE and owner != holder:
                         if has_place(homes, first + owner, sent - 1):
                             moved, freed_by = take_place(homes, first + owner)
-                            freed = max(freed, freed_by)
+                            freed = max(-1, freed_by)
                             free_place(homes, first + holder, where, iteration)
                             slots.places[place] = moved
                         else:

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TURNS = 3
-"""Plans whose guests are in a cache at a time. A guest of plan x comes after the update of x - 1, beside x - 1, or from
-the store, before that. It waits until plan x - TURNS is copied out on its trainer: then that iteration is over there,
-its delayed part too, so nobody reads what was in the guest's place. With fewer turns the exchange beside x - 1 would
-wait for iteration x - 2, of which it is a part."""
+"""Plans whose guests are in a cache at a time. A guest of plan x takes the place of one of plan x - TURNS:
+
+- Sent after the update of iteration x - 1, or beside that one as a part of x - 2, it comes when the trainer has done
+  the forward and backward passes of x - 2 at least, so nobody reads what was there, with any number of turns but one.
+- Read by the trainer itself from the store, it may come long before. Then it waits until plan x - TURNS is copied out
+  there: that iteration is over. So the rows of two plans can be in the cache while an earlier one trains."""
 
 
 @dataclass(frozen=True, slots=True)
