@@ -251,9 +251,10 @@ def check_waits(found, tables, capacity):
 class Waits:
     """The places of one trainer, and what happened to them last.
 
-    Rows are inserted at any time before their iteration: the last one that had to do with the place must be over, and
-    copied out. Vectors are received after the forward and backward passes of the iteration that they are a part of, so
-    only rows that are still to be copied out may be in their way. Nothing may wait for an iteration that waits for it.
+    Rows are inserted at any time before their iteration: the last one that had to do with the place must be over, by
+    the wait of the plan's victims or by their own, and what it evicts copied out. Vectors are received after the
+    forward and backward passes of the iteration that they are a part of, so only rows that are still to be copied out
+    may be in their way. Nothing may wait for an iteration that waits for it.
     """
 
     def __init__(self, tables, capacity):
@@ -268,7 +269,9 @@ class Waits:
             assert self.busy[place] <= part.victims.evict_after, "a victim leaves before it was updated"
             self.left[place] = x
         for (_, place), last in zip(listed(part.fetch, self.tables), part.fetch.slot_after.tolist(), strict=True):
-            self.take(place, self.busy, last, x, f"a fetch of plan {x}")
+            over = max(last, part.victims.evict_after)
+            assert place in self.left or self.busy.get(place, -1) <= over, f"a fetch of plan {x} overwrites a row"
+            self.take(place, last, x, f"a fetch of plan {x}")
         self.receive(part, "fetched")
         for rows in (part.rows, part.sync.updated, part.sync.later_updated, part.evict):
             self.busy |= {place: x for _, place in listed(rows, self.tables)}
@@ -280,15 +283,15 @@ class Waits:
         values = getattr(part.sync, what)
         self.busy |= dict.fromkeys(routed(values.send, self.tables), part.iteration)
         for place in routed(values.receive, self.tables):
-            self.take(place, self.evicted, values.slot_after, part.iteration, f"{what} of iteration {part.iteration}")
+            self.take(place, values.slot_after, part.iteration, f"{what} of iteration {part.iteration}")
 
-    def take(self, place, last_use, waits_for, plan, what):
+    def take(self, place, waits_for, plan, what):
         assert 0 <= place[1] < self.capacity[place[0]]
         assert waits_for < plan, f"{what} waits for an iteration that waits for it"
         if place in self.left:
             assert self.left.pop(place) <= plan, f"{what} takes the place of a row that is there still"
         else:
-            assert last_use.get(place, -1) <= waits_for, f"{what} overwrites what iteration {last_use[place]} needs"
+            assert self.evicted.get(place, -1) <= waits_for, f"{what} overwrites a row that is not copied out"
         self.busy[place] = plan
 
 

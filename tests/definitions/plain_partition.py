@@ -88,6 +88,7 @@ class SimplePartition:
 
     def vacate(self, capacity: Sequence[int], guests: Sequence[int], by: int) -> None:
         """All home places are free."""
+        self.freed.clear()
         self.guests = list(guests) or [0] * (1 + max(table.group for table in self.tables))
         self.homes = [places - 3 * most for places, most in zip(capacity, self.guests, strict=False)]
         self.free = {
@@ -161,6 +162,8 @@ class SimplePartition:
                     owner = max(range(self.trainers), key=lambda rank: len(self.free[group, rank]))
                 free = self.free[group, owner].pop(0)
                 where, freed = free.place, free.by if free.waits else -1
+            else:  # of a tenant before a victim too: who had to write it may be late
+                freed = max(freed, self.freed.get((group, slot), -1))
             self.owner[group, slot], self.freed[group, slot], self.place[group, slot] = owner, freed, where
             self.last_use.pop((group, slot), None)
             places.append((where, freed))

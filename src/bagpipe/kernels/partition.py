@@ -192,8 +192,12 @@ def move_in(fetch: Taken, slots: Slots, homes: Homes) -> bool:
         first = homes.lists[t]
         for n in range(fetch.bounds[t], fetch.bounds[t + 1]):
             i = index(n)
+            slot = index(slots.bases[t] + fetch.slots[i])
             place = int(fetch.slots[i])
-            if first != ALIKE:
+            if first == ALIKE:
+                # Whoever has evicted an earlier tenant may still have it there, also if a later one was a victim.
+                fetch.freed[i] = max(fetch.freed[i], slots.state[slot] >> HALF)
+            else:
                 owner = int(fetch.homes[i])
                 if homes.num_free[first + owner] == 0:
                     owner = int(np.argmax(homes.num_free[first : first + trainers]))
@@ -201,7 +205,7 @@ def move_in(fetch: Taken, slots: Slots, homes: Homes) -> bool:
                         return False
                 place, freed = take_place(homes, first + owner)
                 fetch.homes[i], fetch.freed[i] = owner, max(-1, freed)
-            fetch.places[i] = slots.places[index(slots.bases[t] + fetch.slots[i])] = place
+            fetch.places[i] = slots.places[slot] = place
     return True
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from bagpipe.arrays import Int32s, Int64s, Masks, Ranks
 from bagpipe.errors import ConfigError
 from bagpipe.kernels import partition as kernels
+from bagpipe.kernels.oracle import HALF
 from bagpipe.kernels.partition import AFTERWARDS, ALL, FETCHED, LATER, NEXT, NOW, Found, Homes, Slots, Taken, Used
 from bagpipe.oracle.oracle import mask_type
 from bagpipe.oracle.places import TURNS, num_homes
@@ -132,7 +133,7 @@ class Partition:
         self._guests, self._first_guests = np.array(guests)[group], np.array(homes)[group]
         num_slots = np.where(own, trainers * np.array(homes), capacity)
         bases = np.cumsum([0, *num_slots])[group]
-        state = np.zeros(num_slots.sum(), np.int64)
+        state = np.full(num_slots.sum(), freed_by << HALF, np.int64)
         self._slots = Slots(bases, state, _numbered(num_slots), self._bits, self._costs)
 
     def _follow(self, plan: Plan) -> None:
