@@ -1,4 +1,4 @@
-"""Caches that hold different rows, each trainer with places of its own and guests for a plan: the bits are right (I1)."""
+"""Caches that hold different rows, with places of their own and guests for a plan: the bits are right (I1)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bagpipe.errors import BagpipeError, CapacityError
 from bagpipe.oracle import capacity as capacity_module
 from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.partition import Division, Partition
 from bagpipe.oracle.places import TURNS, make_places
 from bagpipe.oracle.reader import CutIds
@@ -22,7 +23,7 @@ from harness.events import train_with_events
 from harness.examples import examples
 from harness.explorer import SYNCS, WRITES_BACK, any_stages
 from harness.trainers import World, run
-from harness.world import assert_identical, make_batches
+from harness.world import TABLES, assert_identical, make_batches
 
 BATCHES = make_batches(12, size=5, last=2)
 EXPECTED = {}
@@ -84,7 +85,11 @@ def test_tight_places_change_no_bit_under_any_schedule(
 
 def guests_do_not_wait(patch):
     """A trainer reads rows ahead of time into places that an iteration in training reads."""
-    fetch = Division._fetch
+    fetch, sharing = Division._fetch, Oracle._sharing
+    # Of many new rows, all are trainer 0's.
+    patch.setattr(Oracle, "_sharing", lambda *args: replace(
+        found := sharing(*args), homes=np.zeros_like(found.homes)
+    ))  # fmt: skip
 
     def hasty(division, rank):
         found = fetch(division, rank)
@@ -113,14 +118,23 @@ def guests_have_one_turn(patch):
     patch.setattr(Partition, "_follow", follow)
 
 
-@pytest.mark.parametrize("defect", [guests_do_not_wait, homes_do_not_wait, guests_have_one_turn])
-def test_a_place_that_is_taken_too_early_is_found(monkeypatch, defect):
-    tight(monkeypatch)
+@pytest.mark.parametrize(
+    ("defect", "settings"),
+    [
+        (guests_do_not_wait, {"rows": 4000, "spare": 300, "cache": 300, "lookahead": "auto"}),
+        (homes_do_not_wait, {"rows": 40, "spare": 0, "cache": 40, "lookahead": 1, "policy": "lru"}),
+        (guests_have_one_turn, {"rows": 40, "spare": 0, "cache": 40, "lookahead": 1, "policy": "lru"}),
+    ],
+)
+def test_a_place_that_is_taken_too_early_is_found(monkeypatch, defect, settings):
+    settings = dict(settings)
+    tight(monkeypatch, settings.pop("spare"))
     defect(monkeypatch)
-    world, seen = World(BATCHES, "sgd", trainers=3), []
+    tables, batches = (Table("user", 4000), *TABLES[1:]), make_batches(12, size=5, rows=settings.pop("rows"))
+    world, seen = World(batches, "sgd", tables=tables, trainers=3), []
     for seed in range(12):
         try:
-            run(world, seed, 20.0, [(), (WRITES_BACK,), (SYNCS,)][seed % 3], cache=40, lookahead=1, policy="lru")
+            run(world, seed, 20.0, [(), (WRITES_BACK,), (SYNCS,)][seed % 3], **settings)
         except BagpipeError as error:
             seen.append(str(error))
     assert any("this is a defect of bagpipe" in text for text in seen), seen
