@@ -199,7 +199,8 @@ def test_an_error_of_the_loader_comes_after_all_batches_before_it(opened):
         assert isinstance(error, DataError), error
         assert "the disk is gone" in str(error)
         assert len(own) == 6
-        assert [rows for rows, _, _ in own][:3] == [rows for rows, _, _ in everything][:3]
+        # A part tells where rows of the plan after the next will be, which goes by who uses them two batches later.
+        assert [rows for rows, _, _ in own][:2] == [rows for rows, _, _ in everything][:2]
 
 
 def test_a_source_is_closed_before_its_end_or_its_beginning(opened):
