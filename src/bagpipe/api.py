@@ -134,9 +134,9 @@ def accelerate(
         _at_least(name, value, 1)
     _at_least("seed", seed, 0)
     if lookahead != "auto":
-        _at_least("lookahead", lookahead, 1)
+        _at_least("lookahead", lookahead, 1, ", or 'auto'")
     if policy == "nocache" and lookahead not in ("auto", 1):
-        raise ConfigError(f"policy 'nocache' keeps nothing, so lookahead ({lookahead}) says nothing: leave it out")
+        raise ConfigError(f"policy 'nocache' keeps nothing, so lookahead ({lookahead}) has no effect: leave it out")
     if threads is not None:
         _at_least("threads", threads, 1)
     size = cache_size(cache)
@@ -148,6 +148,8 @@ def accelerate(
         source = Source(loader, epochs, accumulate)
     if source.empty:
         raise BatchError("the loader is empty: there is nothing to train on")
+    if chosen_policy.samples:
+        source.check_sample(options.sample)
     binding = _bind(model, source.adapter, features, tables, keep)
     _refuse_held_parameters(binding)
     earlier = _earlier(model)
@@ -346,6 +348,6 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, below))
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def _at_least(name: str, value: object, least: int, others: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}: give a whole number of at least {least}")
+        raise ConfigError(f"{name} is {value!r}: give a whole number of at least {least}{others}")

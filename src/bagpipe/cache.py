@@ -43,8 +43,15 @@ class TableRows(NamedTuple):
 
 def group_by_width(widths: Sequence[int]) -> tuple[list[int], list[int]]:
     """The slot space of each table, and the row width of each slot space: tables of equal width share one."""
-    distinct = sorted(set(widths), reverse=True)
-    return [distinct.index(width) for width in widths], distinct
+    group, distinct = spaces(widths, [0] * len(widths))
+    return group, [width for width, _ in distinct]
+
+
+def spaces(widths: Sequence[int], oracles: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The same where tables of equal width share a slot space if they have the same oracle too: width and oracle."""
+    pairs = list(zip(widths, oracles, strict=True))
+    distinct = sorted(set(pairs), key=lambda pair: (-pair[0], pair[1]))
+    return [distinct.index(pair) for pair in pairs], distinct
 
 
 def num_bytes(capacity: Sequence[int], widths: Sequence[int]) -> int:
@@ -58,28 +65,31 @@ def divide(
     needed: Sequence[int],
     most: Sequence[int | None],
     *,
+    oracles: Sequence[int] = (),
     whole: bool = False,
     bytes_max: int = UNLIMITED,
 ) -> list[int]:
-    """Slots of each row width, for a cache of so many rows or bytes.
+    """Slots of each row width, for a cache of so many rows or bytes; where each table has an oracle, of each width and
+    oracle (`spaces`).
 
-    Each width gets what a batch needs of it (`needed` rows of each table), and of the rest a part in that proportion,
-    but not more than its tables have (`most`); what one can't use goes to the others. `whole`: all that they have.
-    Where that takes more than `bytes_max`, there is less of the rest.
+    Each gets what a batch needs of it (`needed` rows of each table), and of the rest a part in that proportion, but not
+    more than its tables have (`most`); what one can't use goes to the others. `whole`: all that they have. Where that
+    takes more than `bytes_max`, there is less of the rest.
     """
-    group, distinct = group_by_width(widths)
+    space, distinct = spaces(widths, oracles or [0] * len(widths))
     in_bytes = isinstance(size, Size)
-    price = [4 * width if in_bytes else 1 for width in distinct]
+    price = [4 * width if in_bytes else 1 for width, _ in distinct]
     total = size.num_bytes if isinstance(size, Size) else size
     floor, limit = [0] * len(distinct), [0] * len(distinct)
-    for each, rows, known in zip(group, needed, most, strict=True):
+    for each, rows, known in zip(space, needed, most, strict=True):
         floor[each] += rows
         limit[each] += UNLIMITED if known is None else known
     if whole and max(limit) < UNLIMITED:
         return limit
     floor = [max(1, rows) for rows in floor]
+    every = [width for width, _ in distinct]
     if sum(map(mul, floor, price)) > total:
-        raise _too_small(total, in_bytes, floor, distinct, sum(map(mul, floor, price)))
+        raise _too_small(total, in_bytes, floor, every, sum(map(mul, floor, price)))
     slots = list(floor)
     while growing := [each for each in range(len(slots)) if slots[each] < limit[each]]:
         left, shares = total - sum(map(mul, slots, price)), sum(floor[each] * price[each] for each in growing)
@@ -87,20 +97,29 @@ def divide(
             slots[each] = min(slots[each] + floor[each] * left // shares, limit[each])
         if all(slots[each] < limit[each] for each in growing):
             break
-    if num_bytes(slots, distinct) > bytes_max:
-        least = num_bytes(floor, distinct)
+    if num_bytes(slots, every) > bytes_max:
+        least = num_bytes(floor, every)
         if least > bytes_max:
-            raise _too_small(bytes_max, True, floor, distinct, least)
-        rest, room = num_bytes(slots, distinct) - least, bytes_max - least
+            raise _too_small(bytes_max, True, floor, every, least)
+        rest, room = num_bytes(slots, every) - least, bytes_max - least
         slots = [few + (many - few) * room // rest for few, many in zip(floor, slots, strict=True)]
     return slots
 
 
 def _too_small(total: int, in_bytes: bool, floor: Sequence[int], widths: Sequence[int], least: int) -> CapacityError:
-    needs = ", ".join(f"{rows:,} rows of {width} floats" for rows, width in zip(floor, widths, strict=True))
     return CapacityError(
-        f"a cache of {total:,} {'bytes' if in_bytes else 'rows'} is too small, the first batch needs {needs}: "
-        f"give at least cache={repr(f'{-(-least // 1000)}KB') if in_bytes else least}, or smaller batches"
+        f"a cache of {total:,} {'bytes' if in_bytes else 'row' if total == 1 else 'rows'} is too small, the first "
+        f"batch needs {told_rows(floor, widths)}: give at least "
+        f"cache={repr(f'{-(-least // 1000)}KB') if in_bytes else least}, or smaller batches"
+    )
+
+
+def told_rows(counts: Sequence[int], widths: Sequence[int]) -> str:
+    """So many rows of each width, for messages."""
+    sums = {width: sum(c for c, w in zip(counts, widths, strict=True) if w == width) for width in dict.fromkeys(widths)}
+    return ", ".join(
+        f"{rows:,} {'row' if rows == 1 else 'rows'} of {width} {'float' if width == 1 else 'floats'}"
+        for width, rows in sums.items()
     )
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from bagpipe import optim
 from bagpipe.errors import ConfigError
@@ -36,9 +37,9 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A group of settings: no unknown keys, no change after reading."""
+    """A group of settings: no unknown keys, nothing taken for another type, no change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -67,7 +68,7 @@ class RowOptimizerConfig(Section):
     """The sum of squares that a row begins with (adagrad, rowwise_adagrad)."""
     eps: float | None = None
     """Added to the root in the denominator (adagrad, rowwise_adagrad, adam, adamw)."""
-    betas: tuple[float, float] | None = None
+    betas: Annotated[tuple[float, float] | None, Field(strict=False)] = None
     """Decay of the mean and of the mean of squares (adam, adamw)."""
     weight_decay: float | None = None
     """Share of the weight that a touched row loses, times the learning rate (adamw)."""
@@ -95,7 +96,7 @@ class DenseOptimizerConfig(Section):
 class DataConfig(Section):
     """What is trained on: shards on disk, or generated data that is never written."""
 
-    path: Path | None = None
+    path: Annotated[Path | None, Field(strict=False)] = None
     """Directory of shards, as `bagpipe data generate` writes them."""
     preset: str | None = None
     """Generated data of this kind instead; `bagpipe data presets` lists them."""
@@ -135,9 +136,9 @@ class SyncConfig(Section):
     """How several trainers keep the rows that they share equal. No setting changes the result."""
 
     design: Literal["owned", "lrpp", "replicated", "partitioned"] = "owned"
-    """Who updates a row: owned, one of the trainers that use it while it is in the cache; partitioned, a trainer given
-    by its place in the cache; replicated, all trainers, each its own copy; lrpp, the same but for rows that a single
-    trainer uses once."""
+    """Who updates a row while it is in the cache: owned, one of its users, and another one later if that sends less;
+    partitioned, the one that will use it most; replicated, all trainers, each its own copy; lrpp, the same but for rows
+    that a single trainer uses once."""
     delayed: bool = True
     """Updates that the next iteration does not need may arrive while it trains; off: all arrive before it."""
     moving: bool = True
@@ -192,7 +193,7 @@ class PolicyOptionsConfig(Section):
     preload: bool = False
     """Fetch the rows of a window all with its first batch, instead of each with the first batch that uses it
     (windowed)."""
-    windows: str = ""
+    windows: Annotated[str, BeforeValidator(lambda given: str(given) if type(given) is int else given)] = ""
     """Empty: windows have `lookahead` batches. "measured": as many as the times of planning, fetching and training ask
     for, and more when training stalls; the summary has the list. Such a list, "16,48:24": the same again (windowed)."""
     mode: Literal["strict", "stale"] = "strict"
@@ -239,10 +240,10 @@ class Share:
 
 def cache_size(value: int | str) -> int | Size | Share:
     """A number of rows, bytes from a text such as "2GB" (decimal units), or a share of all rows such as "1.5%"."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
         if value < 1:
             raise ConfigError(f"cache is {value!r}: give at least 1 row, or bytes such as '2GB'")
-        return value
+        return int(value)
     share = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", str(value))
     if share is not None:
         if not 0 < float(share[1]) <= 100:
@@ -343,7 +344,7 @@ class Config(Section):
             raise ValueError(f"batch_size ({self.batch_size}) is smaller than trainers ({self.trainers}): raise it")
         if self.policy == "nocache" and self.lookahead not in ("auto", 1):
             raise ValueError(
-                f"policy 'nocache' keeps nothing, so lookahead ({self.lookahead}) says nothing: leave it out"
+                f"policy 'nocache' keeps nothing, so lookahead ({self.lookahead}) has no effect: leave it out"
             )
         if self.policy == "windowed" and self.policy_options.mode == "stale":
             if self.check:
@@ -399,7 +400,7 @@ def parse_config(settings: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
+        raise ConfigError("\n".join(_explain_all(error.errors()))) from None
 
 
 def lay_over(settings: dict[str, Any], override: str) -> None:
@@ -419,10 +420,35 @@ def lay_over(settings: dict[str, Any], override: str) -> None:
     settings[names[-1]] = value
 
 
+_TYPES = {
+    "int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "a text",
+    "literal_error": "{expected}", "model_type": "the settings in it, such as {first}",
+    "dict_type": "a table of settings", "tuple_type": "a list",
+}  # fmt: skip
+"""What to give where the type is wrong, by pydantic's name of the mistake."""
+
+
+def _explain_all(details: list[Any]) -> list[str]:
+    """A line for each field that is wrong; one that takes several types has a finding for each of them."""
+    lines: dict[str, str] = {}
+    given: dict[str, list[str]] = {}
+    for detail in details:
+        field = ".".join(_fields(detail["loc"]))
+        if detail["type"] in _TYPES:
+            allowed = detail.get("ctx", {}).get("expected", "")
+            first = next(iter(getattr(_section(detail["loc"]), "model_fields", [""])))
+            given.setdefault(field, []).append(
+                _TYPES[detail["type"]].format(expected=allowed, first=f"{field}.{first}")
+            )
+            lines[field] = f"{field}: give {' or '.join(given[field])} (it is {detail['input']!r})"
+        else:
+            lines[field] = _explain(detail)
+    return list(lines.values())
+
+
 def _explain(detail: Any) -> str:
     """One line for one of pydantic's findings: field, what is wrong, its value, what is allowed."""
-    path = _fields(detail["loc"])
-    field = ".".join(path)
+    field = ".".join(_fields(detail["loc"]))
     if detail["type"] == "extra_forbidden":
         if field in GONE:
             return f"{field}: there is no such setting any more; {GONE[field]}"
@@ -449,7 +475,13 @@ def _fields(location: tuple[str | int, ...]) -> list[str]:
 
 
 def _siblings(location: tuple[str | int, ...]) -> str:
+    return "known here: " + ", ".join(_section(location[:-1]).model_fields)
+
+
+def _section(location: tuple[str | int, ...]) -> Any:
+    """What is at a location; None beyond a setting."""
     section: Any = Config
-    for name in location[:-1]:
-        section = section.model_fields[str(name)].annotation
-    return "known here: " + ", ".join(section.model_fields)
+    for name in location:
+        field = getattr(section, "model_fields", {}).get(str(name))
+        section = None if field is None else field.annotation
+    return section

@@ -62,7 +62,8 @@ class PolicyOptions:
             parse_windows(self.windows)
         if self.windows == MEASURED and self.oracles > 1:
             raise ConfigError(
-                f"policy option windows is 'measured' and oracles is {self.oracles}: windows are chosen by one oracle"
+                f"policy option windows is 'measured' and oracles is {self.oracles}: one oracle measures; leave "
+                "oracles out, or give the windows that a run with one oracle has recorded"
             )
         if self.windows == MEASURED and self.mode == "stale":
             raise ConfigError(
@@ -107,6 +108,6 @@ def parse_windows(text: object) -> list[tuple[int, int]]:
         if all(a < b for (a, _), (b, _) in pairwise(windows)) and all(1 <= length < 65535 for _, length in windows):
             return windows
     raise ConfigError(
-        f"policy option windows is {text!r}: give {MEASURED!r}, or lengths and the iterations from which on they hold, "
-        "such as '16,48:24' for windows of 16 batches, and of 24 from iteration 48 on"
+        f"policy option windows is {text!r}: give {MEASURED!r}, or lengths, each but the first behind the iteration "
+        "that it begins at, such as '16,48:24' for windows of 16 batches, and of 24 from iteration 48 on"
     )

@@ -17,9 +17,11 @@ from bagpipe.cache import divide, num_bytes
 from bagpipe.config import cache_size
 from bagpipe.errors import CapacityError
 from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.policies import POLICIES
 from bagpipe.policy_options import PolicyOptions
 from bagpipe.types import Batch, Ids, Table
+from bagpipe.wire.plan_messages import PlannedTable, PlansDescribed
 from definitions.plan_contract import check_contract, run_in_several_orders
 from harness.examples import examples
 from harness.explorer import FETCHES, INSERTS, SYNCS, WRITES_BACK
@@ -58,9 +60,10 @@ def test_plans_that_divide_anew_are_exact_under_any_schedule(policy, lookahead, 
     groups, capacity = [table.group for table in oracle.tables], oracle.capacity
     plans = [plan for plan, _ in oracle.plans(source)]
     assert len(plans) == len(batches)
+    announced = int(cache[:-1]) if isinstance(cache, str) else num_bytes(capacity, (8, 3))
     for plan in plans:
         if plan.capacity:
-            assert num_bytes(plan.capacity, (8, 3)) <= num_bytes(capacity, (8, 3)), "not more than was announced"
+            assert num_bytes(plan.capacity, (8, 3)) <= announced, "not more than was announced"
             assert isinstance(cache, str) or sum(plan.capacity) <= cache
     check_contract(plans, groups, capacity, batches)
     run_in_several_orders(plans, groups, seed)
@@ -105,6 +108,38 @@ def test_what_has_no_room_in_any_division_is_refused_after_the_plans_before_it()
     for cache in (int(rows), cache_size(size)):
         oracle = make_oracle(TABLES, WIDTHS, cache, first, lookahead="auto", policy="lookahead")
         assert len(list(oracle.plans(source))) == 3
+
+
+def test_a_batch_that_takes_every_byte_of_the_cache_has_room():
+    source = [([np.arange(wide), np.arange(narrow), np.arange(0)], None) for wide, narrow in [(1, 9), (9, 1)]]
+    first = dict(zip(NAMES, source[0][0], strict=True))
+    oracle = make_oracle(TABLES, WIDTHS, cache_size("300B"), first, lookahead=3, policy="lookahead")
+    capacity = oracle.capacity
+    assert num_bytes(capacity, (8, 3)) < 300, "divisions round down"
+    plans = [plan for plan, _ in oracle.plans(source)]
+    assert plans[1].capacity == (9, 1)
+    tables = [
+        PlannedTable(table.name, table.rows, list(table.features), width)
+        for table, width in zip(TABLES, WIDTHS, strict=True)
+    ]
+    shape = PlanShape.of(PlansDescribed(tables, capacity, 3, "lookahead", 1, ""))
+    assert shape.divided_anew(plans[1].capacity, "plan 1").capacity == (9, 1), "trainers elsewhere accept it"
+
+
+def test_several_oracles_have_what_the_first_batch_needs_of_each_width():
+    """Every oracle has a place of each width at least, and the size that is named has room for all."""
+    first = {"wide": np.arange(1), "narrow": np.arange(0), "word": np.arange(2)}
+    options = PolicyOptions(oracles=2)
+    for size, named in ((1, "cache=4"), (3, "cache=4"), (cache_size("60B"), "cache='1KB'")):
+        with pytest.raises(CapacityError, match=f"needs 1 row of 8 floats, 3 rows of 3 floats: give at least {named}"):
+            make_oracle(TABLES, WIDTHS, size, first, lookahead=3, policy="lookahead", options=options)
+    oracle = make_oracle(TABLES, WIDTHS, 4, first, lookahead=3, policy="lookahead", options=options)
+    assert oracle.capacity == [1, 3]
+    source = [(list(first.values()), None), ([np.arange(1), np.arange(0), np.arange(3)], None)]
+    with pytest.raises(
+        CapacityError, match=r"they have 2: raise `cache` .*, or let one oracle plan \(policy option orac"
+    ):
+        list(oracle.plans(source))
 
 
 @pytest.mark.parametrize("size", [20, 40, "1KB"])

@@ -126,7 +126,7 @@ def test_optimizers_of_unknown_tables_and_iterators_for_several_epochs_are_refus
     [
         ({"policy": ["lru"]}, r"no policy \['lru'\]: choose one of lookahead"),
         ({"policy": "fifo"}, "no policy 'fifo'"),
-        ({"policy": "nocache", "lookahead": 5}, r"'nocache' keeps nothing, so lookahead \(5\) says nothing"),
+        ({"policy": "nocache", "lookahead": 5}, r"'nocache' keeps nothing, so lookahead \(5\) has no effect"),
     ],
 )
 def test_policies_that_can_not_be_are_refused_before_a_batch_is_read(options, message):

@@ -88,7 +88,7 @@ def test_a_policy_that_does_not_fit_is_listed_with_the_reason(tmp_path):
     assert lru["exact"] is True
     assert ideal["exact"] is None
     assert ideal["samples_per_second"] is None
-    assert "keeps every row" in ideal["reason"]
+    assert "policy 'ideal' keeps" in ideal["reason"]
 
 
 def test_the_order_is_that_of_rows_whatever_the_speeds_and_speeds_that_overlap_are_not_told_apart(job, monkeypatch):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bagpipe.cache import UNLIMITED, divide, group_by_width, num_bytes
+from bagpipe.cache import UNLIMITED, divide, group_by_width, num_bytes, spaces
 from bagpipe.config import Share, Size
 from bagpipe.embedding import check_range
 from bagpipe.errors import CapacityError, ConfigError
@@ -54,6 +53,11 @@ def make_oracle(
     # Copies of a row are in all caches; and how many places several oracles need together, none of them sees.
     shared = trainers > 1 and options.oracles == 1 and not RULES[design].copies
 
+    def share_out(needed: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The oracle of each table, and places."""
+        oracle_of = _oracles_of(needed, options.oracles)
+        return oracle_of, divide(size, widths, needed, most, oracles=oracle_of, whole=whole)
+
     def place(capacity: Sequence[int], used: Sequence[int]) -> Places:
         if not shared:
             return Places.alike(capacity)
@@ -65,27 +69,36 @@ def make_oracle(
             return place(divide(size, widths, needed, most, bytes_max=bytes_max), used)
         return None
 
-    capacity = divide(size, widths, needed, most, whole=whole)
-    used = _rows_of_one(tables, group, first, trainers)
-    if len(capacity) > 1 or options.oracles > 1 or shared:
+    (oracle_of, slots), used = share_out(needed), _rows_of_one(tables, group, first, trainers)
+    if len(slots) > 1 or shared:
         for other in others:
             more = np.maximum(needed, _rows_of(tables, other)).tolist()
             used = np.maximum(used, _rows_of_one(tables, group, other, trainers)).tolist()
             with suppress(CapacityError):
-                capacity, needed = divide(size, widths, more, most, whole=whole), more
-    places, bytes_max = place(capacity, used), num_bytes(capacity, distinct)
-    can_divide = (len(capacity) > 1 or any(places.guests)) and options.oracles == 1 and not whole
-    planned = [
-        OracleTable(table.name, table.rows, table.features, group, width)
-        for table, group, width in zip(tables, group, widths, strict=True)
-    ]
+                (oracle_of, slots), needed = share_out(more), more
+    _, each = spaces(widths, oracle_of)
+    num_rows = sum(slots)
+    bytes_max = size.num_bytes if isinstance(size, Size) else num_bytes(slots, [width for width, _ in each])
+    places = place(slots, used) if shared else None
+    if places is not None:
+        slots = list(places.slots)
+    can_divide = (
+        (len(distinct) > 1 or (places is not None and any(places.guests))) and options.oracles == 1 and not whole
+    )
     made, groups = [], []
-    for own, slots in _divide_tables(planned, places.slots, needed, options.oracles, whole=whole):
-        groups.append(list(slots))
+    for oracle in range(options.oracles):
+        own = [t for t in range(len(tables)) if oracle_of[t] == oracle]
+        shares = {distinct.index(width): count for (width, of), count in zip(each, slots, strict=True) if of == oracle}
+        groups.append(list(shares))
         made.append(
             Oracle(
-                [replace(table, group=groups[-1].index(table.group)) for table in own],
-                list(slots.values()),
+                [
+                    OracleTable(
+                        tables[t].name, tables[t].rows, tables[t].features, groups[-1].index(group[t]), widths[t]
+                    )
+                    for t in own
+                ],
+                list(shares.values()),
                 lookahead=lookahead,
                 policy=policy,
                 options=options,
@@ -94,9 +107,10 @@ def make_oracle(
                 uses_ahead=uses_ahead,
                 keep_lone=design != "lrpp",
                 divide=divide_anew if can_divide else None,
-                places=places if shared else None,
+                places=places,
             )
         )
+        made[-1].size = num_rows, bytes_max
     return made[0] if len(made) == 1 else Oracles(made, groups)
 
 
@@ -121,24 +135,13 @@ def _sums(group: Sequence[int], numbers: Sequence[int]) -> list[int]:
     return [sum(own for own, g in zip(numbers, group, strict=True) if g == each) for each in range(max(group) + 1)]
 
 
-def _divide_tables(
-    tables: Sequence[OracleTable], capacity: Sequence[int], needed: Sequence[int], count: int, *, whole: bool
-) -> list[tuple[Sequence[OracleTable], dict[int, int]]]:
-    """The tables of each oracle, about equally many rows of a batch, and its slots of each group that these are in."""
-    if count > len(tables):
-        raise ConfigError(f"policy option oracles is {count}, and there are {len(tables)} tables: give at most as many")
+def _oracles_of(needed: Sequence[int], count: int) -> list[int]:
+    """The oracle of each table: each has some that follow each other, about equally many rows of a batch."""
+    if count > len(needed):
+        raise ConfigError(f"policy option oracles is {count}, and there are {len(needed)} tables: give at most as many")
     done, cuts = np.cumsum(needed), [0]
     for k in range(1, count):
         end = int(np.searchsorted(done, done[-1] * k / count)) + 1
-        cuts.append(min(max(end, cuts[-1] + 1), len(tables) - (count - k)))  # each has one at least
-    cuts.append(len(tables))
-    oracle_of = [k for k, (begin, end) in enumerate(pairwise(cuts)) for _ in range(begin, end)]
-    slots: list[dict[int, int]] = [{} for _ in range(count)]
-    for group, size in enumerate(capacity):
-        own = [t for t, table in enumerate(tables) if table.group == group]
-        oracles = [oracle_of[t] for t in own]
-        # Oracles take the place of widths: each gets what a batch needs of its tables, and its part of the rest.
-        shares = divide(size, oracles, [needed[t] for t in own], [tables[t].rows for t in own], whole=whole)
-        for oracle, share in zip(group_by_width(oracles)[1], shares, strict=True):
-            slots[oracle][group] = share
-    return [(tables[begin:end], slots[k]) for k, (begin, end) in enumerate(pairwise(cuts))]
+        cuts.append(min(max(end, cuts[-1] + 1), len(needed) - (count - k)))  # each has one at least
+    cuts.append(len(needed))
+    return [k for k, (begin, end) in enumerate(pairwise(cuts)) for _ in range(begin, end)]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bagpipe.arrays import Int32s, Int64s, NextUses
-from bagpipe.cache import num_bytes
+from bagpipe.cache import num_bytes, told_rows
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import KEEP, Rows
@@ -137,6 +137,8 @@ class Oracle:
         widths = [self.tables[group.tables[0]].width or 0 for group in self.groups]
         self.size = sum(self.places.capacity), num_bytes(self.places.capacity, widths)
         """Rows and bytes of the cache, which may be more than what this oracle has of it; 0 bytes: not known."""
+        self.several = False
+        """Whether it is one of several oracles."""
 
     def _make_groups(self, capacity: Sequence[int], freed_by: int) -> None:
         """Slot spaces of these sizes, vacant since the evictions of a plan, and the policy's beginning with them."""
@@ -244,8 +246,8 @@ class Oracle:
             fitting = cuts is None or np.array_equal(cuts[:, -1], np.diff(batch.positions))
             assert fitting, "the cuts of a batch do not fit its ids"
             used = self._find_users(batch, cuts, iteration)
-            self._check_capacity(iteration, batch.counts, used)
-            if len(self._idle_since):
+            self._check_capacity(iteration, batch.counts, batch.gaps, used)
+            if len(self._idle_since):  # idle rows that the batch needs ask for a stay too: the last column of gaps
                 self._reader.on_all(lambda shard: kernels.find_idle(
                     shard.state, shard.rings, batch, shard.previous, iteration, length, shard.idle_slots
                 ))  # fmt: skip
@@ -254,14 +256,14 @@ class Oracle:
             self._reader.unread(iteration, length, 0)
             raise
 
-        def note(shard: Shard) -> None:
+        def note(shard: Shard) -> None:  # gaps are what was granted now, of each kind of stay
             slot_begins = self._tenants.begins
             if not all_granted:
                 kernels.refuse(shard.rings, shard.previous, iteration, length, 0, batch.gaps)
             elif len(self._next_uses):
                 note_next_uses(shard.state, shard.rings, shard.previous, iteration, first, slot_begins, self._next_uses)
             if len(self._idle_since):
-                quotas = batch.gaps[:, length + 1]
+                quotas = batch.gaps[:, length + 1]  # those of idle rows
                 kernels.grant_idle(shard.rings, iteration, shard.idle_slots, quotas, slot_begins, self._idle_since)
             if cuts is not None:
                 note_users(shard.rings, shard.users, shard.previous, iteration, first, self._uses_ahead)
@@ -485,34 +487,48 @@ class Oracle:
             users.users, users.next * stays, users.later * stays, users.before, homes, batch.cuts, batch.inverse
         )
 
-    def _check_capacity(self, iteration: int, counts: Int64s, used: Int64s) -> None:
+    def _check_capacity(self, iteration: int, counts: Int64s, gaps: Int64s, used: Int64s) -> None:
         """CapacityError if a batch has no room; `_Crowded` if it has with the slots divided otherwise."""
-        needs = [int(counts[group.tables].sum()) for group in self.groups]
+        rows = self.policy.needs(counts, gaps)
+        needs = [int(rows[group.tables].sum()) for group in self.groups]
         for group, needed, rows_used in zip(self.groups, needs, used, strict=True):
-            guests = self.places.guests[group.number]
+            guests, places = self.places.guests[group.number], self.places.capacity[group.number]
             if needed <= group.capacity and (not guests or rows_used <= guests):
                 continue
-            # Groups that are not divided anew grow alike, as the division goes by what the first batch needs of each.
-            places = self.places.capacity[group.number]
-            rows, size = (-(-total * needed // places) for total in self.size)
             if self._divide is not None:
                 for needed_rows, most_used in (
                     (np.maximum(self._most, counts), np.maximum(self._most_used, used)),
                     (counts, used),
                 ):
-                    divided = self._divide(needed_rows.tolist(), most_used.tolist())
-                    if divided is not None:
+                    if (divided := self._divide(needed_rows.tolist(), most_used.tolist())) is not None:
                         raise _Crowded(divided)
-                # Of each width one more, as divisions round down; and so many rows that the first takes these bytes.
-                widths = [self.tables[each.tables[0]].width or 0 for each in self.groups]
-                size = num_bytes([need + 1 for need in needs], widths)
-                rows = max(sum(needs), -(-size * self.size[0] // self.size[1]))
-            in_bytes = f", or {-(-size // 1000):,}KB" if size else ""
+                raise self._too_large(iteration, needs)
+            # Without another division groups grow alike, as theirs goes by what the first batch needs of each.
+            least, size = (-(-total * needed // places) for total in self.size)
+            held, others = "at once", "lower the batch size"
+            if self.policy.keeps_all:
+                held, others = f"by now, all of which policy {self.policy.name!r} keeps", "choose another policy"
+            elif self.several:
+                others = "let one oracle plan (policy option oracles=1), which divides the cache anew for such a batch"
             raise CapacityError(
-                f"iteration {iteration} needs {needed:,} rows of {group.label} at once, and of the cache's "
-                f"{self.size[0]:,} places they have {places:,}: raise `cache` to at least {rows:,} "
-                f"rows{in_bytes}, or lower the batch size"
+                f"iteration {iteration} needs {needed:,} rows of {group.label} {held}, and of the cache's "
+                f"{self.size[0]:,} places they have {places:,}: raise `cache` to at least {least:,} rows"
+                f"{_or_bytes(size)}, or {others}"
             )
+
+    def _too_large(self, iteration: int, needs: Sequence[int]) -> CapacityError:
+        """A batch for which no division has room."""
+        widths = [self.tables[group.tables[0]].width or 0 for group in self.groups]
+        needs = [max(1, need) for need in needs]
+        # A cache of so many rows has the bytes of its first division, which rounds down: one more of each will do.
+        rounded = num_bytes([need + 1 for need in needs], widths)
+        least = max(sum(needs), -(-rounded * self.size[0] // self.size[1]))
+        size = num_bytes(needs, widths)
+        return CapacityError(
+            f"iteration {iteration} needs {told_rows(needs, widths)} at once, {size:,} bytes, and the cache has "
+            f"{self.size[1]:,} bytes, {self.size[0]:,} rows as it was divided first: raise `cache` to at least "
+            f"{least:,} rows{_or_bytes(size)}, or lower the batch size"
+        )
 
 
 class _Crowded(CapacityError):
@@ -521,6 +537,10 @@ class _Crowded(CapacityError):
     def __init__(self, places: Places) -> None:
         super().__init__("the slots have to be divided anew, which `plans` does")
         self.places = places
+
+
+def _or_bytes(size: int) -> str:
+    return f", or {-(-size // 1000):,}KB" if size else ""
 
 
 def _bounds(counts: Int64s) -> Int64s:

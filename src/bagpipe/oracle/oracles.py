@@ -43,9 +43,8 @@ class Oracles:
             tables += [replace(table, group=own[table.group]) for table in oracle.tables]
             for group, slots in zip(own, oracle.capacity, strict=True):
                 self.capacity[group] += slots
-        rows, size = (sum(sizes) for sizes in zip(*(oracle.size for oracle in oracles), strict=True))
         for oracle in oracles:
-            oracle.size = rows, size
+            oracle.several = True
         self.tables = tuple(tables)
         ends = np.cumsum([0] + [sum(len(table.features) for table in oracle.tables) for oracle in oracles])
         self._features = list(pairwise(ends.tolist()))

@@ -2,7 +2,8 @@
 
 Exactness rests on three waits that the plan names (I3): an eviction is copied out after the iteration that last updated
 its rows, an insertion happens after the slot's last tenant is copied out, and a fetch after the write-backs that it
-must see are acknowledged. Who keeps these waits, in whatever order and on however many threads, reads no stale row.
+must see are acknowledged. An executor that keeps these waits reads no stale row, in whatever order and on however many
+threads it works.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class PlanShape:
                 f"plans of {len(tables)} tables with rows of {len(widths)} widths for {len(described.capacity)} slot "
                 "spaces, or of a feature in two tables: run the same release on both sides"
             )
-        capacity, size = tuple(described.capacity), num_bytes(described.capacity, widths)
+        capacity = tuple(described.capacity)
+        size = num_bytes([slots + 1 for slots in capacity], widths)  # the first division has rounded down
         return cls(
             tables, tuple(groups), capacity, described.accumulate, described.fingerprint, described.division, trainer,
             tuple(widths), size,

@@ -1,4 +1,4 @@
-"""What a policy decides: which rows stay in the cache after an iteration, and who makes room when it is full.
+"""What a policy decides: which rows stay in the cache after an iteration, and which leave when it is full.
 
 Everything else (unique rows, slots, fetches, write-backs and their waits) is the oracle's, the same for every policy:
 a policy can cost traffic but never exactness (I1, I3). A row in the cache is *granted* a stay until its next use, or it
@@ -86,6 +86,8 @@ class Policy:
     early: ClassVar[bool] = False
     """Whether idle rows leave as soon as the window shows that their slots are needed, so that prefetching finds them
     free; else they leave as victims of the plan that needs the slots."""
+    keeps_all: ClassVar[bool] = False
+    """Whether every row that was ever used needs a place."""
     samples: ClassVar[bool] = False
     """Whether it has to `learn` how often rows are used, before the first plan."""
     exact: bool = True
@@ -111,6 +113,10 @@ class Policy:
         self.groups, self.ahead = groups, ahead
         if not self.options.pipelined:
             self.horizon = 0
+
+    def needs(self, counts: Int64s, gaps: Int64s) -> Int64s:  # noqa: ARG002
+        """Of each table how many rows must have a place at once, for the batch that `grant` is about to be told of."""
+        return counts
 
     def grant(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:  # noqa: ARG002
         """The batch of an iteration was read, behind `window` others without a plan; it has counts[t] rows of table t.

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from bagpipe.arrays import Int64s
-from bagpipe.errors import CapacityError
 from bagpipe.oracle.slots import Group
 from bagpipe.policies.base import Demand, Lookahead, Policy
 
@@ -29,7 +26,7 @@ class LfuPolicy(Policy):
 
 
 class NoCachePolicy(Policy):
-    """Every row is fetched before its iteration and written back after it, with nothing overlapped: fetch and
+    """Every row is fetched before its iteration and written back after it, and nothing overlaps: fetch and
     write-back of each iteration are on the critical path (the baseline of the paper's section 2)."""
 
     name = "nocache"
@@ -48,21 +45,19 @@ class IdealPolicy(Policy):
 
     name = "ideal"
     idles = False
+    keeps_all = True
 
     def bind(self, groups: Sequence[Group], lookahead: Lookahead, ahead: int) -> None:
         """Begin a run."""
         super().bind(groups, lookahead, ahead)
-        self._num_seen = np.zeros(len(groups), np.int64)
+        self._seen: Int64s | int = 0
+
+    def needs(self, counts: Int64s, gaps: Int64s) -> Int64s:  # noqa: ARG002
+        """All that occurred so far: nobody will leave."""
+        seen: Int64s = self._seen + gaps[:, 0]
+        return seen
 
     def grant(self, iteration: int, window: int, counts: Int64s, gaps: Int64s) -> bool:
-        """Count the rows seen so far: nobody will leave, so all of them need a slot."""
-        num_seen = self._num_seen + [gaps[group.tables, 0].sum() for group in self.groups]
-        for group, needed in zip(self.groups, num_seen, strict=True):
-            if needed > group.capacity:
-                raise CapacityError(
-                    f"policy 'ideal' keeps every row, and iteration {iteration} raises those of {group.label} to "
-                    f"{needed:,}, and the cache has places for {group.capacity:,}: raise `cache`, or choose "
-                    "another policy"
-                )
-        self._num_seen = num_seen
+        """Rows of the batch that are new will stay."""
+        self._seen = self.needs(counts, gaps)
         return super().grant(iteration, window, counts, gaps)

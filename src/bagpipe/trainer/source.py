@@ -150,14 +150,9 @@ class Source:
         ConfigError if that is not enough.
         """
         count = oracle.to_count
-        if count is None:
-            return
-        if self._loader is None:
-            if count == 0:
-                raise ConfigError(
-                    f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: "
-                    "give a bagpipe.data.Loader, or the number of batches to look at"
-                )
+        if count is not None:
+            self.check_sample(count)
+        if count is None or self._loader is None:
             return
         for number, batch in self._spread(self._loader, count):
             if self.interrupted:
@@ -165,6 +160,14 @@ class Source:
             ids = self.adapter.extract(batch, self.features, number)
             self._check(ids, number)
             oracle.count([ids[name] for name in self.features])
+
+    def check_sample(self, count: int) -> None:
+        """ConfigError if a policy wants to count all data (0) before the loader may have been read for good."""
+        if count == 0 and self._loader is None:
+            raise ConfigError(
+                f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: "
+                "give a bagpipe.data.Loader, or the number of batches to look at"
+            )
 
     @staticmethod
     def _spread(loader: Loader, count: int) -> Iterator[tuple[int, Any]]:

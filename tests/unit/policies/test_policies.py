@@ -61,7 +61,7 @@ def test_ideal_needs_a_cache_for_all_rows() -> None:
     plans = oracle.plans([([np.array([row])], None) for row in range(3)])
     assert next(plans)[0].evict.ids.tolist() == []
     assert next(plans)[0].evict.ids.tolist() == [0, 1], "everything is written back before the error"
-    with pytest.raises(CapacityError, match=r"iteration 2 raises those of table 'only' to 3, and the cache has .* 2: "):
+    with pytest.raises(CapacityError, match=r"iteration 2 needs 3 rows of table 'only' by now, all of .*they have 2: "):
         next(plans)
 
 
