@@ -108,9 +108,9 @@ def divide(
 
 def _too_small(total: int, in_bytes: bool, floor: Sequence[int], widths: Sequence[int], least: int) -> CapacityError:
     return CapacityError(
-        f"a cache of {total:,} {'bytes' if in_bytes else 'row' if total == 1 else 'rows'} is too small, the first "
-        f"batch needs {told_rows(floor, widths)}: give at least "
-        f"cache={repr(f'{-(-least // 1000)}KB') if in_bytes else least}, or smaller batches"
+        f"a cache of {total:,} {'bytes' if in_bytes else 'rows'} is too small, the first batch needs "
+        f"{told_rows(floor, widths)}: give at least cache={repr(f'{-(-least // 1000)}KB') if in_bytes else least}, or "
+        "smaller batches"
     )
 
 

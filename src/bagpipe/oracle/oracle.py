@@ -525,8 +525,8 @@ class Oracle:
         least = max(sum(needs), -(-rounded * self.size[0] // self.size[1]))
         size = num_bytes(needs, widths)
         return CapacityError(
-            f"iteration {iteration} needs {told_rows(needs, widths)} at once, {size:,} bytes, and the cache has "
-            f"{self.size[1]:,} bytes, {self.size[0]:,} rows as it was divided first: raise `cache` to at least "
+            f"iteration {iteration} needs {told_rows(needs, widths)} at once, {sum(needs):,} rows of {size:,} bytes, "
+            f"and the cache has {self.size[0]:,} rows and {self.size[1]:,} bytes: raise `cache` to at least "
             f"{least:,} rows{_or_bytes(size)}, or lower the batch size"
         )
 
