@@ -152,7 +152,8 @@ class Partition:
         places, indices = np.empty((2, len(fetch)), np.int32)
         readers: Masks = np.empty(len(fetch), known.bits.dtype)
         taken = Taken(fetch.bounds, fetch.slots, fetch.slot_after.copy(), owners, places, indices, readers)
-        assert kernels.move_in(taken, known, homes), f"plan {plan.iteration} fetches more rows than there are places"
+        has_room = kernels.move_in(taken, known, homes)
+        assert has_room, f"plan {plan.iteration} fetches more rows than there are places"
         found = self._track(plan, sharing, taken)
         evict_at = Leaving(*kernels.move_out(evict.bounds, evict.slots, known, homes, plan.iteration))
         first_guests = self._first_guests + plan.iteration % TURNS * self._guests
