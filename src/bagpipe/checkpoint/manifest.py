@@ -148,7 +148,7 @@ class Manifest(Facts, frozen=True, kw_only=True):
     @classmethod
     def make(cls, facts: Facts, *, done: int, base: BaseEntry | None, files: Sequence[FileEntry]) -> Manifest:
         """The manifest of a checkpoint that is about to be complete."""
-        created = datetime.now(UTC).isoformat(timespec="seconds")
+        created = datetime.now(UTC).isoformat(timespec="microseconds")
         return cls(
             **{name: getattr(facts, name) for name in Facts.__struct_fields__},
             done=done,

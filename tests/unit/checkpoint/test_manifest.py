@@ -74,8 +74,9 @@ def test_checksums_of_files_are_xxh64(tmp_path, data, sum_of):
 
 
 def test_a_manifest_comes_back_as_it_was_and_is_plain_json():
-    data, checksum = encode_manifest(made())
-    assert decode_manifest(PATH, data) == (made(), checksum)
+    manifest = made()
+    data, checksum = encode_manifest(manifest)
+    assert decode_manifest(PATH, data) == (manifest, checksum)
     found = json.loads(data)
     assert found["checksum"] == checksum
     assert found["config_sha256"] == config_sha256(FACTS.config)

