@@ -86,8 +86,8 @@ class _Variant:
     def __post_init__(self) -> None:
         plans = self.oracle.plans(self._endless())
         tables = self.oracle.tables
-        costs = [MOVE_COST] * len(tables)
-        self.divisions = Partition(self.trainers, tables, self.oracle.capacity, move_costs=costs).plans(plans)
+        costs, places = [MOVE_COST] * len(tables), self.oracle.places
+        self.divisions = Partition(self.trainers, tables, places.capacity, places.guests, move_costs=costs).plans(plans)
         self.plans = plans
 
     def _endless(self) -> Iterator[tuple[Ids | CutIds, None]]:

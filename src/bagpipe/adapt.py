@@ -286,7 +286,8 @@ def described(value: Any) -> str:
     """Type and shape of a value, in a few words."""
     if isinstance(value, Tensor | np.ndarray):
         kind = "a tensor" if isinstance(value, Tensor) else "a NumPy array"
-        return f"{kind} of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
+        shape = "nested" if isinstance(value, Tensor) and value.is_nested else str(tuple(value.shape))
+        return f"{kind} of {str(value.dtype).removeprefix('torch.')} and shape {shape}"
     return f"a {type(value).__name__}"
 
 

@@ -428,15 +428,24 @@ def follow_requires_grad(model: nn.Module) -> None:
     """Let `requires_grad_` of a model, and of all parts with cached layers, reach those: they have no parameters."""
     for part in model.modules():
         below = [layer for layer in part.modules() if isinstance(layer, CachedLayer)]
-        if below and type(part).requires_grad_ is nn.Module.requires_grad_:
+        if below:
             vars(part)["requires_grad_"] = MethodType(_requires_grad_, part)
 
 
 def _requires_grad_(model: nn.Module, requires_grad: bool = True) -> nn.Module:
-    for part in model.modules():
-        if isinstance(part, CachedLayer):
-            part.requires_grad_(requires_grad)
-    return nn.Module.requires_grad_(model, requires_grad)
+    """A class may have its own, which concerns all parameters if it looks at them, as that of every module does."""
+
+    def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+        for part in model.modules() if recurse else ():
+            if isinstance(part, CachedLayer):
+                part.requires_grad_(requires_grad)
+        return type(model).parameters(model, recurse)
+
+    vars(model)["parameters"] = parameters
+    try:
+        return type(model).requires_grad_(model, requires_grad)
+    finally:
+        del vars(model)["parameters"]
 
 
 def check_range(table: Table, parts: Sequence[Ids]) -> None:

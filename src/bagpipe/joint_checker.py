@@ -79,11 +79,16 @@ class Ledger:
     """Rows on their way to the store."""
     given: dict[Key, bool] = field(default_factory=dict)
     """Rows on their way from one owner to another, and whether the store has something older."""
+    sent: dict[tuple[str, int, int], list[Key]] = field(default_factory=dict)
+    """What is on its way in an exchange of some name, from a trainer to another, in that order."""
+    homes: list[dict[Key, Place]] = field(default_factory=list)
+    """Where each trainer has last had each row that it updated."""
     copies: list[dict[Place, Copy]] = field(default_factory=list)
     finished: int = 0
 
     def __post_init__(self) -> None:
         self.copies = [{} for _ in range(self.trainers)]
+        self.homes = [{} for _ in range(self.trainers)]
 
 
 class JointChecker:
@@ -96,6 +101,8 @@ class JointChecker:
         self._copies = ledger.copies[rank]
         self._fetched: dict[Key, Copy] = {}
         self._iteration = NEVER
+        self._in_use: dict[Place, Key] = {}
+        """The rows that the forward and backward passes of an iteration read, while it is in training."""
         self.checked_rows = 0
 
     def fetched(self, plan: Plan, rows: TableRows) -> None:
@@ -139,21 +146,40 @@ class JointChecker:
                     self._fail(plan, key, f"is put into slot {place[1]} without having been fetched")
                 self._settle(plan, place, self._fetched.pop(key))
 
-    def received(self, table: int, slots: Slots, sender: int) -> None:
-        """Vectors of a peer have come: the newest, with the bits that its owner gave them."""
-        with self._ledger.lock:
-            for place in self._places(table, slots):
-                theirs = self._ledger.copies[sender].get(place)
-                if theirs is None:
-                    self._fail(None, (table, -1), f"comes from slot {place[1]} of trainer {sender}, where nothing is")
-                newest = self._ledger.trained[theirs.key]
-                if theirs.version != newest.version:
-                    was = f"version {theirs.version}, trained version {newest.version}"
-                    self._fail(None, theirs.key, f"comes stale from trainer {sender}: {was}")
-                vector = self._fingerprints(place, theirs.key)[0]
-                if vector != newest.vector:
-                    self._fail(None, theirs.key, f"came from trainer {sender} with other bits than it has there")
-                self._settle(None, place, Copy(theirs.key, newest.version, vector, None))
+    def sent(self, send: Routes, what: str) -> None:
+        """Vectors are about to go to peers in an exchange: this trainer has them, and they are the newest."""
+        ledger = self._ledger
+        with ledger.lock:
+            for receiver in range(ledger.trainers):
+                keys = ledger.sent[what, self._rank, receiver] = []
+                for table, slots in send.of(receiver):
+                    for place in self._places(table, slots):
+                        copy = self._copies.get(place)
+                        if copy is None or copy.key[0] != table:
+                            self._fail(None, (table, -1), f"goes from slot {place[1]}, where it is not")
+                        newest = ledger.trained[copy.key]
+                        if copy.version != newest.version:
+                            was = f"version {copy.version}, trained version {newest.version}"
+                            self._fail(None, copy.key, f"goes stale to trainer {receiver}: {was}")
+                        keys.append(copy.key)
+
+    def received(self, receive: Routes, sender: int, what: str) -> None:
+        """Vectors of a peer have come: what it has sent, the newest, with the bits that its owner gave them."""
+        ledger = self._ledger
+        with ledger.lock:
+            keys = iter(ledger.sent.pop((what, sender, self._rank)))
+            for table, slots in receive.of(sender):
+                for place in self._places(table, slots):
+                    key = next(keys, None)
+                    if key is None or key[0] != table:
+                        self._fail(None, (table, -1), f"is expected from trainer {sender}, who has not sent it")
+                    newest = ledger.trained[key]
+                    vector = self._fingerprints(place, key)[0]
+                    if vector != newest.vector:
+                        self._fail(None, key, f"came from trainer {sender} with other bits than it has there")
+                    self._settle(None, place, Copy(key, newest.version, vector, None))
+            if (left := next(keys, None)) is not None:
+                self._fail(None, left, f"was sent by trainer {sender} and is not expected")
 
     def gave(self, moved: Routes) -> None:
         """Rows go to other owners: this trainer had them, and does not write them any more."""
@@ -184,6 +210,7 @@ class JointChecker:
                     if newest[key].whole not in (0, whole):
                         self._fail(None, key, "came to its new owner with another state than it had")
                     copy.whole, copy.dirty = whole, dirty
+                    ledger.homes[self._rank][key] = place
 
     def training(self, plan: Plan) -> None:
         """A batch is about to be trained: its rows are in their slots, as the last update, wherever, left them."""
@@ -203,6 +230,12 @@ class JointChecker:
                     self._fail(plan, key, "differs from other trainers' copies")
                 self.checked_rows += 1
             self._iteration = plan.iteration
+            self._in_use = {place: key for key, place in self._rows(plan)}
+
+    def left(self) -> None:
+        """The iteration is over: nobody reads its rows any more."""
+        with self._ledger.lock:
+            self._in_use = {}
 
     def updated(self, plan: Plan, tables: Sequence[int]) -> None:
         """All trainers make a step: every row of the batch is due for one update, by whoever has it."""
@@ -232,6 +265,7 @@ class JointChecker:
                     self._fail(None, key, f"differs from other trainers' copies after iteration {iteration}")
                 trained[key] = Value(iteration, vector, whole, copy.version)
                 self._copies[place] = Copy(key, iteration, vector, whole, dirty=True)
+                self._ledger.homes[self._rank][key] = place
 
     def dropped(self, table: int, ids: Ids, slots: Slots) -> None:
         """Copies of rows that another trainer writes back are given up."""
@@ -251,7 +285,7 @@ class JointChecker:
                     self._fail(None, key, f"leaves slot {place[1]} without having been there")
                 if copy.dirty and row not in leaving:
                     self._fail(None, key, f"is evicted and its update of iteration {copy.version} dropped")
-                self._check_alone(key, place)
+                self._check_alone(key)
                 if row in leaving:
                     self._leaves(copy)
 
@@ -318,17 +352,20 @@ class JointChecker:
 
     def _settle(self, plan: Plan | None, place: Place, copy: Copy) -> None:
         """A row takes a slot. What is not this trainer's to write may be there still: who writes it lets it go."""
-        there = self._copies.get(place)
+        there, read = self._copies.get(place), self._in_use.get(place, copy.key)
+        if read != copy.key:
+            what = f"is put into slot {place[1]}, where iteration {self._iteration} reads {self._name(read)}"
+            self._fail(plan, copy.key, what)
         if there is not None and there.dirty:
             self._fail(
                 plan, copy.key, f"is put into slot {place[1]}, where {self._name(there.key)} waits to be written"
             )
         self._copies[place] = copy
 
-    def _check_alone(self, key: Key, place: Place) -> None:
+    def _check_alone(self, key: Key) -> None:
         """Of a row that has one owner nobody else may have an update to write."""
-        for other, copies in enumerate(self._ledger.copies if self._ledger.owned else ()):
-            theirs = copies.get(place)
+        for other, homes in enumerate(self._ledger.homes if self._ledger.owned else ()):
+            theirs = self._ledger.copies[other].get(homes[key]) if key in homes else None
             if other != self._rank and theirs is not None and theirs.key == key and theirs.dirty:
                 self._fail(None, key, f"leaves while trainer {other} has an update of it to write too")
 

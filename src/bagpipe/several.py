@@ -109,7 +109,7 @@ def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: Pla
         source.share(_ending(binding), Assigner(settings.assign, settings.trainers, launch.config.seed, features))
         partition = settings.partition(oracle)
         listen = on_socket(str(Address(launch.hosts[0], 0)), security=launch.listener)
-        described = settings.described(oracle.capacity)
+        described = settings.described(list(oracle.places.capacity))
         return ServedPlans(listen, source, oracle, partition, described, run=launch.run)
     except BaseException:
         oracle.close()

@@ -81,8 +81,8 @@ class Trainers:
             uses_ahead=uses_ahead(costs), design=sync.design,
         )  # fmt: skip
         partition = Partition(
-            trainers, oracle.tables, oracle.capacity, design=sync.design, delayed=sync.delayed,
-            move_costs=costs,
+            trainers, oracle.tables, oracle.places.capacity, oracle.places.guests, design=sync.design,
+            delayed=sync.delayed, move_costs=costs,
         )  # fmt: skip
         plans = SharedPlans(source, oracle, partition)
         stores = open_stores(layouts, [driver.notify for driver in self._drivers])
@@ -90,7 +90,7 @@ class Trainers:
         self.batches = [
             Batches(
                 model, own, row_layouts[0].optimizer, row_layouts, plans.of(rank),
-                RowCache(widths, oracle.capacity, torch.device("cpu")), stores[rank], self._drivers[rank],
+                RowCache(widths, oracle.places.capacity, torch.device("cpu")), stores[rank], self._drivers[rank],
                 depth=DEPTH, threads=torch.get_num_threads(), check=config.check,
                 peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.moving, ledger),
                 checkpointer=checkpointer(stores[rank], rank),

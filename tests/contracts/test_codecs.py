@@ -246,12 +246,14 @@ def planned(trainers=1, design="owned", count=5, policy="lookahead", cache=90):
     source.tables = TABLES
     ahead = {"trainers": trainers, "uses_ahead": 2} if trainers > 1 else {}
     oracle = make_oracle(TABLES, WIDTHS, cache, source.first_ids(), lookahead=3, policy=policy, **ahead)
-    group, capacity = tuple(group_by_width(WIDTHS)[0]), tuple(oracle.capacity)
+    group, capacity = tuple(group_by_width(WIDTHS)[0]), oracle.places.capacity
     if trainers == 1:
         pairs = [(plan, of_plan.batches) for plan, of_plan in source.planned(oracle)]
         return pairs, PlanShape(TABLES, group, capacity)
     costs = [0.2, 1.2, 0.2] if design == "owned" else []
-    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, move_costs=costs)
+    partition = Partition(
+        trainers, oracle.tables, oracle.places.capacity, oracle.places.guests, design=design, move_costs=costs
+    )
     pairs = []
     for division, parts in source.divided(oracle, partition):
         samples = list(zip(*(part.samples for part in parts), strict=True))

@@ -88,7 +88,7 @@ def remote(batches, done=0, trainers=1):
 def shared(batches, done=0):
     source = Divided(batches, divide_by(Assigner("contiguous", 2)))
     oracle = oracle_for(source, 2)
-    plans = SharedPlans(source, oracle, Partition(2, oracle.tables, oracle.capacity))
+    plans = SharedPlans(source, oracle, Partition(2, oracle.tables, oracle.places.capacity, oracle.places.guests))
     opened = [plans.of(rank) for rank in range(2)]
     if done:
         opened[0].resume({"iterations": done, "batches": done, "loader": None})
@@ -108,8 +108,8 @@ def script(batches, done=0):
     source = SharedLoader(batches, 1, 1)
     oracle = oracle_for(source, 2)
     source.share([], Assigner("contiguous", 2))
-    described = PlanSettings(TABLES, WIDTHS, CACHE, 3, trainers=2).described(oracle.capacity)
-    partition = Partition(2, oracle.tables, oracle.capacity)
+    described = PlanSettings(TABLES, WIDTHS, CACHE, 3, trainers=2).described(list(oracle.places.capacity))
+    partition = Partition(2, oracle.tables, oracle.places.capacity, oracle.places.guests)
     first = ServedPlans(lambda handler: network.listen("first", handler), source, oracle, partition, described, run=RUN)
     if done:
         first.resume({"iterations": done, "batches": done, "loader": None})
@@ -199,7 +199,8 @@ def test_an_error_of_the_loader_comes_after_all_batches_before_it(opened):
         assert isinstance(error, DataError), error
         assert "the disk is gone" in str(error)
         assert len(own) == 6
-        assert [rows for rows, _, _ in own][:3] == [rows for rows, _, _ in everything][:3]
+        # A part tells where rows of the plan after the next will be, which goes by who uses them two batches later.
+        assert [rows for rows, _, _ in own][:2] == [rows for rows, _, _ in everything][:2]
 
 
 def test_a_source_is_closed_before_its_end_or_its_beginning(opened):

@@ -8,6 +8,7 @@ import numpy as np
 
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.places import TURNS, Places
 from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.row_list import RowList
 
@@ -22,10 +23,22 @@ def cut(parts, num_features):
     return CutIds(ids, np.tile(bounds, (num_features, 1)))
 
 
+def tight_places(slots, guests, trainers, spare=0):
+    """Places for so many slots of each group: no more at home than all need together, and some to spare. Without
+    guests as many as there are slots."""
+    capacity = [
+        -(-each // trainers) + spare + TURNS * most if most else each for each, most in zip(slots, guests, strict=True)
+    ]
+    return Places(tuple(slots), tuple(capacity), tuple(guests))
+
+
 def divided(tables, capacity, batches, trainers, *, design="owned", delayed=True, costs=(), **options):
     """For each batch (a list of samples for each trainer) the whole plan, and the part of each trainer."""
     oracle = Oracle(tables, capacity, trainers=trainers, uses_ahead=2, **options)
-    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed, move_costs=costs)
+    places = oracle.places
+    partition = Partition(
+        trainers, oracle.tables, places.capacity, places.guests, design=design, delayed=delayed, move_costs=costs
+    )
     num_features = sum(len(table.features) for table in tables)
     source = ((cut(parts, num_features), tuple(map(len, parts))) for parts in batches)
     found = []
@@ -91,7 +104,7 @@ class Trainers:
             whole = np.ones(len(part.fetch), bool) if part.fetch.whole is None else part.fetch.whole
             for (row, place), with_state in zip(listed(part.fetch, self.tables), whole.tolist(), strict=True):
                 assert self.store[row] == self.version[row], "a stale read from the store"
-                self.slots[rank][place] = [row, self.store[row]]
+                self.take(rank, place, [row, self.store[row]])
                 self.narrow[rank].discard(place)
                 if not with_state:
                     self.narrow[rank].add(place)
@@ -160,6 +173,13 @@ class Trainers:
         """The rows whose indices are in a list."""
         return [(t, int(rows.of_table(t)[0][k])) for t, items in lists.of(rank) for k in items.tolist()]
 
+    def take(self, rank, place, held):
+        """A row takes a place, in which no other may be that this trainer still has to write."""
+        row, version = self.slots[rank].get(place, held)
+        owned = place not in self.narrow[rank] and row in self.dirty[rank] and version == self.version[row]
+        assert row == held[0] or not owned, "a place is taken twice"
+        self.slots[rank][place] = held
+
     def send(self, parts, what):
         arriving = []
         for sender, part in enumerate(parts):
@@ -168,37 +188,37 @@ class Trainers:
                 moves = self.move(sender, receiver, values, getattr(parts[receiver].sync, what))
                 sent = [(t, s) for t, items in values.send.of(receiver) for s in items.tolist()]
                 lists = getattr(parts[receiver].sync, what).receive
-                assert sent == [(t, s) for t, items in lists.of(sender) for s in items.tolist()]
+                to = [(t, s) for t, items in lists.of(sender) for s in items.tolist()]
                 self.sent += len(sent)
-                for t, slot in sent:
-                    place = (self.tables[t].group, slot)
-                    row, version = self.slots[sender][place]
+                for (t, slot), (table, place) in zip(sent, to, strict=True):
+                    row, version = self.slots[sender][self.tables[t].group, slot]
                     assert version == self.version[row], "a stale value is sent"
-                    assert row[0] == t
-                    arriving.append((receiver, place, [row, version], (t, slot) in moves))
-                assert moves <= set(sent), "a row changes its owner without its vector"
+                    assert row[0] == t == table
+                    arriving.append((receiver, (self.tables[t].group, place), [row, version], (t, place) in moves))
+                assert moves <= set(to), "a row changes its owner without its vector"
         for receiver, place, held, moves in arriving:
             assert self.slots[receiver].get(place) != held, "a value is sent to somebody who has it"
-            self.slots[receiver][place] = held
+            self.take(receiver, place, held)
             self.narrow[receiver].discard(place)  # of a tenant before this one
             if not moves:
                 self.narrow[receiver].add(place)
 
     def move(self, sender, receiver, values, theirs):
-        """Rows change their owner: the new one has what there is to write; their tables and slots."""
+        """Rows change their owner: the new one has what there is to write; their tables and places there."""
         given = [(t, s) for t, items in values.send.moved().of(receiver) for s in items.tolist()]
         take = theirs.receive.moved()
         taken = [(t, s) for t, items in take.of(sender) for s in items.tolist()]
-        assert given == taken
-        for (t, slot), row in zip(taken, theirs.ids[take.bounds[sender, 0] :].tolist(), strict=False):
+        ids = theirs.ids[take.bounds[sender, 0] : take.bounds[sender, -1]].tolist()
+        for (t, slot), (table, _), row in zip(given, taken, ids, strict=True):
             place = (self.tables[t].group, slot)
+            assert t == table
             assert self.slots[sender][place][0] == (t, row)
             assert place not in self.narrow[sender], "who gives a row away has its state"
             if (t, row) not in self.unused:
                 self.dirty[sender].remove((t, row))
                 self.dirty[receiver].add((t, row))
             self.moved += 1
-        return set(given)
+        return set(taken)
 
     def evict(self, plan, parts):
         assert sum(len(part.evict) for part in parts) == len(plan.evict), "one trainer writes a row"
@@ -215,6 +235,71 @@ class Trainers:
             assert other == rank or self.replicas or row not in dirty, "two have a row to write"
             dirty.discard(row)
         for slots in self.slots:  # or a row that comes back to its slot would seem to be there still
-            if slots.get(place, [None])[0] == row:
-                del slots[place]
+            for own in [own for own, held in slots.items() if held[0] == row]:
+                del slots[own]
         self.store[row] = self.version[row]
+
+
+def check_waits(found, tables, capacity):
+    """Whatever takes a place of a trainer waits until nobody there needs what is in it; see `Waits`."""
+    for rank in range(len(found[0][1])):
+        waits = Waits(tables, capacity)
+        for _, parts in found:
+            waits.follow(parts[rank])
+
+
+class Waits:
+    """The places of one trainer, and what happened to them last.
+
+    Rows are inserted at any time before their iteration: the last one that had to do with the place must be over, by
+    the wait of the plan's victims or by their own, and what it evicts copied out. Vectors are received after the
+    forward and backward passes of the iteration that they are a part of, so only rows that are still to be copied out
+    may be in their way. Nothing may wait for an iteration that waits for it.
+    """
+
+    def __init__(self, tables, capacity):
+        self.tables, self.capacity = tables, capacity
+        self.busy, self.evicted, self.left = {}, {}, {}
+        """Place -> the last iteration that had to do with it; that evicted its tenant; that had it as a victim."""
+
+    def follow(self, part):
+        x = part.iteration
+        self.capacity = part.capacity or self.capacity
+        for _, place in listed(part.victims, self.tables):
+            assert self.busy[place] <= part.victims.evict_after, "a victim leaves before it was updated"
+            self.left[place] = x
+        for (_, place), last in zip(listed(part.fetch, self.tables), part.fetch.slot_after.tolist(), strict=True):
+            over = max(last, part.victims.evict_after)
+            assert place in self.left or self.busy.get(place, -1) <= over, f"a fetch of plan {x} overwrites a row"
+            self.take(place, last, x, f"a fetch of plan {x}")
+        self.receive(part, "fetched")
+        for rows in (part.rows, part.sync.updated, part.sync.later_updated, part.evict):
+            self.busy |= {place: x for _, place in listed(rows, self.tables)}
+        self.receive(part, "values")
+        self.receive(part, "later_values")
+        self.evicted |= {place: x for _, place in listed(part.evict, self.tables)}
+
+    def receive(self, part, what):
+        values = getattr(part.sync, what)
+        self.busy |= dict.fromkeys(routed(values.send, self.tables), part.iteration)
+        for place in routed(values.receive, self.tables):
+            self.take(place, values.slot_after, part.iteration, f"{what} of iteration {part.iteration}")
+
+    def take(self, place, waits_for, plan, what):
+        assert 0 <= place[1] < self.capacity[place[0]]
+        assert waits_for < plan, f"{what} waits for an iteration that waits for it"
+        if place in self.left:
+            assert self.left.pop(place) <= plan, f"{what} takes the place of a row that is there still"
+        else:
+            assert self.evicted.get(place, -1) <= waits_for, f"{what} overwrites a row that is not copied out"
+        self.busy[place] = plan
+
+
+def routed(routes, tables):
+    """(group, place) of all items."""
+    return [
+        (tables[t].group, place)
+        for rank in range(len(routes.bounds))
+        for t, items in routes.of(rank)
+        for place in items.tolist()
+    ]

@@ -9,28 +9,29 @@ from bagpipe.kernels.oracle import HALF, KEEP, LOWER, Batch, Rings, Rows, RowSta
 from bagpipe.kernels.sharing import UserRings
 
 
-def define_note_users(
-    rings: Rings,
-    users: UserRings,
-    batch: Batch,
-    previous: Int64s,
-    cuts: Int64s,
-    bits: Masks,
-    iteration: int,
-    first: int,
-    ahead: int,
+def define_find_users(
+    rings: Rings, users: UserRings, batch: Batch, cuts: Int64s, bits: Masks, iteration: int, used: Int64s
 ) -> None:
+    """Twin of `find_users`."""
+    column = iteration & (rings.begins.shape[1] - 1)
+    for k, t in enumerate(rings.tables):
+        new = slice(rings.begins[k, column], rings.begins[k + 1, column])
+        users.users[new], used[t] = 0, 0
+        for rank, bit in enumerate(bits):
+            rows = set[int]()
+            for f in range(batch.features[t], batch.features[t + 1]):
+                rows |= set(batch.inverse[batch.positions[f] :][cuts[f, rank] : cuts[f, rank + 1]].tolist())
+            users.users[[new.start + row for row in rows]] |= bit
+            used[t, rank] = len(rows)
+
+
+def define_note_users(rings: Rings, users: UserRings, previous: Int64s, iteration: int, first: int, ahead: int) -> None:
     """Twin of `note_users`."""
     begins = rings.begins
     mask = begins.shape[1] - 1
     begin = begins[0, iteration & mask]
-    for k, t in enumerate(rings.tables):
+    for k in range(len(rings.tables)):
         new = slice(begins[k, iteration & mask], begins[k + 1, iteration & mask])
-        users.users[new] = 0
-        for f in range(batch.features[t], batch.features[t + 1]):
-            for rank, bit in enumerate(bits):
-                mine = batch.inverse[batch.positions[f] :][cuts[f, rank] : cuts[f, rank + 1]]
-                users.users[new.start + np.unique(mine)] |= bit
         users.previous[new] = previous[new.start - begin : new.stop - begin]
         mine, uses = users.users[new], users.previous[new]
         for noted in (users.next, users.later)[:ahead]:

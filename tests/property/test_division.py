@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from bagpipe.oracle.partition import DESIGNS
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
-from definitions.division import Trainers, divided
+from definitions.division import Trainers, check_waits, divided, tight_places
 from harness.examples import examples
 
 TABLES = [OracleTable("a", 24), OracleTable("b", None, ("b0", "b1"), group=1), OracleTable("c", 5)]
@@ -38,7 +40,10 @@ def test_every_trainer_always_has_the_newest_value(design, delayed, trace, polic
         TABLES, capacity, batches, trainers, design=design, delayed=delayed, policy=policy, lookahead=lookahead
     )
     assert [plan.iteration for plan, _ in found] == list(range(len(batches)))
-    Trainers(TABLES, trainers, replicas=design in ("replicated", "lrpp")).run(found, batches)
+    replicas = design in ("replicated", "lrpp")
+    Trainers(TABLES, trainers, replicas).run(found, batches)
+    if not replicas:
+        check_waits(found, TABLES, capacity)
     if not delayed:
         for _, parts in found:
             assert all(not len(part.sync.later_updated) and part.sync.later_values.empty for part in parts)
@@ -59,6 +64,45 @@ def test_rows_go_to_their_next_users_and_one_trainer_at_a_time_has_them_to_write
     options = {"delayed": delayed, "policy": policy, "lookahead": lookahead}
     found = divided(TABLES, CAPACITY, batches, trainers, costs=costs, **options)
     Trainers(TABLES, trainers).run(found, batches)
+
+
+@given(
+    trace=traces(),
+    design=st.sampled_from(["owned", "partitioned"]),
+    costs=st.sampled_from([(), (0.1, 0.1, 0.1), (1.1, 0.1, 2.1)]),
+    policy=st.sampled_from(sorted({*POLICIES} - {"ideal"})),
+    lookahead=st.sampled_from([1, 2, 3, 7, "auto"]),
+    delayed=st.booleans(),
+    spare=st.integers(0, 6),
+    alike=st.sampled_from([None, 0, 1]),
+)
+@examples(150)
+def test_rows_have_places_at_their_owners_and_guests_come_for_one_plan(
+    trace, design, costs, policy, lookahead, delayed, spare, alike
+):
+    """`alike`: a group whose slots are numbered alike, as there are too few of them for guests."""
+    trainers, batches = trace
+    places = tight_places(CAPACITY, [4 * (group != alike) for group in range(2)], trainers, spare)
+    found = divided(
+        TABLES, CAPACITY, batches, trainers, design=design, costs=costs, delayed=delayed, policy=policy,
+        lookahead=lookahead, places=places,
+    )  # fmt: skip
+    Trainers(TABLES, trainers).run(found, batches)
+    check_waits(found, TABLES, places.capacity)
+
+
+def test_rows_move_where_there_are_places_to_spare():
+    random = Random(3)
+    batches = [[[tuple(random.randrange(size) for size in (24, 31, 31, 5))] for _ in range(3)] for _ in range(60)]
+    moved = {}
+    for spare in (None, 0, 6):
+        places = None if spare is None else tight_places(CAPACITY, [2, 2], 3, spare)
+        found = divided(TABLES, CAPACITY, batches, 3, costs=(0.1,) * 3, lookahead="auto", places=places)
+        system = Trainers(TABLES, 3)
+        system.run(found, batches)
+        moved[spare] = system.moved
+    assert moved[0] < moved[6] <= moved[None]
+    assert moved[6] > 0.9 * moved[None], moved
 
 
 def test_a_row_whose_next_uses_are_another_trainers_goes_there_with_its_state():

@@ -285,6 +285,29 @@ def test_a_layer_that_is_frozen_in_mid_training_is_refused_and_goes_on_once_it_i
     assert_same_bits(train_fast(make_net(), make_batches(), adagrad()), net.state_dict())
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_model_with_its_own_way_to_freeze_is_followed_as_far_as_that_goes(whole):
+    net = make_net()
+
+    class Own(type(net)):
+        def requires_grad_(self, requires_grad=True):
+            if whole:
+                return super().requires_grad_(requires_grad)
+            next(part for part in self.modules() if isinstance(part, nn.Linear)).requires_grad_(requires_grad)
+            return self
+
+    net.__class__ = Own
+    net, rows, loop, dense = start(net=net)
+    with loop:
+        for number, batch in enumerate(loop):
+            net.requires_grad_(number != 2)
+            if number == 2 and whole:
+                with pytest.raises(ModelError, match="has requires_grad=False"):
+                    loss_of(net, batch)
+                net.requires_grad_(True)
+            step(net, batch, dense, rows)
+
+
 def test_a_layer_that_is_frozen_before_the_backward_pass_is_refused_there():
     net, _, loop, _ = start()
     with loop:

@@ -462,6 +462,49 @@ def test_a_large_buffer_that_is_filled_again_is_refused_wherever_it_changes(plac
         trained()
 
 
+@pytest.mark.parametrize("numpy", [False, True])
+@pytest.mark.parametrize(
+    "fill", [lambda whole, i: whole.fill(i), lambda whole, i: whole.__setitem__(slice(0, None, 16), i)]
+)
+def test_a_large_buffer_of_regular_content_is_refused(fill, numpy):
+    """Equal blocks of equal numbers, in an even number of them."""
+    buffer = np.zeros(1 << 19, np.float32)
+    label = buffer if numpy else torch.from_numpy(buffer)
+
+    def loader():
+        for i in range(6):
+            fill(buffer, i)
+            yield {"ids": torch.tensor([[i, 7 * i]]), "label": label}
+
+    assert_refused(loader())
+
+
+@pytest.mark.parametrize("kind", ["objects", "storage"])
+def test_arrays_of_objects_and_bare_storages_are_watched_too(kind):
+    objects, floats = np.zeros(3, object), torch.zeros(3)
+
+    def loader():
+        for i in range(6):
+            objects[1], floats[1] = float(i), i
+            yield {"ids": torch.tensor([[i, i]]), "label": objects if kind == "objects" else floats.untyped_storage()}
+
+    assert_refused(loader())
+
+
+def assert_refused(loader):
+    model, rows = nn.Sequential(nn.EmbeddingBag(50, 2)), bagpipe.optim.SGD(0.1)
+    loop = bagpipe.accelerate(model, loader, rows, cache=400, features={"ids": "0"})
+
+    def train():
+        with loop:
+            for batch in loop:
+                model[0](batch["ids"]).sum().backward()
+                rows.step()
+
+    with pytest.raises(BatchError, match="the loader has overwritten 'label' of batch"):
+        train()
+
+
 def test_a_large_buffer_whose_numbers_change_places_is_refused():
     buffer = np.zeros(600_000, np.float32)
 

@@ -23,8 +23,9 @@ from bagpipe.cache import num_bytes, told_rows
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import KEEP, Rows
-from bagpipe.kernels.sharing import RowUsers, choose_owners, note_users, tell_users
+from bagpipe.kernels.sharing import RowUsers, choose_owners, find_users, note_users, tell_users
 from bagpipe.kernels.victims import find_absent, note_next_uses
+from bagpipe.oracle.places import Places
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds, Reader
 from bagpipe.oracle.row_list import RowList
@@ -40,8 +41,9 @@ from bagpipe.policy_options import DEFAULTS, PolicyOptions
 
 Ids = Sequence[NDArray[np.integer]] | CutIds
 Payload = TypeVar("Payload")
-Divide = Callable[[Sequence[int]], list[int] | None]
-"""From rows of each table that must have room to the slots of each group; None: there are not enough."""
+Divide = Callable[[Sequence[int], Sequence[int]], Places | None]
+"""From rows of each table that must have room, and rows of each group that one trainer uses, to the places of each
+group; None: there are not enough."""
 TRAINERS_MAX = 64
 
 
@@ -91,6 +93,7 @@ class Oracle:
         uses_ahead: int = 0,
         keep_lone: bool = True,
         divide: Divide | None = None,
+        places: Places | None = None,
         rows_direct_max: int = ROWS_DIRECT_MAX,
         bytes_direct_max: int = BYTES_DIRECT_MAX,
     ) -> None:
@@ -99,9 +102,12 @@ class Oracle:
         Tables beyond the direct limits cost memory only for rows in use, and some speed. With several trainers batches
         are `CutIds`, and plans tell who uses each row the next `uses_ahead` times, 2 at most. Without `keep_lone` a row
         that one of them uses, and no batch of the window needs, leaves at once instead of being idle. `divide` gives
-        the slots another division where a batch has no room in theirs.
+        the slots another division where a batch has no room in theirs. `places` are those of each trainer's cache, if
+        slots are not numbered alike on all.
         """
         _check_settings(tables, capacity, threads, ahead)
+        self.places = places or Places.alike(capacity)
+        """Those of a trainer's cache, and how they hold the slots."""
         self._divide, self._lookahead, self._ahead = divide, lookahead, ahead
         self.trainers, self._uses_ahead, self._keep_lone = trainers, uses_ahead, keep_lone
         self.tables = tuple(tables)
@@ -120,14 +126,16 @@ class Oracle:
         """Iteration of the oldest batch in the window."""
         self._most: Int64s = np.zeros(len(tables), np.int64)
         """The most rows that a batch had of each table."""
-        self._announced: tuple[int, ...] = ()
-        """Slots that the next plan has to tell of."""
+        self._most_used: Int64s = np.zeros(len(capacity), np.int64)
+        """The most rows of each group that one trainer used in a batch."""
+        self._announced: Places | None = None
+        """What the next plan has to tell of."""
         self._sample = Sample([len(table.features) for table in tables]) if self.policy.samples else None
         """How often rows are used, until the first plan; None: the policy does not want to know."""
         self._nothing = _room_for(np.zeros(len(tables), np.int64))
         self._take_slots()
         widths = [self.tables[group.tables[0]].width or 0 for group in self.groups]
-        self.size = sum(capacity), num_bytes(capacity, widths)
+        self.size = sum(self.places.capacity), num_bytes(self.places.capacity, widths)
         """Rows and bytes of the cache, which may be more than what this oracle has of it; 0 bytes: not known."""
         self.several = False
         """Whether it is one of several oracles."""
@@ -187,10 +195,10 @@ class Oracle:
         payloads: deque[Payload] = deque()
         error: Exception | None = None
         waiting: tuple[Ids, Payload] | None = None
-        crowded: list[int] = []
+        crowded: Places | None = None
         ended = False
         while True:
-            while not ended and not crowded and len(self._window) < self.policy.window:
+            while not ended and crowded is None and len(self._window) < self.policy.window:
                 try:
                     ids, payload = waiting = waiting or next(source)
                     self.read(ids)
@@ -199,27 +207,27 @@ class Oracle:
                 except StopIteration:
                     ended = True
                 except _Crowded as found:
-                    crowded = found.capacity
+                    crowded = found.places
                 except Exception as unusable:
                     error, ended = unusable, True
-            none_follows = ended or bool(crowded)
+            none_follows = ended or crowded is not None
             if payloads:
                 yield self.emit(last=none_follows and len(payloads) == 1, ended=none_follows), payloads.popleft()
-            elif crowded:
+            elif crowded is not None:
                 self._divide_anew(crowded)
-                crowded = []
+                crowded = None
             else:
                 break
         if error is not None:
             raise error
 
-    def _divide_anew(self, capacity: list[int]) -> None:
+    def _divide_anew(self, places: Places) -> None:
         """Go on with other slots; the last plan has evicted all rows."""
         assert not self._window, "batches are planned with the slots that they were read for"
         assert not len(self._tenants.evict_all(self._first)), "rows are in the cache"
-        self._make_groups(capacity, self._first - 1)
+        self._make_groups(places.slots, self._first - 1)
         self._take_slots()
-        self._announced = tuple(capacity)
+        self.places = self._announced = places
         if self._sample is None and isinstance(self.policy, FrequencyPolicy):
             self._sample = self.policy.sample  # what it knows says other things of other slots
 
@@ -237,7 +245,8 @@ class Oracle:
         try:
             fitting = cuts is None or np.array_equal(cuts[:, -1], np.diff(batch.positions))
             assert fitting, "the cuts of a batch do not fit its ids"
-            self._check_capacity(iteration, batch.counts, batch.gaps)
+            used = self._find_users(batch, cuts, iteration)
+            self._check_capacity(iteration, batch.counts, batch.gaps, used)
             if len(self._idle_since):  # idle rows that the batch needs ask for a stay too: the last column of gaps
                 self._reader.on_all(lambda shard: kernels.find_idle(
                     shard.state, shard.rings, batch, shard.previous, iteration, length, shard.idle_slots
@@ -256,11 +265,8 @@ class Oracle:
             if len(self._idle_since):
                 quotas = batch.gaps[:, length + 1]  # those of idle rows
                 kernels.grant_idle(shard.rings, iteration, shard.idle_slots, quotas, slot_begins, self._idle_since)
-            if cuts is not None and self._bits is not None:
-                note_users(
-                    shard.rings, shard.users, batch, shard.previous, cuts, self._bits, iteration, first,
-                    self._uses_ahead,
-                )  # fmt: skip
+            if cuts is not None:
+                note_users(shard.rings, shard.users, shard.previous, iteration, first, self._uses_ahead)
             shard.entered(iteration)
 
         self._reader.on_all(note)
@@ -269,7 +275,7 @@ class Oracle:
                 group.idle.granted(int(batch.gaps[group.tables, length + 1].sum()))
         if self._sample is not None:
             self._sample.enter(given)
-        self._most = np.maximum(self._most, batch.counts)
+        self._most, self._most_used = np.maximum(self._most, batch.counts), np.maximum(self._most_used, used)
         at = batch.positions.tolist()
         features = tuple([batch.inverse[a:b] for a, b in pairwise(at)])
         self._window.append(ReadBatch(_bounds(batch.counts), batch.inverse, features, cuts))
@@ -297,8 +303,11 @@ class Oracle:
         lookahead = policy.advance(iteration, length)
         batch = self._window.popleft()
         self._first += 1
-        new, self._announced = self._announced, ()
-        return Plan(iteration, found.rows, batch.features, fetch, evict, victims, lookahead, hits, sharing, None, new)
+        plan = Plan(iteration, found.rows, batch.features, fetch, evict, victims, lookahead, hits, sharing)
+        if self._announced is not None:
+            plan = replace(plan, capacity=self._announced.capacity, guests=self._announced.guests)
+            self._announced = None
+        return plan
 
     def _look_up(self, iteration: int) -> Found:
         """The rows of the oldest batch: hits and misses."""
@@ -441,6 +450,17 @@ class Oracle:
         """Let the oracle's threads go."""
         self._reader.close()
 
+    def _find_users(self, batch: kernels.Batch, cuts: Int64s | None, iteration: int) -> Int64s:
+        """Who uses the rows of a batch just read, if there are several trainers; of each group how many rows the one
+        does that uses most."""
+        used = np.zeros((len(self.tables), self.trainers), np.int64)
+        bits = self._bits
+        if cuts is not None and bits is not None:
+            self._reader.on_all(lambda shard: find_users(
+                shard.rings, shard.users, batch, cuts, bits, iteration, used
+            ))  # fmt: skip
+        return np.array([used[group.tables].sum(0).max() for group in self.groups], np.int64)
+
     def _users(self, iteration: int, bounds: Int64s) -> RowUsers:
         """What is known of who uses the rows of the oldest batch, table by table; nothing if there is one trainer."""
         size, masks = (0, np.uint8) if self._bits is None else (int(bounds[-1]), self._bits.dtype)
@@ -467,20 +487,24 @@ class Oracle:
             users.users, users.next * stays, users.later * stays, users.before, homes, batch.cuts, batch.inverse
         )
 
-    def _check_capacity(self, iteration: int, counts: Int64s, gaps: Int64s) -> None:
+    def _check_capacity(self, iteration: int, counts: Int64s, gaps: Int64s, used: Int64s) -> None:
         """CapacityError if a batch has no room; `_Crowded` if it has with the slots divided otherwise."""
         rows = self.policy.needs(counts, gaps)
         needs = [int(rows[group.tables].sum()) for group in self.groups]
-        for group, needed in zip(self.groups, needs, strict=True):
-            if needed <= group.capacity:
+        for group, needed, rows_used in zip(self.groups, needs, used, strict=True):
+            guests, places = self.places.guests[group.number], self.places.capacity[group.number]
+            if needed <= group.capacity and (not guests or rows_used <= guests):
                 continue
             if self._divide is not None:
-                for needed_rows in (np.maximum(self._most, counts), counts):
-                    if (capacity := self._divide(needed_rows.tolist())) is not None:
-                        raise _Crowded(capacity)
+                for needed_rows, most_used in (
+                    (np.maximum(self._most, counts), np.maximum(self._most_used, used)),
+                    (counts, used),
+                ):
+                    if (divided := self._divide(needed_rows.tolist(), most_used.tolist())) is not None:
+                        raise _Crowded(divided)
                 raise self._too_large(iteration, needs)
             # Without another division groups grow alike, as theirs goes by what the first batch needs of each.
-            least, size = (-(-total * needed // group.capacity) for total in self.size)
+            least, size = (-(-total * needed // places) for total in self.size)
             held, others = "at once", "lower the batch size"
             if self.policy.keeps_all:
                 held, others = f"by now, all of which policy {self.policy.name!r} keeps", "choose another policy"
@@ -488,7 +512,7 @@ class Oracle:
                 others = "let one oracle plan (policy option oracles=1), which divides the cache anew for such a batch"
             raise CapacityError(
                 f"iteration {iteration} needs {needed:,} rows of {group.label} {held}, and of the cache's "
-                f"{self.size[0]:,} places they have {group.capacity:,}: raise `cache` to at least {least:,} rows"
+                f"{self.size[0]:,} places they have {places:,}: raise `cache` to at least {least:,} rows"
                 f"{_or_bytes(size)}, or {others}"
             )
 
@@ -510,9 +534,9 @@ class Oracle:
 class _Crowded(CapacityError):
     """A batch has no room in the slots of a group, and would have with this division."""
 
-    def __init__(self, capacity: list[int]) -> None:
+    def __init__(self, places: Places) -> None:
         super().__init__("the slots have to be divided anew, which `plans` does")
-        self.capacity = capacity
+        self.places = places
 
 
 def _or_bytes(size: int) -> str:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from bagpipe.arrays import Int64s
 from bagpipe.oracle.oracle import Ids, Oracle
+from bagpipe.oracle.places import Places
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.row_list import RowList
@@ -48,6 +49,8 @@ class Oracles:
         ends = np.cumsum([0] + [sum(len(table.features) for table in oracle.tables) for oracle in oracles])
         self._features = list(pairwise(ends.tolist()))
         """Of each oracle, which features its tables have."""
+        self.places = Places.alike(self.capacity)
+        """Slots are numbered alike on all trainers: whether there are enough places otherwise, no oracle sees alone."""
         self.to_count, self.trainers = oracles[0].to_count, oracles[0].trainers
 
     def count(self, ids: Sequence[NDArray[np.integer]]) -> None:

@@ -93,4 +93,6 @@ class Plan:
     sync: Sync | None = None
     """Of one trainer's part of a plan."""
     capacity: tuple[int, ...] = ()
-    """The slots of each group from here on, where they are divided anew: the plan before has evicted all rows."""
+    """The places of each group from here on, where they are divided anew: the plan before has evicted all rows."""
+    guests: tuple[int, ...] = ()
+    """With these, of a plan that is not divided yet: as in `Places`."""

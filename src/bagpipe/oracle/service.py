@@ -106,8 +106,8 @@ class PlanSettings:
     def partition(self, oracle: AnyOracle) -> Partition:
         """Divides plans."""
         return Partition(
-            self.trainers, oracle.tables, oracle.capacity, design=self.design, delayed=self.delayed,
-            move_costs=self.move_costs,
+            self.trainers, oracle.tables, oracle.places.capacity, oracle.places.guests, design=self.design,
+            delayed=self.delayed, move_costs=self.move_costs,
         )  # fmt: skip
 
     @property
@@ -124,7 +124,7 @@ class PlanSettings:
         return self.assigner().first_needed(done * self.accumulate)
 
     def described(self, capacity: list[int]) -> PlansDescribed:
-        """What trainers are told, with the slots that the first batch led to."""
+        """What trainers are told, with the places that the first batch led to."""
         tables = [
             PlannedTable(table.name, table.rows, list(table.features), width)
             for table, width in zip(self.tables, self.widths, strict=True)
@@ -277,7 +277,7 @@ class OracleService:
             lookahead=settings.lookahead, policy=settings.policy, options=settings.options, trainers=settings.trainers,
             uses_ahead=settings.uses_ahead, design=settings.design,
         )  # fmt: skip
-        described = settings.described(oracle.capacity)
+        described = settings.described(list(oracle.places.capacity))
         self._fingerprint = described.fingerprint
         self._outbox.describe(Answer(described))
         return oracle

@@ -219,6 +219,8 @@ class RowSync:
     def leave(self, plan: Plan) -> None:
         """The training loop is done with an iteration."""
         self._left = plan.iteration
+        if self._observer is not None:
+            self._observer.left()
         if not self._peers.delayed:
             self._updated(plan)
         self._driver.notify()
@@ -280,6 +282,7 @@ class RowSync:
         room, vectors = packing.room_for_vectors(values.receive, take), packing.vectors(values.send, give)
         packing.give(give, vectors)
         if self._observer is not None:
+            self._observer.sent(values.send, what)
             self._observer.gave(give)
         yield from self._exchange(group, vectors, room, what)
         freed = values.slot_after
@@ -288,8 +291,7 @@ class RowSync:
         packing.take(take, values.ids, room)
         if self._observer is not None:
             for sender in range(self.trainers):
-                for table, slots in values.receive.of(sender):
-                    self._observer.received(table, slots, sender)
+                self._observer.received(values.receive, sender, what)
             self._observer.took(take, values.ids)
 
     def _exchange(self, group: Collective, send: Sequence[Tensor], receive: Sequence[Tensor], what: str) -> Stage:

@@ -12,7 +12,7 @@ from bagpipe.kernels import sharing
 from bagpipe.kernels.oracle import HALF, KEEP, Batch, Rings, Rows, RowState
 from bagpipe.kernels.sharing import RowUsers, UserRings
 from bagpipe.oracle.oracle import mask_type
-from definitions.sharing import define_choose_owners, define_note_users
+from definitions.sharing import define_choose_owners, define_find_users, define_note_users
 from harness.covering import few
 
 SEEDS = few(5, of=25)
@@ -61,7 +61,10 @@ def test_the_trainers_of_its_ids_are_the_users_of_a_row(seed, ahead, trainers):
     users = UserRings(random_users(random, trainers, 320), before, *random_users(random, trainers, 640).reshape(2, 320))
     bits = mask_type(trainers)(1) << np.arange(trainers, dtype=mask_type(trainers))
     rings = Rings(tables, begins, np.empty(0, np.int32), np.empty(0, np.uint16))
-    assert_twins(sharing.note_users, define_note_users, rings, users, batch, previous, cuts, bits, 21, 16, ahead)
+    used = np.full((3, trainers), 77)
+    assert_twins(sharing.find_users, define_find_users, rings, users, batch, cuts, bits, 21, used)
+    assert used[tables].max() <= counts.max()
+    assert_twins(sharing.note_users, define_note_users, rings, users, previous, 21, 16, ahead)
 
 
 @pytest.mark.parametrize("trainers", TRAINERS)

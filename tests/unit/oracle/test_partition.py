@@ -13,7 +13,7 @@ from bagpipe.oracle.reader import Reader
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
 from bagpipe.policies.lookahead import RAMP
-from definitions.division import cut
+from definitions.division import cut, tight_places
 from definitions.plain_partition import SimplePartition
 from harness.covering import few
 
@@ -32,9 +32,10 @@ def random_batches(random, trainers, count):
     ]
 
 
-def planned(batches, trainers, *, lookahead, policy, capacity, threads=1, ahead=2):
+def planned(batches, trainers, *, capacity, ahead=2, **options):
     """The whole plans of these batches, with the samples of each trainer."""
-    oracle = Oracle(TABLES, capacity, lookahead, policy, trainers=trainers, uses_ahead=ahead, threads=threads)
+    lookahead, policy = options.pop("lookahead"), options.pop("policy")
+    oracle = Oracle(TABLES, capacity, lookahead, policy, trainers=trainers, uses_ahead=ahead, **options)
     source = ((cut(parts, len(SIZES)), tuple(map(len, parts))) for parts in batches)
     found = list(oracle.plans(source))
     oracle.close()
@@ -73,6 +74,28 @@ def test_parts_are_those_of_a_division_with_dictionaries(design, delayed, seed):
     partition = Partition(trainers, TABLES, capacity, design=design, delayed=delayed, move_costs=costs)
     ours = [[d.part(rank, samples) for rank in range(trainers)] for d, samples in partition.plans(found)]
     twin = SimplePartition(trainers, TABLES, design, delayed, costs)
+    theirs = twin.parts([plan for plan, _ in found], [samples for _, samples in found])
+    assert [differing(*pair) for pairs in zip(ours, theirs, strict=True) for pair in zip(*pairs, strict=True)] == [
+        [] for _ in batches for _ in range(trainers)
+    ]
+
+
+@pytest.mark.parametrize("design", ["owned", "partitioned"])
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("spare", [0, 4])
+@pytest.mark.parametrize("seed", few(4, of=16))
+def test_places_are_those_of_a_division_with_dictionaries(design, delayed, spare, seed):
+    random = np.random.default_rng([seed, delayed, spare])
+    trainers, policy = int(random.integers(2, 5)), str(random.choice(sorted({*POLICIES} - {"ideal"})))
+    lookahead = [1, 2, 3, 7, "auto"][random.integers(5)]
+    batches = random_batches(random, trainers, int(random.integers(1, 16)))
+    places = tight_places([16, 17], [4, 4], trainers, spare)
+    found = planned(batches, trainers, lookahead=lookahead, policy=policy, capacity=places.slots, places=places)
+    costs = random.choice([0.2, 1.2, 2.2], 3).tolist() if seed % 2 else ()
+    how = {"design": design, "delayed": delayed}
+    partition = Partition(trainers, TABLES, places.capacity, places.guests, move_costs=costs, **how)
+    ours = [[d.part(rank, samples) for rank in range(trainers)] for d, samples in partition.plans(found)]
+    twin = SimplePartition(trainers, TABLES, **how, costs=costs, capacity=places.capacity, guests=places.guests)
     theirs = twin.parts([plan for plan, _ in found], [samples for _, samples in found])
     assert [differing(*pair) for pairs in zip(ours, theirs, strict=True) for pair in zip(*pairs, strict=True)] == [
         [] for _ in batches for _ in range(trainers)
@@ -147,7 +170,7 @@ def test_divided_plans_do_not_depend_on_the_oracles_threads_or_on_who_asks_first
 @pytest.mark.parametrize(
     ("lookahead", "policy", "saves"),
     [
-        ("auto", "lookahead", False),
+        ("auto", "lookahead", True),
         (4, "lookahead", True),
         (4, "lru", False),
         (4, "ideal", False),
@@ -159,7 +182,8 @@ def test_lrpp_saves_rows_only_where_they_leave_right_after_their_last_use(lookah
     batches = random_batches(np.random.default_rng(6), 3, 300)
     exchanged = {}
     for design in ("lrpp", "replicated"):
-        plans = planned(batches, 3, lookahead=lookahead, policy=policy, capacity=[40, 60])
+        lone = policy != "lookahead" or design != "lrpp"
+        plans = planned(batches, 3, lookahead=lookahead, policy=policy, capacity=[40, 60], keep_lone=lone)
         parts = [[division.part(rank, samples).sync for rank in range(3)] for division, samples in Partition(
             3, TABLES, [40, 60], design=design).plans(plans)]  # fmt: skip
         before_the_end = parts[:30]  # as data ends, rows leave

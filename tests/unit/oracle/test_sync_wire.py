@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from bagpipe.cache import group_by_width
+from bagpipe.cache import group_by_width, num_bytes
 from bagpipe.errors import BagpipeError, WireError
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
@@ -37,19 +37,26 @@ def divided(batches, design="owned", delayed=True, trainers=3, accumulate=1, cac
     source = Divided(batches, lambda batch: [(p, len(p)) for p in assigner(batch).parts(batch)], accumulate=accumulate)
     source.tables = TABLES
     oracle = make_oracle(
-        TABLES, WIDTHS, cache, source.first_ids(), lookahead=5, policy=policy, trainers=trainers, uses_ahead=2
+        TABLES, WIDTHS, cache, source.first_ids(), lookahead=5, policy=policy, trainers=trainers, uses_ahead=2,
+        design=design,
+    )  # fmt: skip
+    costs, places = [0.2, 1.2, 0.2], oracle.places
+    partition = Partition(
+        trainers, oracle.tables, places.capacity, places.guests, design=design, delayed=delayed, move_costs=costs
     )
-    costs = [0.2, 1.2, 0.2]
-    partition = Partition(trainers, oracle.tables, oracle.capacity, design=design, delayed=delayed, move_costs=costs)
     iterations = []
     for division, parts in source.divided(oracle, partition):
         samples = list(zip(*(part.samples for part in parts), strict=True))
         iterations.append([(division.part(rank, *samples), part.group.batches) for rank, part in enumerate(parts)])
     divided_by = DividedBy(trainers, "contiguous", design, delayed, True)
-    group, capacity = tuple(group_by_width(WIDTHS)[0]), tuple(oracle.capacity)
+    group, widths = group_by_width(WIDTHS)
     return iterations, [
-        PlanShape(TABLES, group, capacity, accumulate, "", divided_by, rank) for rank in range(trainers)
-    ]
+        PlanShape(
+            TABLES, tuple(group), places.capacity, accumulate, "", divided_by, rank, tuple(widths),
+            num_bytes(places.capacity, widths),
+        )
+        for rank in range(trainers)
+    ]  # fmt: skip
 
 
 def sent(plan, batches):
@@ -74,6 +81,7 @@ def test_parts_come_back_to_the_last_bit(design, delayed, policy, accumulate):
     iterations, shapes = divided(make_batches(14, last=2), design, delayed, 3, accumulate, 80, policy)
     exchanged = 0
     for parts in iterations:
+        shapes = [shape.divided_anew(plan.capacity, "") for (plan, _), shape in zip(parts, shapes, strict=True)]
         for (plan, batches), shape in zip(parts, shapes, strict=True):
             message = sent(plan, batches)
             found, _ = unpack_plan(message.body, message.buffers, shape, plan.iteration)

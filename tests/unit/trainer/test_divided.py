@@ -31,7 +31,7 @@ def shared(batches, trainers, accumulate=1, assign="contiguous", divide=None):
     source.tables = TABLES
     source.adapter.require(source.features)
     oracle = make_oracle(TABLES, [4, 4], 200, source.first_ids(), lookahead=3, policy="lookahead", trainers=trainers)
-    return SharedPlans(source, oracle, Partition(trainers, oracle.tables, oracle.capacity))
+    return SharedPlans(source, oracle, Partition(trainers, oracle.tables, oracle.places.capacity, oracle.places.guests))
 
 
 def items(plans, rank):

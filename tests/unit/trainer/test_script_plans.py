@@ -50,7 +50,7 @@ class Served:
         self.source.share([], Assigner("contiguous", 2))
         settings = PlanSettings((TABLE,), (4,), 200, trainers=2)
         oracle = make_oracle([TABLE], [4], 200, self.source.first_ids(), lookahead=2, policy="lookahead", trainers=2)
-        partition = Partition(2, oracle.tables, oracle.capacity)
+        partition = Partition(2, oracle.tables, oracle.places.capacity, oracle.places.guests)
 
         def listen(handler):
             return self.network.listen("first", lambda peer, message, reply: handler(peer, message, tampered(reply)))
@@ -58,7 +58,9 @@ class Served:
         def tampered(reply):
             return lambda message: reply(tamper(message))
 
-        self.served = ServedPlans(listen, self.source, oracle, partition, settings.described(oracle.capacity), run=RUN)
+        self.served = ServedPlans(
+            listen, self.source, oracle, partition, settings.described(list(oracle.places.capacity)), run=RUN
+        )
 
     def other(self):
         """The plans of the second trainer."""
