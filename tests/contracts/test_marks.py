@@ -26,20 +26,13 @@ def over_servers(path, **options):
 
 
 STORES = {
-<<<<<<< HEAD
-    "memory": lambda path: Recorded(memory()),
-    "mapped": lambda path: Recorded(MappedStore(TABLES, path / "rows")),
-    "journal": lambda path: Recorded(memory(), Journal(path / "journal")),
-    "little memory": lambda path: Recorded(memory(), Journal(path / "journal"), 200),
-=======
     "memory": lambda path: VersionedStore(MemoryStore(TABLES)),
-    "mapped": lambda path: VersionedStore(MappedStore.create(path / "rows", TABLES)),
+    "mapped": lambda path: VersionedStore(MappedStore(TABLES, path / "rows")),
     "no way back": lambda path: VersionedStore(MemoryStore(TABLES), rollback=False),
     "little memory": lambda path: VersionedStore(MemoryStore(TABLES), layer_bytes_max=500),
     "a view": lambda path: shared_views(VersionedStore(MemoryStore(TABLES)), 1)[0],
     "servers": over_servers,
     "servers, no way back": lambda path: over_servers(path, rollback=False),
->>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
 }
 
 

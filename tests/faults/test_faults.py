@@ -9,7 +9,7 @@ import pytest
 
 from bagpipe.errors import ClusterError
 from bagpipe.failpoints import Fault
-from harness import sabotage, seams
+from harness import sabotage
 from harness.cluster import Crew
 from harness.faults import (
     AFTERWARDS,

@@ -6,16 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from bagpipe.server.shard import Recording
 
 from bagpipe.checkpoint.directory import Checkpoints, complete_points
 from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.server.core import EmbeddingServer
-<<<<<<< HEAD
-=======
 from bagpipe.server.rows_state import Safety
->>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
 from benchmarks.simulated import SimulatedNetwork

@@ -8,20 +8,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from bagpipe.server.shard import Recording
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, FileEntry, TableEntry
 from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.server.core import EmbeddingServer
-<<<<<<< HEAD
-from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Rows, Write
-from bagpipe.wire.recovery_messages import Keep
-=======
 from bagpipe.server.rows_state import Safety
 from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Rows, Write, Written
 from bagpipe.wire.recovery_messages import AskWork, Mark, Save, Saved, Worked
->>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
 from harness.server_peer import RUN
 
 NAMES = ["ad"]

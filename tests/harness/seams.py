@@ -8,6 +8,7 @@ from __future__ import annotations
 from bagpipe import embedding
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import Facts, InitialEntry
+from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.checkpoint.tree import pack_tree
 from bagpipe.cluster.keeper import children_of
 from bagpipe.config import load_config, parse_config
@@ -42,6 +43,7 @@ __all__ = [
     "Assigner",
     "Checkpoints",
     "MemoryStore",
+    "ResumePoint",
     "begun_run",
     "checkpoint_of_first_values",
     "children_of",

@@ -11,7 +11,8 @@ from torch import nn
 
 from bagpipe.api import accelerate
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpointing import Checkpointing, Kept, check_same_run, make_facts, start_of, with_marks
+from bagpipe.checkpoint.point import START, ResumePoint
+from bagpipe.checkpointing import Checkpointing, Saving, check_same_run, make_facts, with_marks
 from bagpipe.config import Config
 from bagpipe.layers import bind
 from bagpipe.layout import RowLayout
@@ -24,6 +25,7 @@ from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
 from bagpipe.together import Trainers
 from bagpipe.trainer.batches import Batches, attach
+from bagpipe.trainer.checkpointer import Periods
 from harness.explorer import explorer
 from harness.sabotage import NOTHING
 from harness.world import OPTIMIZERS, TABLES, dense_sgd, initial
@@ -163,12 +165,12 @@ class Several:
             self.store = self.store or (sabotage.store or MemoryStore)(layouts)
             if self.kept is not None:
                 self.store = with_marks(self.store)
-                self.kept.load(self.store)
+                self.kept.restore(self.store)
             return shared_views(self.store, world.trainers, notify, deadline_s)
 
-        def keeping(store, rank):
+        def checkpointer(store, rank):
             if self.kept is not None:
-                return self.kept.keeping(store, rank, shares_process=True, threads=together is None)
+                return self.kept.checkpointer(store, rank, shares_process=True, threads=together is None)
             return None
 
         self.kept = None if kept is None else keep_world(self.made[0], world.trainers, accumulate, **kept)
@@ -176,7 +178,8 @@ class Several:
         with sabotage.between_the_parts():
             self.trainers = Trainers(
                 config, [made[:3] for made in self.made], world.batches if loader is None else loader, open_stores,
-                accumulate=accumulate, drivers=drivers, run=None if together is None else together.run, keeping=keeping,
+                accumulate=accumulate, drivers=drivers, run=None if together is None else together.run,
+                checkpointer=checkpointer,
             )  # fmt: skip
         for batches, (_, _, layouts, rows) in zip(self.trainers.batches, self.made, strict=True):
             if rows is not layouts[0].optimizer:
@@ -218,12 +221,14 @@ class Several:
 
 def keep_world(made, trainers, accumulate, directory, every=None, resume=None):
     """Checkpoints of a world in a directory, all of which stay."""
-    checkpointing = None if every is None else Checkpointing(directory, every=every, keep=100, full_every=3)
-    facts = make_facts(made[2], made[1], trainers=trainers, accumulate=accumulate, checkpointing=checkpointing)
-    checkpoint = None if resume is None else Checkpoints(directory).open(resume)
-    if checkpoint is not None:
+    checkpointing = None if every is None else Checkpointing(directory, every=every, keep=100)
+    facts = make_facts(made[2], made[1], checkpointing, trainers=trainers, accumulate=accumulate)
+    point = START
+    if resume is not None:
+        checkpoint = Checkpoints(directory).open(resume)
         check_same_run(checkpoint, facts)
-    return Kept(facts, checkpointing, checkpoint, start_of(checkpoint))
+        point = ResumePoint.of(checkpoint)
+    return Saving(facts, directory, Periods(every), 100, point)
 
 
 def run(world, seed=0, eagerness=2.0, last=(), loop=plain_loop, before=None, **settings) -> Found:

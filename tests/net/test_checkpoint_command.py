@@ -31,10 +31,10 @@ def bagpipe(monkeypatch, capsys):
 @pytest.fixture
 def run_dir(tmp_path):
     """A run with checkpoints after 10, 20, 30 and 40 iterations, the third of them full."""
-    checkpoints, world = opened(tmp_path / "run" / "checkpoints", keep=9, full_every=2), World()
+    checkpoints, world = opened(tmp_path / "run" / "checkpoints", keep=9), World()
     for done in (10, 20, 30, 40):
         world.train(done)
-        save(checkpoints, world)
+        save(checkpoints, world, full=done in (10, 30))
     return tmp_path / "run"
 
 

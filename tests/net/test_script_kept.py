@@ -1,4 +1,4 @@
-"""A script on several trainers writes checkpoints, resumes, and goes on from a mark that a lost run left (I2)."""
+"""A script on several trainers writes checkpoints, resumes, and goes on from what a lost run left (I2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bagpipe import accelerate
 from bagpipe.errors import CheckpointError, ConfigError, PipelineError
 from bagpipe.state import of_store
 from harness.scripts import Trainers
-from harness.seams import Checkpoints
+from harness.seams import Checkpoints, ResumePoint
 from harness.world import TABLES, assert_identical, initial, make_batches, make_model
 
 BATCHES = make_batches(6, last=3)
@@ -58,7 +58,7 @@ def expected():
 
 @pytest.mark.parametrize("assign", ["contiguous", "aware"])
 def test_a_script_on_two_trainers_resumes_at_any_iteration(tmp_path, expected, assign):
-    checkpoint = bagpipe.Checkpointing(tmp_path, every=1, keep=99, full_every=3)
+    checkpoint = bagpipe.Checkpointing(tmp_path, every=1, keep=99)
     settings = f"assign={assign}"
     assert_identical(expected[assign], Script(settings).run(checkpoint=checkpoint))
     assert [each.done for each in Checkpoints(tmp_path).list()] == [1, 2, 3, 4, 5, 6]
@@ -68,31 +68,31 @@ def test_a_script_on_two_trainers_resumes_at_any_iteration(tmp_path, expected, a
         assert script.trained == [6 - done] * 2
 
 
-def test_a_script_that_was_lost_goes_on_from_the_last_mark(expected):
-    lost = Script("recovery.every=2", recovers=True)
-    with pytest.raises(KeyError):
-        lost.run(stop=5)
-    store = lost.trainers.store
-    assert store.marks()[-1] == 4
-    assert sorted(store.kept(4)) == ["trainer-0", "trainer-1"]
-    store.return_to(4)
-    again = Script("recovery.every=2", store=store, recovers=True, done=4)
-    assert_identical(expected["contiguous"], again.run())
-    assert again.trained == [2, 2]
-
-
-def test_it_may_also_go_on_from_the_checkpoint_of_that_point(tmp_path, expected):
-    lost = Script("recovery.every=1", recovers=True)
+def test_a_script_that_was_lost_goes_on_from_its_last_checkpoint_for_recovery(tmp_path, expected):
+    where = {"recovers": True, "checkpoints": (str(tmp_path),)}
+    lost = Script("recovery.every=2", **where)
     with pytest.raises((KeyError, PipelineError)):
-        lost.run(stop=5, checkpoint=bagpipe.Checkpointing(tmp_path, every=2))
-    store = lost.trainers.store
-    checkpoint = Checkpoints(tmp_path).latest()
-    store.load(checkpoint.done, tmp_path, [table.name for table in TABLES])
-    for name in checkpoint.blobs():  # as a server does that comes back
-        store.keep(checkpoint.done, name, checkpoint.blob(name))
-    again = Script(store=store, recovers=True, done=checkpoint.done)
-    assert_identical(expected["contiguous"], again.run(checkpoint=bagpipe.Checkpointing(tmp_path, every=2)))
-    assert [each.done for each in Checkpoints(tmp_path).list()] == [2, 4, 6]
+        lost.run(stop=5)
+    point = ResumePoint.of(Checkpoints(tmp_path).latest())
+    assert point.done in (2, 4)
+    assert sorted(point.open().blobs()) == ["trainer-0", "trainer-1"]
+    lost.trainers.store.restore(point, [table.name for table in TABLES])
+    again = Script("recovery.every=2", store=lost.trainers.store, resume=point, generation=1, **where)
+    assert_identical(expected["contiguous"], again.run())
+    assert again.trained == [6 - point.done] * 2
+
+
+def test_it_goes_on_from_the_newest_of_its_own_where_nobody_else_knows_it(tmp_path, expected):
+    """Those that lay in the directory before are another launch's."""
+    place = tmp_path / "own"
+    lost = Script("recovery.every=1", recovers=True, checkpoints=(str(tmp_path),), name="this")
+    with pytest.raises((KeyError, PipelineError)):
+        lost.run(stop=5, checkpoint=bagpipe.Checkpointing(place, every=2))
+    done = Checkpoints(place).latest().done
+    again = Script(recovers=True, checkpoints=(str(tmp_path),), name="this", generation=1)
+    assert_identical(expected["contiguous"], again.run(checkpoint=bagpipe.Checkpointing(place, every=2)))
+    assert again.trained == [6 - done] * 2
+    assert [each.done for each in Checkpoints(place).list() if each.manifest.retained][-1] == 6
 
 
 def test_a_directory_that_servers_would_refuse_is_refused_before_anything_is_trained(tmp_path):
@@ -105,10 +105,10 @@ def test_a_directory_that_servers_would_refuse_is_refused_before_anything_is_tra
     assert Checkpoints(tmp_path / "run" / "below").latest().done == 6
 
 
-def test_a_script_that_attached_nothing_makes_no_marks(expected):
-    script = Script("recovery.every=1", attach=False, recovers=True)
+def test_a_script_that_attached_nothing_is_not_saved(tmp_path, expected):
+    script = Script("recovery.every=1", attach=False, recovers=True, checkpoints=(str(tmp_path),))
     assert_identical(expected["contiguous"], script.run())
-    assert script.trainers.store.marks() == []
+    assert not [*tmp_path.iterdir()]
     with pytest.raises((CheckpointError, PipelineError), match=r"attach|left the training loop"):  # or its peer's
         Script(attach=False).run(checkpoint=bagpipe.Checkpointing("unused", every=1))
 

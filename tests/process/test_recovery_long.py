@@ -130,7 +130,6 @@ def test_after_the_death_of_the_launch_itself_it_is_resumed_with_the_same_bits(t
     driver.wait_until(lambda: any(checkpoints.glob("0*")))
     driver.end(signal.SIGKILL)
     driver.assert_nothing_is_left()
-    assert (tmp_path / "run" / "journal").exists(), "nobody could clear up"
     assert list(scratch.iterdir()) == []
     fault = {failpoints.VARIABLE: "server-1/server.write.applied=kill@30", failpoints.ONCE_VARIABLE: str(tmp_path)}
     done = bagpipe("launch", "--resume", str(tmp_path / "run"), "--json", "--servers", "3", **fault)
@@ -139,7 +138,6 @@ def test_after_the_death_of_the_launch_itself_it_is_resumed_with_the_same_bits(t
     assert summary["resumed_from"] >= 50
     assert [incident["role"] for incident in summary["recoveries"]] == ["server 1"]
     assert summary["parameters_sha256"] == expected(tmp_path, 600, *SHARED)["parameters_sha256"]
-    assert not (tmp_path / "run" / "journal").exists()
     again = bagpipe("launch", "--resume", str(tmp_path / "run"), "--json")
     assert again.returncode == 1
     assert "has ended" in json.loads(again.stdout)["message"]

@@ -91,7 +91,7 @@ class TrainerTask:
     resume: ResumePoint = START
     """Where this attempt begins: the rows of the servers are those of that point."""
     checkpoints: str = ""
-    """The directory of checkpoints, which is the same on all machines."""
+    """The directory of checkpoints, which is the same on all machines; empty: none are written."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class TrainerRole(Role):
                 report,
                 groups,
                 resume=task.resume,
-                checkpoints=Path(task.checkpoints),
+                checkpoints=Path(task.checkpoints) if task.checkpoints else None,
                 recover=launch.recovers,
                 generation=task.generation,
                 token=launch.token,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.cluster.crew import RETURN_S, TrainingCrew
 from bagpipe.cluster.log import LogPlace
 from bagpipe.cluster.request import Request
@@ -12,7 +13,7 @@ from bagpipe.cluster.watch import Watch
 from bagpipe.cluster.watch import time as clock_of_watch
 from bagpipe.config import parse_config
 from bagpipe.errors import StoreError
-from bagpipe.recovery import Point, RolesLost
+from bagpipe.recovery import RolesLost
 from harness.fake_ray import Actor, Call, Played, members
 
 NEVER = 10**6
@@ -78,7 +79,7 @@ def test_a_return_that_fails_on_one_server_is_told_when_the_others_are_done_with
     for role, answer in (("server 0", Call(Failure("StoreError", "damaged"))), ("server 1", Call(None, after=200))):
         crew.watch.members[role].actor.answers["recover"] = [answer]
     with pytest.raises(StoreError, match=r"^server 0: damaged"):
-        crew.return_to(Point(8, "mark"))
+        crew.return_to(ResumePoint(8, Path("/checkpoints/00000008"), "aa"))
     assert 30 < clock[0] < RETURN_S
     assert {"server 0", "server 1"} <= set(crew.watch.members)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bagpipe import failpoints
+from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.cluster import spare as module
 from bagpipe.cluster.attempt import Attempt
 from bagpipe.cluster.post import POSTS, Post
@@ -16,7 +17,6 @@ from bagpipe.cluster.settings import Wiring
 from bagpipe.cluster.spare import SETTLE_S, Spare
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
-from bagpipe.recovery import BEGINNING, Point
 from bagpipe.resuming import Resumed
 
 
@@ -146,9 +146,10 @@ def test_every_generation_has_a_name_of_its_own_for_its_sessions():
 def test_a_resumed_run_begins_at_its_checkpoint(tmp_path):
     config, script = parse_config({}), tmp_path / "script.py"
     script.touch()
-    resumed = Resumed(tmp_path, config, Path("run/checkpoints/00000300"), [])
-    assert Request(config, resumed=resumed).start == Point(300, "checkpoint")
-    assert Request(config, resumed=Resumed(tmp_path, config, None, [])).start == BEGINNING
-    assert Request(config).start == BEGINNING
+    point = ResumePoint(300, Path("run/checkpoints/00000300"), "aa")
+    resumed = Resumed(tmp_path, config, point, [])
+    assert Request(config, resumed=resumed).start == point
+    assert Request(config, resumed=Resumed(tmp_path, config, START, [])).start == START
+    assert Request(config).start == START
     with pytest.raises(ConfigError, match=r"a script goes on from its own checkpoints"):
         Request(config, resumed=resumed, script=script)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from msgspec.structs import replace
 
+from bagpipe.checkpoint.directory import complete_points
+from bagpipe.checkpoint.point import START
 from bagpipe.cluster import context, trainer_role
 from bagpipe.cluster.oracle_role import OracleRole
 from bagpipe.cluster.processor_role import ProcessorRole
@@ -21,7 +22,6 @@ from bagpipe.job import Job, prepare
 from bagpipe.opening import open_rows
 from bagpipe.results import joined_summary
 from bagpipe.server.process import ServerOptions
-from bagpipe.store.journal import Journal
 from bagpipe.store.remote import RemoteStore
 from bagpipe.together import run_threads
 from bagpipe.training import train
@@ -55,12 +55,17 @@ sys.exit(int(sys.argv[2]))
 
 
 @pytest.fixture
-def servers():
+def servers(tmp_path):
     """Two servers with keys; their addresses and what else a client needs."""
     wiring = Wiring(bytes(range(16)), *new_keys())
     roles = [ServerRole(f"server {number}") for number in range(2)]
     addresses = tuple(
-        role.start(ServerOptions(address=HERE, server=number, servers=2, run=wiring.run), wiring)
+        role.start(
+            ServerOptions(
+                address=HERE, server=number, servers=2, run=wiring.run, rollback=True, checkpoints=(str(tmp_path),)
+            ),
+            wiring,
+        )
         for number, role in enumerate(roles)
     )
     yield SimpleNamespace(wiring=wiring, addresses=addresses, roles=roles)
@@ -174,32 +179,6 @@ def test_a_server_that_can_not_start_says_why(servers):
     assert "in use" in failure.message
 
 
-def test_a_journal_that_an_earlier_launch_has_left_is_cleared_before_a_server_starts(servers, tmp_path):
-    left = Journal(tmp_path)
-    left.begin([1])
-    left.append([(0, np.arange(2), np.ones((2, 1), np.float32))])
-    left.mark(4)
-    options = ServerOptions(address=HERE, run=servers.wiring.run, journal=str(tmp_path))
-    failure = ServerRole("server 0").start(options, servers.wiring)
-    assert isinstance(failure, Failure)
-    assert "in use" in failure.message  # by an earlier launch that still goes on: its journal stays
-    assert left.marks() == [4]
-    left.close()
-    (tmp_path / "checkpoints.json").write_text("[]")  # and whatever else lies beside it
-
-    later = ServerRole("server 0")  # one that takes the place of a server that has died
-    assert isinstance(later.start(replace(options, generation=1), servers.wiring), str)
-    assert later.marks(0) == [4]
-    later._stop.set()
-    later._thread.join(30)
-    role = ServerRole("server 0")
-    assert isinstance(role.start(options, servers.wiring), str)
-    assert role.marks(0) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    assert role.stop() is None
-    assert not tmp_path.exists()
-
-
 def test_a_role_keeps_word_of_another_until_it_is_asked():
     role = OracleRole("oracle")
     assert role.leave("trainer 0", Report("iteration 1", b"a", 1), 0)
@@ -246,19 +225,23 @@ def test_a_trainer_of_several_that_does_not_know_where_to_meet_says_so():
         launch.open_groups()
 
 
-def test_a_trainer_whose_generation_is_over_leaves_off_and_can_train_again_from_the_mark(
+def test_a_trainer_whose_generation_is_over_leaves_off_and_can_train_again_from_the_checkpoint(
     servers, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(trainer_role, "REPORT_S", 0.02)
     config = parse_config(SETTINGS | {"iterations": 60, "recovery": {"every": 4}})
-    wiring, job = servers.wiring, prepare(config, tmp_path / "run")
+    wiring, job, place = servers.wiring, prepare(config, tmp_path / "run"), tmp_path / "checkpoints"
     processor, oracle, trainer = ProcessorRole("processor 0"), OracleRole("oracle"), TrainerRole("trainer 0")
     assert trainer.prepare(config.model_dump(mode="json"), 1) is None
 
-    def attempt(generation, done, board):
+    def attempt(generation, point, board):
+        done = point.done
         source = processor.start(HERE, job.data_order(), wiring, 0, 1, generation, done)
         plans = oracle.start(HERE, [source], job.data_order(), job.plan_settings(), wiring, generation, done)
-        return trainer.train(TrainerTask(wiring, servers.addresses, plans, generation=generation, done=done), board)
+        task = TrainerTask(
+            wiring, servers.addresses, plans, generation=generation, resume=point, checkpoints=str(place)
+        )
+        return trainer.train(task, board)
 
     class UntilMarked(Board):
         """The generation is over once there is a mark, and some more."""
@@ -267,17 +250,17 @@ def test_a_trainer_whose_generation_is_over_leaves_off_and_can_train_again_from_
             self.words.append(generation)
             return generation > 0 or report.done < 14
 
-    failure = attempt(0, 0, UntilMarked())
+    failure = attempt(0, START, UntilMarked())
     assert isinstance(failure, Failure), failure
     for role in servers.roles:
         assert role.abandon(1) is None
-    marks = [set(role.marks(1)) for role in servers.roles]
-    done = max(set.intersection(*marks))
-    assert 8 <= done < 60
-    assert done % 4 == 0
+    told = [path for role in servers.roles for path in role.checkpoints()]
+    point = max(complete_points(map(Path, told), place), key=lambda point: point.done)
+    assert 4 <= point.done < 60
+    assert point.done % 4 == 0
     for role in servers.roles:
-        assert role.recover(1, done, None) is None
-    trained = attempt(1, done, UntilMarked())
+        assert role.recover(1, point) is None
+    trained = attempt(1, point, UntilMarked())
     assert isinstance(trained, Trained), trained
     alone = train(prepare(config, tmp_path / "alone"), lambda *_: None)
     assert trained.summary["parameters_sha256"] == alone["parameters_sha256"]

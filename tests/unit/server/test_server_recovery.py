@@ -13,14 +13,7 @@ from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import CheckpointError, StoreError, WireError
 from bagpipe.failpoints import Fault, Faults, Killed, armed
-<<<<<<< HEAD
-from bagpipe.server.shard import Recording
-from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Unopened, Waiting, Write, Written
-from bagpipe.wire.recovery_messages import AskMarks, AskWork, Keep, Mark, Marks, Recover, Save, Settle, Working
-=======
 from bagpipe.server.rows_state import Safety
-from bagpipe.server.storage import in_files, remove_rows
-from bagpipe.store.mapped import MappedStore
 from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Scan, Unopened, Waiting, Write, Written
 from bagpipe.wire.recovery_messages import (
     AskMarks,
@@ -34,7 +27,6 @@ from bagpipe.wire.recovery_messages import (
     Saved,
     Working,
 )
->>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
 from harness.recovery_peer import (
     FACTS,
     NAMES,
@@ -313,15 +305,6 @@ def test_a_recovery_that_is_cut_off_anywhere_is_done_again(tmp_path: Path, way: 
     peer.write([1, 2], 1.0)
     peer.save(checkpoints, 1, "aa")
     peer.write([2, 3], 2.0)
-<<<<<<< HEAD
-    with armed(Faults(Fault(point))), pytest.raises(Killed):
-        server.recover(1, 1)
-    vanish(server)
-    back = made(recording=recording(tmp_path), generation=2)
-    back.recover(2, 1)
-    assert Peer(back, generation=2).read(1, 2, 3) == {1: 1.0, 2: 1.0}
-    back.close()
-=======
     with checkpoints.begin(2, token="bb") as pending:
         peer.order(Mark, 2, "bb")
         peer.order(Save, 2, str(pending.directory), NAMES, pending.base)
@@ -357,22 +340,3 @@ def test_a_server_tells_what_it_holds_at_any_time(tmp_path: Path, monkeypatch) -
     assert server.stats().num_rows == [3]
     server.close()
     assert server.stats().num_rows == []
-
-
-def test_rows_in_files_of_a_server_that_died_make_room_for_those_of_the_next(tmp_path: Path) -> None:
-    place = tmp_path / "rows"
-    server = made(storage=in_files(place, keep=True))
-    Peer(server).write([1], 1.0)
-    with pytest.raises(StoreError, match="in use"):
-        remove_rows(place)
-    server.close()
-    (place / "notes.txt").touch()
-    assert len(list(place.iterdir())) > 1
-    remove_rows(place)
-    assert [path.name for path in place.iterdir()] == ["notes.txt"]
-    (place / "notes.txt").unlink()
-    again = made(storage=in_files(place, keep=True))
-    assert Peer(again).read(1) == {}
-    again.close()
-    assert MappedStore.open(place, [type("Width", (), {"width": 1})()]).num_rows(0) == 0
->>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912

@@ -88,25 +88,15 @@ def test_copies_of_one_write_on_many_threads_are_applied_once(peer: Peer) -> Non
 # Rows in files
 
 
-<<<<<<< HEAD
 def test_rows_in_files_take_disk_and_leave_nothing_there(tmp_path: Path) -> None:
     server = EmbeddingServer(in_files(tmp_path / "rows"))
     peer = Peer(server)
     peer.open()
     peer.write(1, [1, 2], 1.0)
-    assert peer.ask(Sync()) == Synced()
-=======
-def test_rows_in_files_are_kept(tmp_path: Path) -> None:
-    server = EmbeddingServer(in_files(tmp_path / "rows", keep=True))
-    peer = Peer(server)
-    peer.open()
-    peer.write(1, [1, 2], 1.0)
->>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
     assert server.stats().bytes_on_disk > 0
     assert not list((tmp_path / "rows").iterdir())
     server.close()
     server.close()
-    assert (tmp_path / "rows" / "index.json").exists()
     assert "closing" in refused(peer.ask(Read([])))
 
 

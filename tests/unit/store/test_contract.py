@@ -71,14 +71,9 @@ def versioned(**options: bool) -> VersionedStore:
 # Small chunks, so that tests cross their borders.
 MAKERS: dict[str, Callable[[Path], Store]] = {
     "memory": lambda _: MemoryStore(TABLES, chunk_bytes=2048),
-<<<<<<< HEAD
     "mapped": lambda path: MappedStore(TABLES, path, resident_bytes_max=4 << 20, chunk_bytes=8192),
-    "recorded": lambda path: marked(Recorded(MemoryStore(TABLES, chunk_bytes=2048), Journal(path / "journal"))),
-=======
-    "mapped": lambda path: MappedStore.create(path / "store", TABLES, resident_bytes_max=4 << 20),
     "versioned": lambda _: versioned(),
     "versioned, without a way back": lambda _: versioned(rollback=False),
->>>>>>> 077826c71f1f5654e978666c3733fb98bd2f3912
     "view": lambda _: shared_views(MemoryStore(TABLES, chunk_bytes=2048), 1)[0],
     "one server": lambda _: remote(1, shared_memory=False),
     "three servers": lambda _: remote(3, shared_memory=True),

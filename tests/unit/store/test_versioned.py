@@ -175,9 +175,14 @@ def test_rows_are_replaced_by_those_of_a_checkpoint(store):
 
 def test_a_replacement_that_fails_halfway_must_be_done_again(store):
     put(store, None, 0, [1], 5.0)
-    with pytest.raises(OSError, match="the disk is gone"), store.replacing(30) as base:
-        base.write(0, np.array([9]), np.full((1, 3), 4, np.float32))
-        raise OSError("the disk is gone")
+
+    def replace():
+        with store.replacing(30) as base:
+            base.write(0, np.array([9]), np.full((1, 3), 4, np.float32))
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        replace()
     for call in (lambda: store.mark(1), lambda: of(store), lambda: put(store, None, 0, [1], 1.0)):
         with pytest.raises(StoreError, match="half replaced: load a checkpoint"):
             call()

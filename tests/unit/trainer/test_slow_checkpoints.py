@@ -10,7 +10,7 @@ import pytest
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.errors import CheckpointError, DeadlineError, PipelineError
 from bagpipe.trainer.background import Background
-from bagpipe.trainer.keeping import Writer
+from bagpipe.trainer.checkpointer import Checkpointer
 from harness.trainers import Several, World
 from harness.world import assert_identical, make_batches
 
@@ -29,24 +29,24 @@ class SlowDisk:
         for driver in self.several.trainers._drivers:
             driver.deadline_s = DEADLINE_S
         for batches in self.several.trainers.batches:
-            batches._keeping._round_s = 0.02
+            batches._checkpointer._round_s = 0.02
         other = self.several.trainers.batches[1]
-        monkeypatch.setattr(other, "anywhere", self._counting(other.anywhere))
-        write = Writer.write
+        monkeypatch.setattr(other, "gather", self._counting(other.gather))
+        write = Checkpointer._write
 
-        def slow(writer, number, blobs):
+        def slow(checkpointer, number, *more):
             if number == done:
                 assert self.may_write.wait(30)
                 if error is not None:
                     raise error
-            write(writer, number, blobs)
+            write(checkpointer, number, *more)
 
-        monkeypatch.setattr(Writer, "write", slow)
+        monkeypatch.setattr(Checkpointer, "_write", slow)
 
-    def _counting(self, anywhere):
-        def counted(flag, what):
-            found = anywhere(flag, what)
-            self.rounds += found
+    def _counting(self, gather):
+        def counted(number, what):
+            found = gather(number, what)
+            self.rounds += any(found)
             if self.rounds == ROUNDS:
                 self.may_write.set()
             return found
