@@ -158,6 +158,8 @@ class VersionedStore(Store):
         """The last mark, until that begins."""
         self._state = Condition(Lock())
         self._merging, self._noting = Lock(), Lock()
+        self._moving = Lock()
+        """Held while some rows of a layer go to the base: who counts rows counts each once."""
         self._refusal: str | None = None
 
     # Marks
@@ -358,8 +360,8 @@ class VersionedStore(Store):
         """The number of rows ever written."""
         self._check_usable()
         check_table(self.tables, table)
-        with self._merging:
-            return sum(len(new) for _, new in self._in_order(table))
+        with self._moving:
+            return sum(count for _, count, _ in self._in_order(table))
 
     def ids(self, table: int) -> Int64s:
         """The ids of the rows ever written, in order of first write."""
@@ -376,10 +378,14 @@ class VersionedStore(Store):
         wanted."""
         self._check_usable()
         ids, first = [np.empty(0, np.int64)], 0
-        with self._merging:
-            for store, new in self._in_order(table):
-                ids.append(_ids_at(store, table, new[max(0, start - first) : max(0, stop - first)]))
-                first += len(new)
+        with self._moving:
+            for store, count, new in self._in_order(table):
+                begin, end = max(0, start - first), min(count, max(0, stop - first))
+                if new is None:
+                    ids.append(store.scan(table, begin, max(begin, end), values=False)[0])
+                else:
+                    ids.append(_ids_at(store, table, new[begin:end]))
+                first += count
         found = np.concatenate(ids)
         rows = np.empty((len(found) if values else 0, self.tables[table].width), np.float32)
         if values:
@@ -411,12 +417,13 @@ class VersionedStore(Store):
     def _stores(self) -> list[LocalStore]:
         return [self.base, *(layer.rows for layer in self._layers)]
 
-    def _in_order(self, table: int) -> Iterator[tuple[LocalStore, Int64s]]:
-        """Of each store where the rows are that no store below it has."""
+    def _in_order(self, table: int) -> Iterator[tuple[LocalStore, int, Int64s | None]]:
+        """Of each store how many rows it has that no store below it has, and where; None: all of its rows."""
         stores, layers = self._stores(), self._layers
-        yield self.base, np.arange(self.base.num_rows(table))
+        yield self.base, self.base.num_rows(table), None
         for number, layer in enumerate(layers):
-            yield layer.rows, layer.new_positions(table, stores[: number + 1])
+            new = layer.new_positions(table, stores[: number + 1])
+            yield layer.rows, len(new), new
 
     def _not_to_save(self, done: int) -> None:
         """A mark is not to be saved any more: that has begun, or nobody will."""
@@ -486,7 +493,8 @@ class VersionedStore(Store):
         """Copy the rows of the lowest layer into the base, where it still shadows them."""
         for table in range(len(self.tables)):
             for ids, values in layer.rows.iterate(table):
-                positions = self.base.put(table, ids, values)
+                with self._moving:
+                    positions = self.base.put(table, ids, values)
                 if layer.number >= self._saved:
                     self._note_changed(table, positions, layer.number)
             reach("layer.merged")
