@@ -1,8 +1,8 @@
 """What the processes of `bagpipe bench trainers` do: the embedding server, the oracle with the data, and each trainer.
 
 They are what `bagpipe launch` has, with its checkpoints for recovery, so that a lost process could come back. The
-process that started them asks them one thing at a time (`children.py`). One system is open at a time; it is closed, with
-its server's rows, before the next one begins from the same values.
+process that started them asks them one thing at a time (`children.py`). One system is open at a time; it is closed,
+with its server's rows, before the next one begins from the same values.
 """
 
 from __future__ import annotations
