@@ -160,7 +160,7 @@ class CheckpointConfig(Section):
     """Files that a run can go on from, in `checkpoints` of its directory. No setting changes the result."""
 
     every: Positive | None = None
-    """Iterations from one checkpoint to the next, and one at the end; not given: none are written."""
+    """Iterations from one checkpoint that is retained to the next, and one at the end; not given: none are retained."""
     keep: Positive = 3
     """How many of the last ones stay."""
 
