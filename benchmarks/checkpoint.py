@@ -1,9 +1,10 @@
 """What checkpoints cost: whole iterations with one every 100 against the same without, at a million rows.
 
 Both train the same batches from the same values and take turns of 100 iterations in one process. Each turn of the one
-that is kept holds one checkpoint, from its mark to the last file: the first with all rows, the others with those that
-have changed. `slowdown` is the median over turns of how much longer it took, `processor_slowdown` the same of processor
-time, which noise disturbs less, and `pause_ms` how long the loop stood still for a mark.
+that is saved holds one checkpoint, from its mark to the last file: the first with all rows, the others with those that
+have changed, until these take more than the full one and the next is full again. `slowdown` is the median over turns of
+how much longer it took, `processor_slowdown` the same of processor time, which noise disturbs less, and `pause_ms` how
+long the loop stood still for a mark.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks import Benchmark, Results
 from benchmarks.train import Ours, Size, Work, wait_until_idle
 
 CACHE_SHARE = 0.3
-KEPT, PLAIN = "kept", "plain"
+SAVED, PLAIN = "saved", "plain"
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def _measure(case: Case) -> dict[str, Any]:
     num_rows = sum(len(ids) for ids in work.touched.values())
     cache_rows = max(round(CACHE_SHARE * num_rows), 26 * case.batch_size if num_rows < 100_000 else 0)
     with tempfile.TemporaryDirectory(prefix="bagpipe-bench-") as path:
-        checkpointing = Checkpointing(path, every=case.every, keep=case.turns + 2, full_every=case.turns)
+        checkpointing = Checkpointing(path, every=case.every, keep=case.turns + 2)
         systems = {
-            KEPT: Ours(work, "lookahead", cache_rows=cache_rows, checkpoint=checkpointing),
+            SAVED: Ours(work, "lookahead", cache_rows=cache_rows, checkpoint=checkpointing),
             PLAIN: Ours(work, "lookahead", cache_rows=cache_rows),
         }
         try:
@@ -92,8 +93,8 @@ def _measure(case: Case) -> dict[str, Any]:
         finally:
             for system in systems.values():
                 system.close()
-        files = _files(Path(path))
-    losses = zip(systems[KEPT].losses, systems[PLAIN].losses, strict=True)
+        full, incremental = _sizes(Path(path))
+    losses = zip(systems[SAVED].losses, systems[PLAIN].losses, strict=True)
     row_bytes = 4 * case.dim
     return {
         "model": case.model,
@@ -102,20 +103,22 @@ def _measure(case: Case) -> dict[str, Any]:
         "rows": num_rows,
         "cache_rows": cache_rows,
         "every": case.every,
-        "iteration_ms": 1e3 * statistics.median(turns[KEPT].seconds) / case.every,
+        "iteration_ms": 1e3 * statistics.median(turns[SAVED].seconds) / case.every,
         "plain_iteration_ms": 1e3 * statistics.median(turns[PLAIN].seconds) / case.every,
-        "time_ratio_to_plain": _ratio(turns[KEPT].seconds, turns[PLAIN].seconds),
-        "slowdown": _ratio(turns[KEPT].seconds, turns[PLAIN].seconds) - 1,
-        "slowdown_with_all_rows": turns[KEPT].seconds[0] / turns[PLAIN].seconds[0] - 1,
-        "processor_slowdown": _ratio(turns[KEPT].processor_seconds, turns[PLAIN].processor_seconds) - 1,
+        "time_ratio_to_plain": _ratio(turns[SAVED].seconds, turns[PLAIN].seconds),
+        "slowdown": _ratio(turns[SAVED].seconds, turns[PLAIN].seconds) - 1,
+        "slowdown_with_all_rows": turns[SAVED].seconds[0] / turns[PLAIN].seconds[0] - 1,
+        "processor_slowdown": _ratio(turns[SAVED].processor_seconds, turns[PLAIN].processor_seconds) - 1,
         "pause_ms": 1e3 * statistics.median(pauses),
-        "full_bytes": files[0][1],
-        "full_rows": files[0][0],
-        "incremental_bytes": statistics.median(num_bytes for _, num_bytes in files[1:]),
-        "incremental_rows": statistics.median(rows for rows, _ in files[1:]),
-        "bytes_per_changed_row": statistics.median(num_bytes / rows for rows, num_bytes in files[1:]),
+        "full_bytes": full[0][1],
+        "full_rows": full[0][0],
+        "incremental_bytes": statistics.median(num_bytes for _, num_bytes in incremental),
+        "incremental_rows": statistics.median(rows for rows, _ in incremental),
+        "bytes_per_changed_row": statistics.median(num_bytes / rows for rows, num_bytes in incremental),
+        "full_checkpoints": len(full),
+        "incremental_checkpoints": len(incremental),
         "row_bytes": row_bytes,
-        "loss_difference_max": max(math.fabs(kept - plain) for kept, plain in losses),
+        "loss_difference_max": max(math.fabs(saved - plain) for saved, plain in losses),
     }
 
 
@@ -135,10 +138,10 @@ def _take_turns(case: Case, systems: dict[str, Ours]) -> tuple[dict[str, Turns],
     turns = {name: Turns() for name in systems}
     pauses = []
     for number in range(case.turns):
-        for name in (KEPT, PLAIN) if number % 2 else (PLAIN, KEPT):
+        for name in (SAVED, PLAIN) if number % 2 else (PLAIN, SAVED):
             start, used = time.perf_counter(), time.process_time()
             systems[name].train(1)
-            if name == KEPT:
+            if name == SAVED:
                 pauses.append(time.perf_counter() - start)
             systems[name].train(case.every - 1)
             turns[name].seconds.append(wait_until_idle() - start)
@@ -147,14 +150,16 @@ def _take_turns(case: Case, systems: dict[str, Ours]) -> tuple[dict[str, Turns],
     return turns, [max(0.0, pause - usual) for pause in pauses]
 
 
-def _files(directory: Path) -> list[tuple[int, int]]:
-    """Rows and bytes of the files of rows of each checkpoint, oldest first."""
-    found = []
+def _sizes(directory: Path) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Rows and bytes of the row files of each checkpoint, oldest first: of full ones, and of incremental ones."""
+    full: list[tuple[int, int]] = []
+    incremental: list[tuple[int, int]] = []
     for checkpoint in Checkpoints(directory).list():
         entries = [entry for entry in checkpoint.manifest.files if entry.rows is not None]
         rows = sum(part.rows for entry in entries for part in entry.rows or ())
-        found.append((rows, sum(entry.bytes for entry in entries)))
-    return found
+        kind = full if checkpoint.manifest.base is None else incremental
+        kind.append((rows, sum(entry.bytes for entry in entries)))
+    return full, incremental
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

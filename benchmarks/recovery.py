@@ -1,8 +1,9 @@
 """`bagpipe bench recovery`: seconds from kill -9 of a role to the next iteration that is finished, for each role.
 
 `bagpipe launch` on this machine with two trainers, two servers, a data processor and the oracle trains Wide&Deep on the
-20,000 samples of `tiny`, with a mark every 100 iterations. Roles are killed one after the other, in turns; between two
-kills the run goes on for a while, as after faults that are rare. What is trained again since the mark is included.
+20,000 samples of `tiny`, with checkpoints for recovery as often as a launch makes them by default. Roles are killed one
+after the other, in turns; between two kills the run continues for a while, as after faults that are rare. What is
+trained again since the last checkpoint is included.
 """
 
 from __future__ import annotations

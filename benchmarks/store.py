@@ -96,7 +96,6 @@ def _fill(store: Store, width: int, num_rows: int) -> None:
     for start in range(0, num_rows, BATCH_ROWS):
         ids = np.arange(start, min(start + BATCH_ROWS, num_rows)) * _STRIDE
         store.write(0, ids, values[: len(ids)])
-    store.sync()
 
 
 def _works(store: Store, rows: Floats) -> dict[str, Work]:

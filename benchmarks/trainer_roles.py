@@ -1,8 +1,8 @@
 """What the processes of `bagpipe bench trainers` do: the embedding server, the oracle with the data, and each trainer.
 
-They are what `bagpipe launch` has, with the marks of its trainers and the journal of its server, so that a lost process
-could come back. The process that started them asks them one thing at a time (`children.py`). One system is open at a
-time; it is closed, with its server's rows, before the next one begins from the same values.
+They are what `bagpipe launch` has, with its checkpoints for recovery, so that a lost process could come back. The
+process that started them asks them one thing at a time (`children.py`). One system is open at a time; it is closed,
+with its server's rows, before the next one begins from the same values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -37,7 +37,7 @@ from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.process_group import open_groups
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.trainer.sync import Groups, Peers
-from bagpipe.training import keep_job
+from bagpipe.training import plan_job
 from bagpipe.types import Batch
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork
@@ -109,14 +109,15 @@ class ServerRole:
         self._thread: threading.Thread | None = None
 
     def open(self, run: str, directory: str) -> str:
-        """A server without rows, which keeps a journal and old values as that of a launch does; its address."""
+        """A server without rows, which can go back to the last checkpoint as that of a launch can; its address."""
         ready: Queue[Ready | None] = Queue()
         self._stop = stop = threading.Event()
         options = ServerOptions(
             address=f"{self._host}:0",
             run=bytes.fromhex(run),
-            journal=str(Path(directory) / f"journal-{run}"),
+            rollback=True,
             history_max=memory_bytes("recovery.history", RecoveryConfig().history),
+            checkpoints=(str(_checkpoints(directory, run)),),
         )
 
         def work() -> None:
@@ -216,7 +217,7 @@ class TrainerRole:
             sync = job.config.sync
             own = Groups(groups.critical, groups.delayed, groups.dense)
             peers = Peers(own, sync.design, sync.delayed, sync.moving)
-            self._system = TrainedSystem(job, plans, store, peers)
+            self._system = TrainedSystem(job, plans, store, peers, _checkpoints(directory, run))
             stack.callback(self._system.close)
             self._opened = stack.pop_all()
 
@@ -246,17 +247,19 @@ class TrainerRole:
 class TrainedSystem:
     """A model, and the loop over its batches."""
 
-    def __init__(self, job: Job, plans: RemotePlans, store: Store, peers: Peers) -> None:
+    def __init__(self, job: Job, plans: RemotePlans, store: Store, peers: Peers, checkpoints: Path) -> None:
         self.losses: list[float] = []
         made = job.model()
         self._model, binding, layouts = made
         self._rows = layouts[0].optimizer
-        kept = keep_job(job, made, recover=True)
+        # All trainers write into one directory, by the same name.
+        saving = replace(plan_job(job, made, directory=checkpoints, recover=True), token=checkpoints.name[-8:])
         self._batches = remote_batches(
             self._model, binding, layouts, self._rows, plans, store, peers=peers, assign=job.config.assign,
-            keeping=kept.keeping(store, peers.rank),
+            checkpointer=saving.checkpointer(store, peers.rank),
         )  # fmt: skip
         self._dense = dense_optimizer(job.config.dense_optimizer)(list(self._model.parameters()))
+        self._batches.attach(dense=self._dense)
 
     @cached_property
     def _iterator(self) -> Iterator[Any]:
@@ -303,6 +306,11 @@ class TrainedSystem:
         """Write back what is cached."""
         self._iterator.close()  # type: ignore[attr-defined]
         self._batches.close()
+
+
+def _checkpoints(directory: str, run: str) -> Path:
+    """Of one system."""
+    return Path(directory) / f"checkpoints-{run}"
 
 
 def _save(path: Path, data: Generated, batches: Sequence[Batch]) -> None:

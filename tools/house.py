@@ -20,7 +20,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "rows": (
         *("store/", "checkpoint/", "checkpointing.py", "resuming.py", "exporting.py", "whole_file.py"),
-        *("trainer/keeping.py", "trainer/kept.py", "trainer/saved.py"),
+        *("trainer/checkpointer.py", "trainer/state.py", "trainer/saved.py"),
     ),
     "processes": ("wire/", "server/", "cluster/", "recovery.py", "failpoints.py"),
     "data": ("data/",),

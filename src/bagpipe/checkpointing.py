@@ -137,7 +137,7 @@ class Saving:
         checkpoints = Checkpoints(self.directory, keep=self.keep, generation=self.generation, token=self.token)
         done, at = self.resume.done, self.resume.checkpoint
         if rank == 0 and at is not None and at.parent == checkpoints.directory:
-            if checkpoints.numbers()[-1] > done:
+            if max(checkpoints.numbers(), default=done) > done:
                 # Else who continues before there is another one would do so from the future that was left.
                 checkpoints.discard_after(done)
             checkpoints.continue_from(done)

@@ -29,7 +29,11 @@ DEFAULT_PRESET = "criteo-kaggle-like"
 DEFAULT_SAMPLES = 400_000
 AWARE_TRAINERS_MAX = 64
 """A set of trainers is one 64-bit word there."""
-GONE = {"sync.deterministic": "gradients are always added in the order of trainers, leave it out"}
+GONE = {
+    "sync.deterministic": "gradients are always added in the order of trainers, leave it out",
+    "checkpoint.full_every": "all rows are written again once changes take as much room, leave it out",
+    "checkpoint.compress": "rows are nearly random numbers, which hardly shrink, leave it out",
+}
 """Settings of earlier releases, and what to do instead."""
 
 Positive = Annotated[int, Field(ge=1)]
@@ -160,7 +164,7 @@ class CheckpointConfig(Section):
     """Files that a run can go on from, in `checkpoints` of its directory. No setting changes the result."""
 
     every: Positive | None = None
-    """Iterations from one checkpoint to the next, and one at the end; not given: none are written."""
+    """Iterations from one checkpoint that is retained to the next, and one at the end; not given: none are retained."""
     keep: Positive = 3
     """How many of the last ones stay."""
 

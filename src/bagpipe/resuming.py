@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +72,8 @@ def find_run(path: Path | None) -> Path:
     runs = [run for run in RUNS.iterdir() if _is_run(run)] if RUNS.is_dir() else []
     open_ones = [run for run in runs if not (run / SUMMARY_NAME).exists()]
     if not open_ones:
-        found = f"all {len(runs)} runs there have ended" if runs else "no run there was begun with --checkpoint-every N"
+        none = "no run there was begun with --checkpoint-every N, or by bagpipe launch"
+        found = f"all {len(runs)} runs there have ended" if runs else none
         raise ConfigError(f"there is nothing to resume in {RUNS}/: {found}; give the directory of a run")
     return max(open_ones, key=lambda run: (run / CONFIG_NAME).stat().st_mtime_ns)
 
@@ -159,14 +159,12 @@ def holding(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def clear_rows(directory: Path) -> None:
-    """Remove the rows that an earlier process left in files: they come from the checkpoint."""
-    shutil.rmtree(directory / "rows", ignore_errors=True)
-
-
-def has_checkpoint(directory: Path) -> bool:
-    """Whether a run has any, even if this version can't open them."""
-    return bool(Checkpoints(directory / CHECKPOINTS).numbers())
+def has_checkpoint(directory: Path, *, retained: bool = False) -> bool:
+    """Whether a run has any, even if this version can't open them; or one that was asked for, and not for recovery."""
+    checkpoints = Checkpoints(directory / CHECKPOINTS)
+    if retained:
+        return any(each.manifest.retained for each in checkpoints.list())
+    return bool(checkpoints.numbers())
 
 
 def _is_run(path: Path) -> bool:

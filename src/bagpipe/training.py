@@ -15,7 +15,9 @@ from pathlib import Path
 from torch import nn
 
 from bagpipe.api import accelerate
+from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
+from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.checkpointing import (
     Saving,
     as_marked,
@@ -43,7 +45,7 @@ from bagpipe.results import (
     metrics_summary,
     write_summary,
 )
-from bagpipe.resuming import clear_rows, has_checkpoint, holding, note_config
+from bagpipe.resuming import has_checkpoint, holding, note_config
 from bagpipe.server.local import open_store, open_stores
 from bagpipe.state import State, of_reference, of_store, parameters_sha256
 from bagpipe.store import Store
@@ -293,8 +295,10 @@ def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
         try:
             if job.config.checkpoint.every is not None:
                 note_config(job.run_dir, job.config)
-                clear_rows(job.run_dir)
-            return write_summary(job, train_accelerated(job, report, resume)[1])
+            summary = write_summary(job, train_accelerated(job, report, resume)[1])
+            if resume is not None:  # of a launch, which may have left some for recovery
+                Checkpoints(job.run_dir / CHECKPOINTS).end(keep_last=job.config.checkpoint.every is not None)
+            return summary
         except BaseException:
             if not has_checkpoint(job.run_dir):
                 discard(job.run_dir)

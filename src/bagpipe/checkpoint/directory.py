@@ -118,10 +118,8 @@ class Checkpoints:
         """Add the state of a trainer to a checkpoint that another one has begun, or is about to begin."""
         path = self._make_pending(done)
         part, whole = path / f"{name}{_PART}", path / f"{name}{BLOB_SUFFIX}"
-        with failing("writing", whole):
-            with self.disk.create(part) as file:
-                file.write(data)
-                file.sync()
+        write_file(self.disk, path, FileEntry(name=part.name, bytes=len(data), checksum=xxh64_hexdigest(data)), [data])
+        with failing("naming", whole):
             self.disk.rename(part, whole)
 
     def _make_pending(self, done: int) -> Path:
@@ -187,10 +185,13 @@ class Checkpoints:
         first = min(kept)
         return self._remove([n for n in self.numbers() if n not in needed and (n in readable or n < first)])
 
-    def end(self) -> None:
+    def end(self, *, keep_last: bool) -> None:
         """The run is over: remove what was there for recovery, and the directory if that was all."""
         try:
-            needed = {done for each in self.list() if each.manifest.retained for done in each.chain}
+            checkpoints = self.list()
+            wanted = [each for each in checkpoints if each.manifest.retained]
+            wanted += checkpoints[-1:] if keep_last else []
+            needed = {done for each in wanted for done in each.chain}
             self._remove([done for done in self.numbers() if done not in needed])
             self._remove_leftovers(0)
         except CheckpointError as error:
@@ -207,8 +208,7 @@ class Checkpoints:
 
     def discard_after(self, done: int) -> Sequence[int]:
         """Remove all that came after this one, once it is verified: the run goes back to it for good; what is gone."""
-        chosen = self.open(done)
-        chosen.verify()
+        open_checkpoint(self.disk, self.directory, done).verify()
         self.continue_from(done)
         return self._remove([number for number in self.numbers() if number > done])
 

@@ -63,9 +63,11 @@ class Checkpoint:
 
     @property
     def is_long(self) -> bool:
-        """Whether what came after its full one takes more than that: the next one should have all rows again."""
-        full, *changes = [manifest.num_bytes for _, manifest in self._links]
-        return sum(changes) > full
+        """Whether what comes after its full one will take more room than that: the next one should have all rows."""
+        full, *changes = [
+            sum(entry.bytes for entry in manifest.files if entry.rows is not None) for _, manifest in self._links
+        ]
+        return bool(changes) and sum(changes) + changes[-1] > full  # with the next one, which will be like the last
 
     @property
     def num_bytes(self) -> int:

@@ -50,7 +50,7 @@ def train(
         overrides.append(f"checkpoint.every={checkpoint_every}")
     # Before PyTorch is loaded: a wrong one is refused at once.
     chosen = None if resume else load_config(config, overrides)
-    from bagpipe.errors import CheckpointError
+    from bagpipe.errors import ConfigError
     from bagpipe.job import discard, prepare
     from bagpipe.resuming import has_checkpoint
     from bagpipe.training import train
@@ -62,9 +62,8 @@ def train(
             summary = train(job, report, checkpoint)
     except BaseException as error:
         if has_checkpoint(job.run_dir):
-            errors.print(f"go on from the last checkpoint with: bagpipe train --resume {job.run_dir}", markup=False)
-            if isinstance(error, CheckpointError) and checkpoint is not None:
-                errors.print(f"or from the one before, after you have moved {checkpoint} away", markup=False)
+            if not (resume and isinstance(error, ConfigError)):  # it has not begun: another process may be at it
+                errors.print(f"go on from the last checkpoint with: bagpipe train --resume {job.run_dir}", markup=False)
         elif not resume:  # which may be another process's
             discard(job.run_dir)  # training may not have begun
         raise

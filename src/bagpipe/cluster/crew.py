@@ -40,8 +40,6 @@ from bagpipe.wire.endpoint import Address, parse_address
 
 START_S = 180.0
 STOP_S = 30.0
-CLEAR_S = 5.0
-"""How long servers of a run that failed may take to remove their files."""
 RETURN_S = 1800.0
 """How long servers may take to read a checkpoint."""
 SERVER_BYTES = 500_000_000
@@ -72,7 +70,6 @@ class RayCrew(ABC, Generic[ResultT]):
         self.wiring: Wiring | None = None
         self._one_machine = True
         self._generation = 0
-        self._stopped = False
         self._placement: Placement | None = None
         self.spare = Spare(ray, wanted=request.keeps_spare)
 
@@ -150,26 +147,15 @@ class RayCrew(ABC, Generic[ResultT]):
         stopping = {role: self.watch.ask(role, "stop") for role in reversed(self.watch.members)}
         with suppress(RolesLost):  # who died now is not needed any more
             self.watch.gather(stopping, "stop", STOP_S)
-        self._stopped = True
 
     def close(self) -> None:
         """End every process, whatever state it is in, and give everything back."""
-        try:
-            if not self._stopped:
-                self._clear_servers()
-        finally:
-            for role in list(self.watch.members):
-                self.watch.members[role].dismiss(self.ray)
-                self.watch.forget(role)
-            self.spare.close()
-            if self._placement is not None:
-                self._placement.close()
-
-    def _clear_servers(self) -> None:
-        """Have those who still answer remove what they keep on their machines, where nobody else would."""
-        with suppress(Exception):  # they, or all of Ray, may be gone
-            calls = {need.role: self.watch.ask(need.role, "stop") for need in self.servers if self._is_up(need)}
-            self.gather_all(calls, "stop", CLEAR_S)
+        for role in list(self.watch.members):
+            self.watch.members[role].dismiss(self.ray)
+            self.watch.forget(role)
+        self.spare.close()
+        if self._placement is not None:
+            self._placement.close()
 
     def gather_all(
         self,

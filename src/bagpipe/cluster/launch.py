@@ -65,7 +65,8 @@ def launch(
         run_dir = job.run_dir if job is not None else claim(request.run_dir, config)
         stack.enter_context(holding(run_dir))
         try:
-            shutil.rmtree(run_dir / "rows", ignore_errors=True)  # of a launch that was killed
+            for left in (run_dir / CHECKPOINTS).glob(".seen-*"):  # of a launch that was killed
+                shutil.rmtree(left, ignore_errors=True)
             if job is not None and (config.checkpoint.every is not None or config.recovery.restarts_max):
                 note_config(run_dir, config)
             logs = LogPlace.make(run_dir / "logs")
@@ -81,7 +82,7 @@ def launch(
                 launched = _train(TrainingCrew(request, ray, watch, run_dir, job), told)
         except BaseException as error:
             _keep_logs(run_dir, not isinstance(error, Exception))
-            if has_checkpoint(run_dir):
+            if has_checkpoint(run_dir, retained=job is None):
                 tell(f"go on from the last checkpoint with: bagpipe launch {_way_on(request, run_dir)}")
             raise
         logs.finish()
@@ -128,7 +129,7 @@ def _supervise(crew: RayCrew[ResultT], told: _Told) -> tuple[ResultT, list[Incid
     try:
         result = supervisor.run(crew.request.start)
         crew.stop()
-        Checkpoints(crew.checkpoints).end()
+        Checkpoints(crew.checkpoints).end(keep_last=crew.request.config.checkpoint.every is not None)
         return result, supervisor.incidents
     finally:
         crew.close()

@@ -28,7 +28,7 @@ from bagpipe.wire.sockets import SocketNetwork
 
 READY_S = 120.0
 END_S = 30.0
-"""What an orderly end may take; rows that are kept are written to disk then."""
+"""What an orderly end may take."""
 _LINE_BYTES_MAX = 4096
 
 

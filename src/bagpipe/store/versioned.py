@@ -561,9 +561,13 @@ class VersionedStore(Store):
         wanted = self._pins or self._to_save is not None
         return not wanted or self._bytes_max is None or self.layer_bytes < self._bytes_max
 
-    def rows_changed(self, table: int) -> Int64s:
-        """Where rows of the base are that the last complete checkpoint does not have."""
-        return np.flatnonzero(self._changed[table] >= max(self._saved, 0))
+    def has_changed(self, table: int, positions: Int64s) -> Flags:
+        """Which rows of the base, -1: none, the last complete checkpoint does not have."""
+        changed = self._changed[table]
+        known = (positions >= 0) & (positions < len(changed))
+        found: Flags = np.zeros(len(positions), np.bool_)
+        found[known] = changed[positions[known]] >= max(self._saved, 0)
+        return found
 
     def unpin(self) -> None:
         """A mark is not being saved any more."""
@@ -620,17 +624,16 @@ class RowReader:
 
     def num_rows(self, table: int) -> int:
         """How many rows there are."""
-        return sum(len(positions) for positions in self._positions(table))
+        return sum(len(positions) for _, positions in self._pieces(table, ROWS_PER_CHUNK))
 
     def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
         """Rows as (ids, values), in order of first write, at most so many at a time."""
         check_chunk(table, rows_per_chunk)
-        for number, positions in enumerate(self._positions(table)):
-            for start in range(0, len(positions), rows_per_chunk):
-                ids = _ids_at(self._stores[number], table, positions[start : start + rows_per_chunk])
-                values = np.empty((len(ids), self._versions.tables[table].width), np.float32)
-                Found(table, self._stores[number:]).look(ids).fill(values)
-                yield ids, values
+        for number, positions in self._pieces(table, rows_per_chunk):
+            ids = _ids_at(self._stores[number], table, positions)
+            values = np.empty((len(ids), self._versions.tables[table].width), np.float32)
+            Found(table, self._stores[number:]).look(ids).fill(values)
+            yield ids, values
 
     def close(self) -> None:
         """Let layers be merged again; a second call does nothing."""
@@ -638,21 +641,25 @@ class RowReader:
             self._is_open = False
             self._versions.unpin()
 
-    def _positions(self, table: int) -> Iterator[Int64s]:
-        """Of each store where the rows are that come with it: those that did not come with one below."""
+    def _pieces(self, table: int, size: int) -> Iterator[tuple[int, Int64s]]:
+        """Of each store, by number, where rows are that come with it: those that did not come with one below."""
         if not self._is_open:
             raise StoreError("the rows of this mark are closed: ask for them again")
-        changed = np.arange(self._stores[0].num_rows(table)) if self._full else self._versions.rows_changed(table)
-        yield changed
+        base = self._stores[0]
+        for start in range(0, base.num_rows(table), size):
+            positions = np.arange(start, min(start + size, base.num_rows(table)))
+            if not self._full:
+                positions = positions[self._versions.has_changed(table, positions)]
+            if len(positions):
+                yield 0, positions
         for number, store in enumerate(self._stores[1:], 1):
-            ids, _ = store.scan(table, 0, store.num_rows(table), values=False)
-            there = _in_any(self._stores[1:number], table, ids)
-            at = self._stores[0].find(table, ids)[0]
-            if self._full:
-                there |= at >= 0
-            else:
-                there |= np.isin(at, changed)
-            yield np.flatnonzero(~there)
+            for start in range(0, store.num_rows(table), size):
+                ids, _ = store.scan(table, start, start + size, values=False)
+                there = _in_any(self._stores[1:number], table, ids)
+                at = base.find(table, ids)[0]
+                there |= (at >= 0) if self._full else self._versions.has_changed(table, at)
+                if not there.all():
+                    yield number, start + np.flatnonzero(~there)
 
     def __enter__(self) -> Self:
         return self

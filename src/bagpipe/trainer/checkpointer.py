@@ -157,7 +157,8 @@ class Checkpointer:
         self._num_saved, self._waited_s, self._processor_s = 0, 0.0, 0.0
 
     def stats(self) -> dict[str, Any]:
-        """What it has come to so far: checkpoints, how long training waited, and processor time beside it."""
+        """What it has come to so far: checkpoints, how long training waited for them, flushes included, and processor
+        time beside it."""
         return {
             "checkpoints": self._num_saved,
             "checkpoint_wait_seconds": self._waited_s,
@@ -256,7 +257,6 @@ class Checkpointer:
         began, done = time.monotonic(), loop.done
         loop.barrier()
         reach("mark.flushed")
-        flushed = time.monotonic()
         tree = self._captured(loop)
         if self._rank:
             self._writing.start(f"the state of trainer {self._rank}", lambda: self._add(done, tree))
@@ -276,13 +276,13 @@ class Checkpointer:
         reach("mark.over")
         self._last = done
         self._num_saved += 1
-        self._waited_s += time.monotonic() - flushed
+        self._waited_s += time.monotonic() - began
         if self._rank == 0:
             what = f"the checkpoint of iteration {done}"
             self._writing.start(what, lambda: self._write(done, tree, retained, token), self._progress)
 
     def _writing_s(self) -> float:
-        """Of processor time that the last checkpoint has taken here, besides what training waited for."""
+        """Of processor time that a checkpoint takes here on average, besides what training waits for."""
         return self._processor_s / max(self._num_saved, 1)
 
     def _meet(self, loop: Loop, what: str, *works: Background) -> None:
@@ -353,7 +353,7 @@ def resumed_states(point: ResumePoint, rank: int) -> tuple[Tree, Tree]:
     names = checkpoint.blobs()
     if FIRST not in names:
         raise CheckpointError(
-            f"{checkpoint.directory} has rows and no state of a trainer: start from it with init_from, or use another"
+            f"{checkpoint.directory} has no state of a trainer to continue with: use another checkpoint"
         )
     first = read_state(checkpoint.blob(FIRST), FIRST, point.done)
     name = blob_name(rank)
