@@ -243,7 +243,9 @@ def track_owners(
         f, last, base, cost = fetch.bounds[t], rows.bounds[t + 1] - 1, slots.bases[t], slots.costs[t]
         first = homes.lists[t]
         for row in range(rows.bounds[t], rows.bounds[t + 1]):
-            prefetch(slots.state, base + rows.slots[index(min(row + FAR, last))])
+            ahead = base + rows.slots[index(min(row + FAR, last))]
+            prefetch(slots.state, ahead)
+            prefetch(slots.places, ahead)
             i = index(row)
             place = index(base + rows.slots[i])
             word = slots.state[place]
@@ -337,7 +339,9 @@ def move_out(bounds: Int64s, slots: Int32s, known: Slots, homes: Homes, freed: i
     for t in range(bounds.shape[0] - 1):
         last, first = bounds[t + 1] - 1, homes.lists[t]
         for i in range(bounds[t], bounds[t + 1]):
-            prefetch(known.state, known.bases[t] + slots[index(min(i + FAR, last))])
+            ahead = known.bases[t] + slots[index(min(i + FAR, last))]
+            prefetch(known.state, ahead)
+            prefetch(known.places, ahead)
             slot = slots[index(i)]
             place = index(known.bases[t] + slot)
             owner = (known.state[place] & OWNER) - 1
