@@ -136,7 +136,7 @@ def _strategy(info):
             return st.none()
         case types.StrType():
             if info.pattern is not None:
-                return st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z")
+                return st.from_regex(info.pattern)
             characters = st.characters(exclude_categories=["Cs"])
             return st.text(characters, min_size=info.min_length or 0, max_size=min(info.max_length or 30, 30))
         case types.BytesType():
