@@ -24,6 +24,8 @@ class Membership:
         self.generation, self.trainers = generation, 0
         self.gate = Gate()
         """Through which every request goes that concerns rows."""
+        if generation:  # it takes the place of a server that has died, and has no rows before it is told which
+            self.gate.close(RECOVERY)
         self.clients = Clients(limits.clients_max)
         self.orders: dict[int, WriteOrder] = {}
         """By trainer."""
