@@ -245,7 +245,7 @@ def planned(trainers=1, design="owned", count=5, policy="lookahead", cache=90):
     source = Divided(make_batches(count, size=4), lambda batch: [(p, len(p)) for p in assigner(batch).parts(batch)])
     source.tables = TABLES
     ahead = {"trainers": trainers, "uses_ahead": 2} if trainers > 1 else {}
-    oracle = make_oracle(TABLES, WIDTHS, cache, source.first_ids(), lookahead=3, policy=policy, **ahead)
+    oracle = make_oracle(TABLES, WIDTHS, cache, source.first_ids(), lookahead=3, policy=policy, design=design, **ahead)
     group, capacity = tuple(group_by_width(WIDTHS)[0]), oracle.places.capacity
     if trainers == 1:
         pairs = [(plan, of_plan.batches) for plan, of_plan in source.planned(oracle)]

@@ -83,6 +83,7 @@ class Partition:
         if design not in DESIGNS:
             raise ConfigError(f"sync.design is {design!r}: give one of {', '.join(DESIGNS)}")
         self.trainers, self.delayed, self._rules = trainers, delayed, RULES[design]
+        assert not (self._rules.copies and any(guests)), "who has copies has them in the same place everywhere"
         assert len(move_costs) in (0, len(tables)), "of each table, or of none"
         self._costs = np.full(len(tables), kernels.NEVER)
         if self._rules.moves and move_costs:
