@@ -491,6 +491,18 @@ def test_arrays_of_objects_and_bare_storages_are_watched_too(kind):
     assert_refused(loader())
 
 
+def test_records_with_objects_and_empty_arrays_pass():
+    records = np.zeros(3, [("name", object), ("number", np.float32)])
+    batches = ({"ids": torch.tensor([[i, i]]), "records": records, "none": np.empty((0, 2))} for i in range(6))
+    model, rows = nn.Sequential(nn.EmbeddingBag(50, 2)), bagpipe.optim.SGD(0.1)
+    with bagpipe.accelerate(model, batches, rows, cache=400, features={"ids": "0"}) as loop:
+        for batch in loop:
+            model[0](batch["ids"]).sum().backward()
+            rows.step()
+            assert batch["records"] is records
+    assert loop.done == 6
+
+
 def assert_refused(loader):
     model, rows = nn.Sequential(nn.EmbeddingBag(50, 2)), bagpipe.optim.SGD(0.1)
     loop = bagpipe.accelerate(model, loader, rows, cache=400, features={"ids": "0"})

@@ -187,8 +187,10 @@ def _parts(value: Any, path: Path, seen: set[int], ids: Collection[Path], *, in_
         return
     seen.add(id(value))
     # What an object keeps for itself, a cache for example, may change; a dict or list of the batch itself may not.
-    if isinstance(value, (*BUFFERS, np.ndarray)) or (
-        not in_object and (isinstance(value, dict | list | deque | set) or dataclasses.is_dataclass(value))
+    if (
+        isinstance(value, BUFFERS)
+        or (isinstance(value, np.ndarray) and value.dtype.kind == "O")
+        or (not in_object and (isinstance(value, dict | list | deque | set) or dataclasses.is_dataclass(value)))
     ):
         yield Part(path, value, Layout(id(value), type(value)), _content(value))
     if isinstance(value, list | tuple) and PLAIN.issuperset(map(type, value)):
@@ -251,7 +253,7 @@ def _content(value: Any) -> Any:
             return 0 if value.is_inference() else value._version
         once = value.detach()[_once(value.stride())].resolve_conj().resolve_neg()
         data: NDArray[np.uint8] = octets(once).numpy()
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
         data = np.ascontiguousarray(value[_once(value.strides)]).reshape(-1).view(np.uint8)
     elif isinstance(value, BUFFERS):
         return xxh3_64_intdigest(memoryview(value).tobytes())
