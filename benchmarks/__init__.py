@@ -52,6 +52,7 @@ MODULES = (
     "trainers",
     "checkpoint",
     "terabyte",
+    "soak",
     "start",
     "cluster",
     "recovery",

@@ -1,16 +1,22 @@
 """Rows a second that stores read and write: random rows of a large table, 48 and 96 floats each.
 
 `read` and `written` are measured alone, `exchanged` is a batch read and another one written, as in an iteration. The
-mapped store runs twice: with all of its rows in the page cache, and with an eighth. Beside stands the plainest way:
-NumPy's indexing of an array in memory, which looks up no id, or of a `numpy.memmap` of the same file.
+mapped store runs twice: with all of its rows in the page cache, and with an eighth. Beside stands the plainest way in
+memory, NumPy's indexing of an array, which looks up no id, and on disk other ways to keep rows in files and what the
+disk gives at all (`store_peers`).
+
+`marks` is the memory store with layers above it against the same without, on the rows of skewed batches: what a read
+and a write cost then, and the processor time of a mark, of reading the rows changed since the one before, of merging
+them once they are saved, and of going back.
 """
 
 from __future__ import annotations
 
-import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +24,14 @@ import numpy as np
 
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.store import MappedStore, MemoryStore, Store
+from bagpipe.store.versioned import VersionedStore
 from benchmarks import Benchmark, Results
+from benchmarks.store_peers import BATCH_ROWS, PEERS, measure, measure_disk
 
-BATCH_ROWS = 16_384
 WIDTHS = (48, 96)
+SKEWED_ROWS = 14_300
+ITERATIONS, PERIODS = 60, 5
+"""From one mark to the next, and how many of them."""
 _STRIDE = 7919  # ids are not positions
 
 Work = Callable[[Int64s, Int64s], object]
@@ -37,12 +47,17 @@ class _Zeros:
 
 
 def run(quick: bool) -> Results:
-    """All stores and widths; about a minute."""
+    """All stores and widths; some minutes."""
     num_rows, repeats = (40_000, 2) if quick else (2_000_000, 11)
     results: Results = []
     for width in WIDTHS:
         results.append(_memory(width, num_rows, repeats))
         results += [_mapped(width, num_rows, repeats, cached_share) for cached_share in (2, 1 / 8)]
+    results.append(_marks(WIDTHS[0], num_rows // 2, 4 if quick else ITERATIONS, 2 if quick else PERIODS))
+    with tempfile.TemporaryDirectory() as parent:
+        for peer in PEERS:
+            results.append(measure(peer, Path(parent) / peer.name, num_rows, WIDTHS[0], repeats))
+        results.append(measure_disk(Path(parent), num_rows * WIDTHS[0] * 4, 1 if quick else 5))
     return results
 
 
@@ -66,29 +81,57 @@ def _mapped(width: int, num_rows: int, repeats: int, cached_share: float) -> dic
     resident_bytes_max = max(int(num_rows * width * 4 * cached_share), 16 << 20)
     rows = np.empty((BATCH_ROWS, width), np.float32)
     seconds: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as parent:
-        with MappedStore([_Zeros(width)], parent, resident_bytes_max=resident_bytes_max) as store:
+    with MappedStore([_Zeros(width)], resident_bytes_max=resident_bytes_max) as store:
+        _fill(store, width, num_rows)
+        for name, work in _works(store, rows).items():
+            seconds |= _in_turn(num_rows, repeats, {name: work})
+    return _figures("mapped", width, num_rows, seconds) | {"resident_bytes_max": resident_bytes_max}
+
+
+def _marks(width: int, num_rows: int, iterations: int, periods: int) -> dict[str, Any]:
+    """The memory store with and without layers, in turn, batch by batch."""
+    rng = np.random.default_rng(0)
+    rows = np.empty((SKEWED_ROWS, width), np.float32)
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        began = time.thread_time()
+        work()
+        spent.setdefault(name, []).append(time.thread_time() - began)
+
+    with MemoryStore([_Zeros(width)]) as plain, VersionedStore(MemoryStore([_Zeros(width)])) as versioned:
+        stores = {"plain": plain, "marks": versioned}
+        for store in stores.values():
             _fill(store, width, num_rows)
-            for name, work in _works(store, rows).items():
-                seconds |= _in_turn(num_rows, repeats, {name: work})
-        figures = _figures("mapped", width, num_rows, seconds) | {"resident_bytes_max": resident_bytes_max}
-        if cached_share < 1:
-            figures["read_rows_per_second_memmap"] = _memmap_rows_per_second(Path(parent) / "rows", num_rows, width)
-    return figures
+        versioned.mark(0)
+        for period in range(1, periods + 1):
+            for _ in range(iterations):
+                ids = np.unique((num_rows * rng.random(SKEWED_ROWS * 7 // 5) ** 3).astype(np.int64))[:SKEWED_ROWS]
+                ids, part = ids * _STRIDE, rows[: len(ids)]
+                for name, store in stores.items():
+                    timed(f"{name} read", partial(store.read, 0, ids, part))
+                    timed(f"{name} written", partial(store.write, 0, ids, part))
+            timed("mark", partial(versioned.mark, period))
+            timed("changes", partial(_read_changes, versioned, period))
+            timed("merge", partial(versioned.saved, period))
+        for _ in range(iterations):
+            ids = np.unique((num_rows * rng.random(SKEWED_ROWS * 7 // 5) ** 3).astype(np.int64))[:SKEWED_ROWS] * _STRIDE
+            versioned.write(0, ids, rows[: len(ids)])
+        timed("rollback", partial(versioned.rollback, periods))
+    median = {name: statistics.median(times) for name, times in spent.items()}
+    return {
+        "store": "marks", "floats_per_row": width, "num_rows": num_rows, "batch_rows": SKEWED_ROWS,
+        "iterations_per_mark": iterations,
+        "read_time_ratio_to_plain": round(median["marks read"] / median["plain read"], 2),
+        "written_time_ratio_to_plain": round(median["marks written"] / median["plain written"], 2),
+        **{f"{name}_ms": round(1e3 * median[name], 2) for name in ("mark", "changes", "merge", "rollback")},
+    }  # fmt: skip
 
 
-def _memmap_rows_per_second(path: Path, num_rows: int, width: int) -> int:
-    """What a plain memmap reads from a file that is not in the page cache."""
-    with path.open("wb") as file:
-        for start in range(0, num_rows, BATCH_ROWS):
-            np.ones((min(BATCH_ROWS, num_rows - start), width), np.float32).tofile(file)
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    array = np.memmap(path, np.float32, mode="r").reshape(-1, width)
-    positions = np.random.default_rng(0).integers(0, len(array), 500)
-    begin = time.perf_counter()
-    _ = array[positions]
-    return round(len(positions) / (time.perf_counter() - begin))
+def _read_changes(store: VersionedStore, done: int) -> None:
+    with store.changes(done) as changes:
+        for _ in changes.iterate(0):
+            pass
 
 
 def _fill(store: Store, width: int, num_rows: int) -> None:

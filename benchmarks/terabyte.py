@@ -1,16 +1,14 @@
 """Tables far larger than memory: `criteo-terabyte-like`, 882.8 M rows of 16 columns, on disk, within 6 GB of memory.
 
-Wide&Deep with SGD rows in a process of its own. Its memory is what it holds itself plus the page cache that its files
-take, measured from outside ten times a second. Where this process may make control groups with a memory limit, the
+Wide&Deep with SGD rows in a process of its own. Its memory is what it holds itself and the pages of files that it has
+mapped, measured from outside ten times a second. Where this process may make control groups with a memory limit, the
 kernel keeps the limit (`limited_by` is "cgroup"). Elsewhere it keeps it for anonymous memory only, less what the store
 may take of the page cache, which the store sees to itself ("rlimit").
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import resource
 import subprocess
@@ -22,7 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -55,7 +52,7 @@ def run(quick: bool) -> Results:
             command.append(str(group))
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603 - this module
             try:
-                memory = _watch(child, Path(directory))
+                memory = _watch(child)
                 said = child.communicate()[0]
             finally:
                 child.kill()
@@ -65,44 +62,24 @@ def run(quick: bool) -> Results:
     return [json.loads(said) | memory | {"limit_bytes": LIMIT_BYTES, "limited_by": limited_by}]
 
 
-def _watch(child: subprocess.Popen[str], directory: Path) -> dict[str, Any]:
-    """The most memory that the process and its files took at once, until it ends."""
-    peak, peak_resident, peak_cached = 0, 0, 0
+def _watch(child: subprocess.Popen[str]) -> dict[str, Any]:
+    """The most memory that the process took at once, until it ends: of its own, and with pages of its files."""
+    peak = {"anonymous": 0, "resident": 0}
     while child.poll() is None:
-        resident = _resident_bytes(child.pid)
-        cached = sum(_cached_bytes(path) for path in (directory / ROWS_DIRECTORY).glob("*"))
-        peak, peak_resident, peak_cached = (
-            max(peak, resident + cached),
-            max(peak_resident, resident),
-            max(peak_cached, cached),
-        )
+        peak = {kind: max(most, memory_of(child.pid)[kind]) for kind, most in peak.items()}
         time.sleep(POLL_S)
-    return {
-        "peak_memory_bytes": peak,
-        "peak_resident_bytes": peak_resident,
-        "peak_page_cache_bytes": peak_cached,
-    }
+    return {"peak_memory_bytes": peak["resident"], "peak_anonymous_bytes": peak["anonymous"]}
 
 
-def _resident_bytes(process: int) -> int:
+def memory_of(process: int) -> dict[str, int]:
+    """Bytes that a process has in memory: its own, and all with the pages of files that it has mapped."""
+    found = {"anonymous": 0, "resident": 0}
     with suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _cached_bytes(path: Path) -> int:
-    """How much of a file is in the page cache, as the kernel tells."""
-    try:
-        view = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError):  # gone, or empty
-        return 0
-    pages = np.zeros(-(-len(view) // mmap.PAGESIZE), np.uint8)
-    failed = ctypes.CDLL(None).mincore(
-        ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(view)), ctypes.c_void_p(pages.ctypes.data)
-    )
-    return 0 if failed else int((pages & 1).sum()) * mmap.PAGESIZE
+            for kind, name in (("anonymous", "RssAnon:"), ("resident", "VmRSS:")):
+                if line.startswith(name):
+                    found[kind] = int(line.split()[1]) * 1024
+    return found
 
 
 @contextmanager
@@ -156,7 +133,7 @@ def _train(directory: Path, batch_size: int, iterations: int, group: Path | None
             rows.step()
     seconds = time.perf_counter() - start
     stats = batches.stats()
-    touched = sum(batches.store.num_rows(table) for table in range(len(data.tables)))
+    held = batches.store.stats()
     batches.store.close()
     return {
         "table_rows": sum(table.rows or 0 for table in data.tables),
@@ -168,8 +145,8 @@ def _train(directory: Path, batch_size: int, iterations: int, group: Path | None
         "stall_fraction": (stats["stall_seconds"] - waited) / seconds,
         "lookahead": stats["lookahead"],
         "cache_rows": stats["cache_rows"],
-        "rows_touched": touched,
-        "disk_bytes": sum(path.stat().st_blocks * 512 for path in (directory / ROWS_DIRECTORY).iterdir()),
+        "rows_touched": held.num_rows,
+        "disk_bytes": held.bytes_on_disk,
     }
 
 

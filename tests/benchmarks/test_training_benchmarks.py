@@ -1,5 +1,6 @@
 """The benchmarks of whole runs, in small: they end, and say what they promise."""
 
+import mmap
 import os
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 
 from benchmarks import MODULES, load
 from benchmarks.start import Recorder
-from benchmarks.terabyte import LIMIT_BYTES, _cached_bytes, memory_group
+from benchmarks.terabyte import LIMIT_BYTES, memory_group, memory_of
 
 MB = 1 << 20
 
@@ -16,16 +17,16 @@ def test_every_benchmark_can_be_loaded_and_bears_its_name():
     assert [load(name).name for name in MODULES] == list(MODULES)
 
 
-def test_the_page_cache_of_a_file_is_what_the_kernel_holds_of_it(tmp_path):
+def test_the_memory_of_a_process_has_the_pages_of_files_that_it_has_mapped(tmp_path):
     path = tmp_path / "rows"
-    path.write_bytes(bytes(4 * MB))
-    assert _cached_bytes(path) == 4 * MB
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert _cached_bytes(path) < 4 * MB
-    path.write_bytes(b"")
-    assert _cached_bytes(path) == _cached_bytes(tmp_path / "none") == 0
+    path.write_bytes(bytes(64 * MB))
+    before = memory_of(os.getpid())
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[:: mmap.PAGESIZE]) == 0
+        with_file = memory_of(os.getpid())
+    files = {now["resident"] - now["anonymous"] for now in (before, with_file)}
+    assert max(files) - min(files) >= 64 * MB
+    assert memory_of(2**22 + 1) == {"anonymous": 0, "resident": 0}
 
 
 def test_no_control_group_outlives_its_use():
@@ -67,6 +68,13 @@ def test_terabyte_trains_within_its_limit_and_leaves_nothing(tmp_path, monkeypat
     assert row["rows_touched"] * 64 <= row["disk_bytes"]
     assert 0 < row["peak_memory_bytes"] < row["limit_bytes"]
     assert list(tmp_path.glob("bagpipe*")) == []
+
+
+@pytest.mark.long
+def test_a_soak_goes_on_from_its_last_complete_checkpoint():
+    (row,) = load("soak").run(True)
+    assert row["resumed_from"] in (16, 24)  # the third may be on its way
+    assert 0 < row["rows_before_kill"] <= row["rows"]
 
 
 @pytest.mark.long
