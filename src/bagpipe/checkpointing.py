@@ -161,7 +161,7 @@ def plan_script(
     if launch is not None:
         if directory is not None:
             _check_place(directory, launch.checkpoints)
-        if launch.recovers:
+        if launch.recovers and launch.checkpoints:
             recovery = recovery_period(launch.config.recovery.every)
             directory = directory or Path(launch.checkpoints[0])
         if launch.generation:  # a fault was recovered from: not where the script began

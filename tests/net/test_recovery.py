@@ -64,8 +64,8 @@ def test_a_launch_survives_the_death_of_every_role_in_turn(tmp_path, scratch, ar
     assert summary["samples"] == together["samples"]
     said = driver.said.read_text()
     assert "server 1 was lost: its process ended without a word" in said
-    assert "went on from iteration" in said
+    assert "went on from the checkpoint after" in said
     assert "going back to" in (tmp_path / "run" / "logs" / "recovery.log").read_text()
     driver.assert_nothing_is_left()
     assert list(scratch.iterdir()) == []
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"logs", "summary.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "logs", "summary.json"}

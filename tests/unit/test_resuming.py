@@ -10,6 +10,7 @@ import pytest
 
 from bagpipe import resuming
 from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.point import START
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.job import claim
@@ -198,9 +199,9 @@ def test_a_run_is_gone_on_with_once_at_a_time(tmp_path):
 def test_checkpoints_that_cannot_be_opened_are_not_taken_for_none(tmp_path):
     run = make_run(tmp_path / "run")
     assert not resuming.has_checkpoint(run)
-    assert resuming.open_run(run, []).checkpoint is None
+    assert resuming.open_run(run, []).point == START
     (run / "checkpoints" / "00000010").mkdir(parents=True)
     (run / "checkpoints" / "00000010" / "manifest.json").write_text('{"version": 2}')
     assert resuming.has_checkpoint(run)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints can be opened: .*00000010"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints can be used: .*00000010"):
         resuming.open_run(run, [])

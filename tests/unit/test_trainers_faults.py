@@ -192,14 +192,8 @@ class Failing(MemoryStore):
             self.count("write")
         super().write_many(parts, passed)
 
-    def sync(self):
-        self.count("sync")
-        super().sync()
 
-
-@pytest.mark.parametrize(
-    ("call", "number"), [("read", 0), ("read", 7), ("write", 0), ("write", 5), ("sync", 0), ("sync", 2)]
-)
+@pytest.mark.parametrize(("call", "number"), [("read", 0), ("read", 7), ("write", 0), ("write", 5)])
 def test_a_store_that_fails_ends_all(scheduled, call, number):
     world = World(BATCHES, trainers=3)
     several = make(scheduled, policy="lru", store=Failing(world.make()[2], call, number))

@@ -112,17 +112,16 @@ class ServerRows:
             versions.mark(body.done, body.token)
             failpoints.reach("server.mark.made")
             return []
+        if (busy := self._busy()) is not None:
+            raise StoreError(f"{busy.what} is under way: ask for one thing at a time")
         if isinstance(body, Saved):
             checkpoint = self.checked(body.checkpoint)
             work = Work(f"letting go of what came before {body.done}", lambda _: self._let_go(body.done, checkpoint))
         else:
-            busy = self._busy()
-            if busy is not None:
-                raise StoreError(f"{busy.what} is under way: ask for one thing at a time")
             work = self._save(body) if isinstance(body, Save) else self._load(body)
         with self._lock:
             self._works[body.trainer, body.sequence] = work
-            while len(self._works) > _WORKS_KEPT:
+            while len(self._works) > _WORKS_KEPT:  # all but this one are over
                 self._works.popitem(last=False)
         return [work]
 

@@ -141,7 +141,7 @@ def test_two_trainers_meet_and_end_with_the_parameters_of_threads_of_one_process
     summary = joined_summary([trained.summary for trained in ended])
     assert summary["parameters_sha256"] == alone["parameters_sha256"]
     assert "parameters_sha256" not in ended[1].summary
-    assert summary.keys() - alone.keys() == {"plan_bytes"}
+    assert summary.keys() - alone.keys() == {"plan_bytes", "checkpoints"}
     assert summary["plan_bytes"] > ended[0].summary["plan_bytes"]
     assert all(trainer.line() == "is done" for trainer in trainers)
     for role in (*trainers, oracle, processor):

@@ -79,7 +79,7 @@ def test_a_recovery_is_right_whenever_it_meets_what_lets_go_of_the_past(tmp_path
     waiting, merging, go_on = [], threading.Event(), threading.Event()
     server = made(safety=Safety(rollback=rollback, checkpoints=(tmp_path,)))
     peer, checkpoints = Peer(server), Checkpoints(tmp_path / "all")
-    peer.write([1, 2], 1.0)
+    peer.write([1, 2, *range(100, 200)], 1.0)
     peer.save(checkpoints, 1, "aa")
     server._background = waiting.append
     peer.write([2, 3], 2.0)

@@ -354,7 +354,7 @@ def test_rows_lost_when_pages_are_dropped_end_all_work(tmp_path: Path, monkeypat
             patch.setattr(module, "_drop", lambda *_: errno.EIO)
             with pytest.raises(StoreError, match=r"lost on their way to the disk \(Input/output error\).*checkpoint"):
                 getattr(store, call)(0, np.arange(50_000), values(0, 50_000))
-        for again in (store.sync, lambda: store.num_rows(0), lambda: store.write(0, np.arange(1), values(0, 1))):
+        for again in (store.stats, lambda: store.num_rows(0), lambda: store.write(0, np.arange(1), values(0, 1))):
             with pytest.raises(StoreError, match="lost on their way"):
                 again()
 
@@ -376,7 +376,7 @@ def test_a_write_that_fails_halfway_leaves_a_store_that_refuses_work(tmp_path: P
         monkeypatch.setattr(module, "_bring", lambda *_: errno.EIO)
         with pytest.raises(StoreError, match=r"writing rows of table 0 in .* failed \(Input/output error\)"):
             store.write(0, np.arange(10, 5000), values(1, 4990))
-        for call in (lambda: store.num_rows(0), store.sync, lambda: store.read(0, np.arange(1), values(0, 1))):
+        for call in (lambda: store.num_rows(0), store.stats, lambda: store.read(0, np.arange(1), values(0, 1))):
             with pytest.raises(StoreError, match="failed halfway"):
                 call()
 
