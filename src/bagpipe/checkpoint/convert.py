@@ -21,7 +21,7 @@ from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import InitialEntry, TableEntry
 from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.checkpoint.tensors import ITEM_BYTES, Kind, encode_header
-from bagpipe.checkpoint.tree import tensor_bytes, tensor_kind, unpack_tree
+from bagpipe.checkpoint.tree import octets, tensor_kind, unpack_tree
 from bagpipe.errors import CheckpointError
 from bagpipe.initial import Constant, Initial, Normal, Uniform
 from bagpipe.whole_file import whole_file
@@ -56,7 +56,7 @@ def export_weights(checkpoint: Checkpoint, path: str | Path) -> None:
             start = _write_table(checkpoint, table, file.name, start)
         file.seek(start)
         for _, value in dense:
-            file.write(tensor_bytes(value))
+            file.write(octets(value).numpy().data)
 
 
 def export_parquet(checkpoint: Checkpoint, directory: str | Path, *, state: bool = True) -> list[Path]:

@@ -96,7 +96,7 @@ class Checkpoint:
         entry = self.manifest.file(f"{name}{BLOB_SUFFIX}")
         if entry is None or entry.rows is not None:
             raise CheckpointError(f"{self.directory} has nothing of the name {name!r}: it has {self.blobs()}")
-        return bytes(read_file(self._disk, self.directory, entry))
+        return read_file(self._disk, self.directory, entry)
 
     def table(self, name: str) -> int:
         """The number of a table."""
