@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.config import Config, lay_over, parse_config
@@ -137,7 +137,7 @@ def note_config(directory: Path, config: Config) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(directory / CONFIG_NAME)
-    SystemDisk().sync_directory(directory.resolve())
+    Disk().sync_directory(directory.resolve())
 
 
 @contextmanager

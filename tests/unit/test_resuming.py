@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bagpipe import resuming
-from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.disk import Disk
+from bagpipe.checkpoint.point import START
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.job import claim
@@ -35,7 +36,7 @@ def synced(monkeypatch):
         assert not path.is_symlink(), "the system refuses these"
         found.append((path, sorted(each.name for each in path.iterdir())))
 
-    monkeypatch.setattr(SystemDisk, "sync_directory", note)
+    monkeypatch.setattr(Disk, "sync_directory", note)
     return found
 
 
@@ -198,7 +199,7 @@ def test_a_run_is_gone_on_with_once_at_a_time(tmp_path):
 def test_checkpoints_that_cannot_be_opened_are_not_taken_for_none(tmp_path):
     run = make_run(tmp_path / "run")
     assert not resuming.has_checkpoint(run)
-    assert resuming.open_run(run, []).checkpoint is None
+    assert resuming.open_run(run, []).point == START
     (run / "checkpoints" / "00000010").mkdir(parents=True)
     (run / "checkpoints" / "00000010" / "manifest.json").write_text('{"version": 2}')
     assert resuming.has_checkpoint(run)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh64_hexdigest
 
-from bagpipe.checkpoint.disk import Disk, SystemDisk, make_directories
+from bagpipe.checkpoint.disk import Disk, make_directories
 from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, Manifest, encode_manifest
 from bagpipe.checkpoint.point import ResumePoint
@@ -88,7 +88,7 @@ class Checkpoints:
         self.directory = Path(directory).resolve()  # a user's own links are followed; those within are not
         self.keep = keep
         self.generation, self.token = generation, token or os.urandom(4).hex()
-        self.disk: Disk = SystemDisk() if disk is None else disk
+        self.disk: Disk = Disk() if disk is None else disk
         self._base: BaseEntry | None = None
 
     def continue_from(self, done: int | None) -> None:
