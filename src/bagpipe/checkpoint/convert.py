@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from bagpipe.arrays import Floats
-from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import InitialEntry, TableEntry
 from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.checkpoint.tensors import ITEM_BYTES, Kind, encode_header
 from bagpipe.checkpoint.tree import octets, tensor_kind, unpack_tree
 from bagpipe.errors import CheckpointError
 from bagpipe.initial import Constant, Initial, Normal, Uniform
+from bagpipe.os_errors import failing
 from bagpipe.whole_file import whole_file
 
 ROWS_PER_BLOCK = 65_536
@@ -46,7 +46,7 @@ def export_weights(checkpoint: Checkpoint, path: str | Path) -> None:
     dense = sorted(_dense(checkpoint).items(), key=lambda item: -item[1].element_size())  # so that all are aligned
     kinds = {name: Kind("F32", (_rows(checkpoint, table), table.dims[part])) for name, (table, part) in weights.items()}
     header = encode_header({**kinds, **{name: tensor_kind(value) for name, value in dense}})
-    with failing("writing", path), whole_file(path) as file:
+    with failing(CheckpointError, "writing", path), whole_file(path) as file:
         file.write(header)
         num_bytes = sum(kind.num_bytes for kind in kinds.values())
         if num_bytes:  # a full disk is an error here, and would be the end of the process below
@@ -66,7 +66,7 @@ def export_parquet(checkpoint: Checkpoint, directory: str | Path, *, state: bool
     """
     directory = Path(directory)
     is_new = not directory.exists()
-    with failing("making", directory):
+    with failing(CheckpointError, "making", directory):
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise CheckpointError(f"{directory} is not empty: give a new directory")
@@ -88,7 +88,11 @@ def _write_tables(checkpoint: Checkpoint, directory: Path, state: bool, files: l
         path = directory / f"{table.name if plain else f'table-{number}'}.parquet"
         columns = _columns(table, state)
         schema = pa.schema([pa.field("id", pa.int64())] + [pa.field(name, kind) for name, kind, _ in columns])
-        with failing("writing", path), whole_file(path) as file, pq.ParquetWriter(file, schema) as writer:
+        with (
+            failing(CheckpointError, "writing", path),
+            whole_file(path) as file,
+            pq.ParquetWriter(file, schema) as writer,
+        ):
             for ids, values in checkpoint.rows(table.name):
                 arrays = [pa.array(ids), *(_array(values[:, where], kind) for _, kind, where in columns)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
