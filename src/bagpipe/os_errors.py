@@ -35,29 +35,29 @@ _REMEDY_OF: dict[Kind, str] = {
 }
 
 
-def os_error(kind: Kind, doing: str, path: Path, error: OSError) -> BagpipeError:
+def os_error(kind: Kind, do: str, path: Path, error: OSError) -> BagpipeError:
     """What an operation on a file failed with, as an error of this kind."""
     number = error.errno or 0
     remedy = (_REMEDIES | _REMEDIES_OF[kind]).get(number, _REMEDY_OF[kind])
-    said = f"{doing} {path} failed ({os.strerror(number) if number else error}): {remedy}"
+    said = f"can't {do} {path}: {os.strerror(number) if number else error}: {remedy}"
     return StoreError(number, said) if kind is StoreError else kind(said)
 
 
 @contextmanager
-def failing(kind: Kind, doing: str, path: Path) -> Iterator[None]:
+def failing(kind: Kind, do: str, path: Path) -> Iterator[None]:
     """Turn an error of the operating system into one of this kind; those of Bagpipe pass."""
     try:
         yield
     except BagpipeError:
         raise
     except OSError as error:
-        raise os_error(kind, doing, path, error) from error
+        raise os_error(kind, do, path, error) from error
 
 
 def no_room(what: str, directory: Path, num_bytes: int, error: OSError) -> BagpipeError:
     """A file in a directory can't be made that large."""
     if error.errno not in _FULL:
-        return os_error(StoreError, f"making room for {num_bytes:,} B in", directory, error)
+        return os_error(StoreError, f"make room for {num_bytes:,} B in", directory, error)
     try:
         free = f"{shutil.disk_usage(directory).free:,} B are free there"
     except OSError:

@@ -181,7 +181,7 @@ def read_manifest(disk: Disk, path: Path) -> tuple[Manifest, str]:
     """The manifest in a checkpoint's own directory, and its checksum."""
     file_path = path / MANIFEST
     _check_real(disk, path)
-    with failing(CheckpointError, "reading", file_path), disk.open(file_path) as file:
+    with failing(CheckpointError, "read", file_path), disk.open(file_path) as file:
         if file.num_bytes > MANIFEST_BYTES_MAX:
             raise CheckpointError(
                 f"{file_path} has {file.num_bytes:,} B, at most {MANIFEST_BYTES_MAX:,} are read: use another checkpoint"
@@ -239,7 +239,7 @@ def _shown(tables: Sequence[tuple[str, int]]) -> str:
 
 
 def _check_real(disk: Disk, path: Path) -> None:
-    with failing(CheckpointError, "reading", path.parent):
+    with failing(CheckpointError, "read", path.parent):
         real = path.name in disk.directories(path.parent)
     if not real:
         raise CheckpointError(f"there is no checkpoint {path} (a symbolic link does not count): check the path")

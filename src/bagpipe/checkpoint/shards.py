@@ -129,7 +129,7 @@ class _Writer:
 def write_file(disk: Disk, directory: Path, entry: FileEntry, parts: Sequence[Bytes]) -> None:
     """Write a new file, sync it, and read it back."""
     path = directory / entry.name
-    with failing(CheckpointError, "writing", path), disk.create(path) as file:
+    with failing(CheckpointError, "write", path), disk.create(path) as file:
         for data in parts:
             file.write(data)
         file.sync()
@@ -139,7 +139,7 @@ def write_file(disk: Disk, directory: Path, entry: FileEntry, parts: Sequence[By
 def check_file(disk: Disk, directory: Path, entry: FileEntry) -> None:
     """CheckpointError unless a file has the size and checksum that its entry says. Memory: one chunk."""
     path, total = directory / entry.name, xxh64()
-    with failing(CheckpointError, "reading", path), disk.open(path) as file:
+    with failing(CheckpointError, "read", path), disk.open(path) as file:
         _check_size(path, file.num_bytes, entry)
         buffer = memoryview(bytearray(min(CHUNK_BYTES, entry.bytes)))
         for start in range(0, entry.bytes, CHUNK_BYTES):
@@ -151,7 +151,7 @@ def check_file(disk: Disk, directory: Path, entry: FileEntry) -> None:
 def read_file(disk: Disk, directory: Path, entry: FileEntry) -> bytes:
     """The contents of a file, checked against its entry."""
     path = directory / entry.name
-    with failing(CheckpointError, "reading", path), disk.open(path) as file:
+    with failing(CheckpointError, "read", path), disk.open(path) as file:
         _check_size(path, file.num_bytes, entry)
         data = bytearray(entry.bytes)
         count = file.read_into(data)
