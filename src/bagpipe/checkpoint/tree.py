@@ -38,68 +38,62 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set}
 
 def pack_tree(tree: Any) -> bytes:
     """The bytes of a tree; CheckpointError names what in it can't be kept. Tensors of any device are copied."""
-    packer = _Packer()
-    structure = json.dumps(packer.describe(tree, ()), separators=(",", ":"))
+    tensors: dict[str, tuple[Kind, Bytes]] = {}
+    structure = json.dumps(_describe(tree, (), tensors), separators=(",", ":"))
     # The widest numbers first, so that all are aligned; the structure knows them by name.
-    order = sorted(packer.tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0].dtype])
+    order = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0].dtype])
     header = encode_header({name: kind for name, (kind, _) in order}, {"version": VERSION, "tree": structure})
     return b"".join((header, *(data for _, (_, data) in order)))
 
 
-class _Packer:
-    """Turns a tree into JSON, and puts numbers by the thousand aside; a path is the keys that lead to a value."""
+def _describe(value: Any, path: tuple[Any, ...], tensors: dict[str, tuple[Kind, Bytes]]) -> Any:
+    """A value as JSON, with what has numbers by the thousand put aside; `path` has the keys that lead to it."""
+    if len(path) > _DEPTH_MAX:
+        raise CheckpointError(f"{_shown(path)} is nested more than {_DEPTH_MAX} deep: flatten it")
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
+    if kind is float:
+        return {"float": struct.pack("<d", value).hex()}
+    if kind in _MAPPINGS.values():
+        for key in value:
+            if not isinstance(key, str | int | float | tuple | bytes | None):
+                raise _refusal(f"the key {key!r} of {_shown(path)}", key)
+        pairs = [[_describe(part, (*path, pair[0]), tensors) for part in pair] for pair in value.items()]
+        return {kind.__name__: pairs}
+    if kind in (list, tuple, set, torch.Size):
+        parts = [_describe(part, (*path, number), tensors) for number, part in enumerate(value)]
+        return {"tuple" if kind is torch.Size else kind.__name__: parts}
+    label, placed = _numbers(value, path)
+    # Names are UTF-8 and differ, which keys need not: "a.b" is a key, and the place of "b" in "a".
+    name = ".".join(map(str, path)).encode(errors="replace").decode() or "tree"
+    if name in tensors or name == "__metadata__":
+        name = f"{name}#{len(tensors)}"
+        while name in tensors:
+            name += "#"
+    tensors[name] = placed
+    return {label: name}
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, tuple[Kind, Bytes]] = {}
 
-    def describe(self, value: Any, path: tuple[Any, ...]) -> Any:
-        """A value as JSON."""
-        if len(path) > _DEPTH_MAX:
-            raise CheckpointError(f"{_shown(path)} is nested more than {_DEPTH_MAX} deep: flatten it")
-        kind = type(value)
-        if value is None or kind in (bool, str):
-            return value
-        if kind is int:
-            return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
-        if kind is float:
-            return {"float": struct.pack("<d", value).hex()}
-        if kind in _MAPPINGS.values():
-            return {kind.__name__: [self._pair(key, part, path) for key, part in value.items()]}
-        if kind in (list, tuple, set, torch.Size):
-            name = "tuple" if kind is torch.Size else kind.__name__
-            return {name: [self.describe(part, (*path, number)) for number, part in enumerate(value)]}
-        return self._put(value, path)
-
-    def _pair(self, key: Any, value: Any, path: tuple[Any, ...]) -> list[Any]:
-        if not isinstance(key, str | int | float | tuple | bytes | None):
-            raise _refusal(f"the key {key!r} of {_shown(path)}", key)
-        return [self.describe(part, (*path, key)) for part in (key, value)]
-
-    def _put(self, value: Any, path: tuple[Any, ...]) -> dict[str, str]:
-        """Bytes and numbers in arrays."""
-        if type(value) is bytes or type(value) is bytearray:
-            return self._add("bytes", path, Kind("U8", (len(value),)), bytes(value))
-        if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.dtype not in DTYPES or value.is_meta:
-                raise _refusal(_shown(path), f"a {value.layout} tensor of {value.dtype} on {value.device}")
-            return self._add("tensor", path, tensor_kind(value), octets(value).numpy().data)
-        if isinstance(value, np.ndarray | np.generic):
-            code = _ARRAY_CODES.get(value.dtype)
-            if code is None:
-                raise _refusal(_shown(path), f"an array of {value.dtype}")
-            label = "array" if isinstance(value, np.ndarray) else "scalar"
-            return self._add(label, path, Kind(code, value.shape), np.ascontiguousarray(value).tobytes())
-        raise _refusal(_shown(path), value)
-
-    def _add(self, label: str, path: tuple[Any, ...], kind: Kind, data: Bytes) -> dict[str, str]:
-        # Names are UTF-8 and differ, which keys need not: "a.b" is a key, and the place of "b" in "a".
-        name = ".".join(map(str, path)).encode(errors="replace").decode() or "tree"
-        if name in self.tensors or name == "__metadata__":
-            name = f"{name}#{len(self.tensors)}"
-            while name in self.tensors:
-                name += "#"
-        self.tensors[name] = (kind, data)
-        return {label: name}
+def _numbers(value: Any, path: tuple[Any, ...]) -> tuple[str, tuple[Kind, Bytes]]:
+    """Bytes and numbers in arrays: what they are, and how a file has them."""
+    if type(value) is bytes or type(value) is bytearray:
+        return "bytes", (Kind("U8", (len(value),)), bytes(value))
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.dtype not in DTYPES or value.is_meta:
+            raise _refusal(_shown(path), f"a {value.layout} tensor of {value.dtype} on {value.device}")
+        return "tensor", (tensor_kind(value), octets(value).numpy().data)
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype not in _ARRAY_CODES:
+            raise _refusal(_shown(path), f"an array of {value.dtype}")
+        label, kind = (
+            "array" if isinstance(value, np.ndarray) else "scalar",
+            Kind(_ARRAY_CODES[value.dtype], value.shape),
+        )
+        return label, (kind, np.ascontiguousarray(value).tobytes())
+    raise _refusal(_shown(path), value)
 
 
 def _shown(path: tuple[Any, ...]) -> str:
@@ -170,9 +164,7 @@ def _number(label: str, kind: Kind, data: bytearray) -> Any:
         if tensor.numel():
             tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
         return tensor
-    array = np.frombuffer(data, _NUMPY_OF[kind.dtype]).reshape(kind.shape).copy()
-    if label == "array":
-        return array
-    if label == "scalar" and not kind.shape:
-        return array[()]
+    if label == "array" or (label == "scalar" and not kind.shape):
+        array = np.frombuffer(data, _NUMPY_OF[kind.dtype]).reshape(kind.shape).copy()
+        return array if label == "array" else array[()]
     raise ValueError(f"{label!r} is no kind of node")
