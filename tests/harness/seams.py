@@ -59,7 +59,7 @@ __all__ = [
 SAVE = (VersionedStore, "save")
 """Writes the rows of a checkpoint: (store, done, ...)."""
 STATE_BYTES_MAX = (saved, "STATE_BYTES_MAX")
-EXPORTED_BLOCKS = (exporting.Table, "blocks")
+EXPORTED_BLOCKS = (exporting.ExportedTable, "blocks")
 """The blocks of a table's rows, as an export writes them."""
 EXPORTED_BLOCK_ROWS = (exporting, "ROWS_PER_BLOCK")
 EXAMINE = "bagpipe.doctor.examine"

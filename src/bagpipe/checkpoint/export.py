@@ -41,7 +41,7 @@ FIRST_TRAINER = "trainer-0"
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ExportedTable:
     """Rows of a table to export: vectors, then what the optimizer keeps of a row."""
 
     name: str
@@ -123,7 +123,7 @@ def _dense_of_model(model: nn.Module, layers: Mapping[str, CachedLayer]) -> dict
     return values
 
 
-def _tables_of_model(layers: Mapping[str, CachedLayer]) -> list[Table]:
+def _tables_of_model(layers: Mapping[str, CachedLayer]) -> list[ExportedTable]:
     groups: dict[tuple[int, int], dict[str, CachedLayer]] = {}
     for name, layer in layers.items():
         groups.setdefault((id(layer.lookups), layer.table), {})[name] = layer
@@ -133,7 +133,7 @@ def _tables_of_model(layers: Mapping[str, CachedLayer]) -> list[Table]:
         layout, parts = first.lookups.layouts[number], {name: layer.part for name, layer in group.items()}
         read = partial(first.lookups.reader.touched_rows, number)
         name, num_rows = layout.table.name, first.num_embeddings
-        tables.append(Table(name, parts, layout.dims, layout.width, num_rows, read, layout.initialise))
+        tables.append(ExportedTable(name, parts, layout.dims, layout.width, num_rows, read, layout.initialise))
     return tables
 
 
@@ -150,7 +150,7 @@ def _dense_of_checkpoint(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return found
 
 
-def _table_of_checkpoint(checkpoint: Checkpoint, table: TableEntry, plain: bool) -> Table:
+def _table_of_checkpoint(checkpoint: Checkpoint, table: TableEntry, plain: bool) -> ExportedTable:
     if plain and len(table.layers) != len(table.dims):
         raise CheckpointError(
             f"{checkpoint.directory} does not say which layers table {table.name!r} belongs to: export it to parquet"
@@ -164,7 +164,7 @@ def _table_of_checkpoint(checkpoint: Checkpoint, table: TableEntry, plain: bool)
     initialise = None if known is None else Joined([initial_of(entry) for entry in known], table.dims).fill
     layers = {layer: part for part, layer in enumerate(table.layers)}
     read = partial(checkpoint.rows, table.name)
-    return Table(table.name, layers, table.dims, table.width, table.rows or 0, read, initialise)
+    return ExportedTable(table.name, layers, table.dims, table.width, table.rows or 0, read, initialise)
 
 
 def initial_of(entry: InitialEntry) -> Initial:
@@ -179,7 +179,12 @@ def initial_of(entry: InitialEntry) -> Initial:
 
 
 def _write(
-    path: Path, form: Format, tables: Sequence[Table], dense: Mapping[str, Tensor], state: bool, error: ErrorKind
+    path: Path,
+    form: Format,
+    tables: Sequence[ExportedTable],
+    dense: Mapping[str, Tensor],
+    state: bool,
+    error: ErrorKind,
 ) -> list[Path]:
     if form == "parquet":
         return _write_parquet(path, tables, state, error)
@@ -188,7 +193,7 @@ def _write(
     return [path]
 
 
-def _write_weights(file: BinaryIO, tables: Sequence[Table], dense: Mapping[str, Tensor]) -> None:
+def _write_weights(file: BinaryIO, tables: Sequence[ExportedTable], dense: Mapping[str, Tensor]) -> None:
     kinds = {
         _weight(layer): Kind("F32", (table.num_rows, table.dims[part]))
         for table in tables
@@ -213,7 +218,7 @@ def _write_weights(file: BinaryIO, tables: Sequence[Table], dense: Mapping[str, 
         file.write(octets(value).numpy().data)
 
 
-def _write_rows(table: Table, weights: Sequence[tuple[Floats, int]]) -> None:
+def _write_rows(table: ExportedTable, weights: Sequence[tuple[Floats, int]]) -> None:
     """First values, then the rows, into each weight from its column of them."""
     if table.initialise is not None:
         for start in range(0, table.num_rows, ROWS_PER_BLOCK):
@@ -238,7 +243,7 @@ def _weight(layer: str) -> str:
     return f"{layer}.weight" if layer else "weight"
 
 
-def _write_parquet(directory: Path, tables: Sequence[Table], state: bool, error: ErrorKind) -> list[Path]:
+def _write_parquet(directory: Path, tables: Sequence[ExportedTable], state: bool, error: ErrorKind) -> list[Path]:
     """One file a table; nothing if one of them fails."""
     is_new = not directory.exists()
     with failing(error, "make", directory):
@@ -263,7 +268,7 @@ def _write_parquet(directory: Path, tables: Sequence[Table], state: bool, error:
     return files
 
 
-def _columns(table: Table, state: bool) -> dict[str, slice]:
+def _columns(table: ExportedTable, state: bool) -> dict[str, slice]:
     """Name and place in the row of each column beside the id."""
     names: dict[int, str] = {}
     for layer, part in table.layers.items():
@@ -275,7 +280,7 @@ def _columns(table: Table, state: bool) -> dict[str, slice]:
     return found | ({"state": slice(ends[-1], table.width)} if state and table.width > ends[-1] else {})
 
 
-def _write_table(file: BinaryIO, table: Table, columns: Mapping[str, slice]) -> None:
+def _write_table(file: BinaryIO, table: ExportedTable, columns: Mapping[str, slice]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -456,7 +456,7 @@ def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path, Path]]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("reading", "reading rows of table 0 in"),
+        ("reading", "can't read rows of table 0 in"),
         ("dropping", "lost on their way to the disk"),
         ("later", "lost on their way to the disk"),
     ],
