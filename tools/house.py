@@ -19,7 +19,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("rows/", "optim.py", "schedules.py", "layout.py", "initial.py", "arrays.py"),
     ),
     "rows": (
-        *("store/", "checkpoint/", "checkpointing.py", "resuming.py", "exporting.py", "whole_file.py"),
+        *("store/", "checkpoint/", "checkpointing.py", "resuming.py", "os_errors.py", "whole_file.py"),
         *("trainer/checkpointer.py", "trainer/state.py", "trainer/saved.py"),
     ),
     "processes": ("wire/", "server/", "cluster/", "recovery.py", "failpoints.py"),

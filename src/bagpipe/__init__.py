@@ -11,9 +11,9 @@ from bagpipe._version import __version__
 if TYPE_CHECKING:
     from bagpipe import data, errors, initial, optim, schedules
     from bagpipe.api import accelerate
+    from bagpipe.checkpoint.export import export
     from bagpipe.checkpointing import Checkpointing
     from bagpipe.errors import BagpipeError
-    from bagpipe.exporting import export
     from bagpipe.table import Table
     from bagpipe.trainer.batches import Batches
     from bagpipe.trainer.clip import clip_grad_norm_
@@ -47,7 +47,7 @@ _HOMES = {
     "Table": "bagpipe.table",
     "accelerate": "bagpipe.api",
     "clip_grad_norm_": "bagpipe.trainer.clip",
-    "export": "bagpipe.exporting",
+    "export": "bagpipe.checkpoint.export",
 }
 
 if not TYPE_CHECKING:  # to type checkers it would define every name, misspelt ones included

@@ -86,6 +86,9 @@ class RowReader(Protocol):
     def read_rows(self, table: int, ids: Ids) -> Floats:
         """Rows as the store has them: vectors and optimizer state."""
 
+    def touched_rows(self, table: int) -> Iterator[tuple[Ids, Floats]]:
+        """The rows ever written, as trained so far, some at a time as (ids, rows)."""
+
     def write_rows(self, table: int, ids: Ids, values: Floats) -> None:
         """Set rows in the store."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagpipe.checkpoint.disk import SystemDisk, make_directories
+from bagpipe.checkpoint.disk import Disk, make_directories
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.checkpointing import Checkpointing
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
@@ -182,7 +182,7 @@ def _divide(source: str, data: Dataset, share: float) -> tuple[Dataset, Dataset]
 
 def claim(run_dir: Path | None, config: Config) -> Path:
     """Make the run directory, whose name outlives a crash; one that holds something already is never written into."""
-    disk = SystemDisk()
+    disk = Disk()
     if run_dir is not None:
         with _making(run_dir):
             make_directories(disk, run_dir.resolve())

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.disk import SystemDisk
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.config import Config, lay_over, parse_config
 from bagpipe.errors import CheckpointError, ConfigError
+from bagpipe.whole_file import whole_file
 
 CONFIG_NAME = "config.json"
 SUMMARY_NAME = "summary.json"
@@ -130,14 +130,9 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = 
 
 def note_config(directory: Path, config: Config) -> None:
     """Write down what a run is, so that it can be resumed, also after a crash of the machine."""
-    text = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
-    draft = directory / f"{CONFIG_NAME}.new"
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(directory / CONFIG_NAME)
-    SystemDisk().sync_directory(directory.resolve())
+    text = json.dumps(config.model_dump(mode="json"), indent=2)
+    with whole_file(directory / CONFIG_NAME) as file:
+        file.write(f"{text}\n".encode())
 
 
 @contextmanager

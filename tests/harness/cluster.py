@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from bagpipe.checkpoint.directory import complete_points
-from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.cluster.settings import Wiring
 from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.failpoints import Killed, acting_as, armed
@@ -30,7 +30,7 @@ from bagpipe.training import train_remote
 from harness.roles import Attempt, Life, Plot, Posts, ScheduledOutbox, Thread, current, give_way, in_background, living
 
 RUN = bytes(range(16))
-DISK = ("create", "append", "open", "make_directory", "rename", "unlink", "remove_directory", "sync_directory")
+DISK = ("create", "open", "make_directory", "rename", "unlink", "remove_directory", "sync_directory")
 
 
 def session(generation):
@@ -300,7 +300,7 @@ def mortal():
 
     with ExitStack() as stack:
         for name in DISK:
-            stack.enter_context(patch.object(SystemDisk, name, wrapped(getattr(SystemDisk, name))))
+            stack.enter_context(patch.object(Disk, name, wrapped(getattr(Disk, name))))
         for name in ("fsync", "fdatasync"):  # what was written outlives the death of a process without them
             stack.enter_context(patch.object(os, name, lambda _: None))
         stack.enter_context(patch("bagpipe.trainer.background.threading", SimpleNamespace(Thread=Thread)))

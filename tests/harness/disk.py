@@ -12,13 +12,14 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from bagpipe.checkpoint.disk import Disk, NewFile, OpenFile
+
 ROOT = Path("/")
 
 
 class _File:
     def __init__(self):
         self.data = bytearray()
-        self.owner = None
 
 
 class _Directory:
@@ -31,12 +32,6 @@ class _Write:
     file: _File
     start: int
     data: bytes
-
-
-@dataclass(frozen=True)
-class _Cut:
-    file: _File
-    size: int
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,8 @@ class Fault:
         return len(self.seen) == self.at + 1
 
 
-class SimulatedDisk:
-    """`bagpipe.checkpoint.disk.Disk` in memory."""
+class SimulatedDisk(Disk):
+    """In memory; every operation of a disk is its own."""
 
     def __init__(self, root=None):
         self.root = root or _Directory()
@@ -86,14 +81,6 @@ class SimulatedDisk:
         if path.name in parent.names:
             raise _error(errno.EEXIST, path)
         return _Handle(self, path, self._link(parent, path.name, _File()))
-
-    def append(self, path):
-        self._reach("append", path)
-        parent = self._parent(path)
-        node = parent.names.get(path.name) or self._link(parent, path.name, _File())
-        if isinstance(node, _Directory):
-            raise _error(errno.EISDIR, path)
-        return _Handle(self, path, node)
 
     def open(self, path):
         self._reach("open", path)
@@ -195,10 +182,6 @@ class SimulatedDisk:
                 data = clone(op.file).data
                 data.extend(bytes(max(0, op.start - len(data))))
                 data[op.start : op.start + len(op.data)] = op.data
-            elif isinstance(op, _Cut):
-                data = clone(op.file).data
-                data.extend(bytes(max(0, op.size - len(data))))
-                del data[op.size :]
             elif isinstance(op, _Named):
                 names, node = clone(op.directory).names, clone(op.node)
                 if op.old is not None and names.get(op.old) is node:
@@ -245,8 +228,9 @@ class SimulatedDisk:
         return node
 
 
-class _Handle:
+class _Handle(NewFile):
     def __init__(self, disk, path, file):
+        super().__init__(-1)
         self.disk, self.path, self.file = disk, path, file
 
     def write(self, data):
@@ -262,35 +246,14 @@ class _Handle:
         self.disk.log.append(_Write(self.file, len(self.file.data), data))
         self.file.data += data
 
-    def truncate(self, num_bytes):
-        self.disk._reach("truncate", self.path)
-        self.disk.log.append(_Cut(self.file, num_bytes))
-        self.file.data.extend(bytes(max(0, num_bytes - len(self.file.data))))
-        del self.file.data[num_bytes:]
-
     def sync(self):
         self.disk._reach("sync", self.path)
         self.disk.log.append(_Synced(self.file))
 
-    def lock(self):
-        if self.file.owner not in (None, self):
-            return False
-        self.file.owner = self
-        return True
 
-    def close(self):
-        if self.file.owner is self:
-            self.file.owner = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-class _Reading:
+class _Reading(OpenFile):
     def __init__(self, disk, path, file):
+        self._fd = -1
         self.disk, self.path, self.file = disk, path, file
         self.num_bytes = len(file.data)
 
@@ -299,15 +262,6 @@ class _Reading:
         data = self.file.data[start : start + len(buffer)]
         buffer[: len(data)] = data
         return len(data)
-
-    def close(self):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
 
 
 def _contents(directory, path=ROOT):

@@ -5,14 +5,14 @@ A pair such as `SAVE` is a place where a test may put something of its own: `mon
 
 from __future__ import annotations
 
-from bagpipe import embedding
+from bagpipe.checkpoint import export as exporting
 from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.export import export
 from bagpipe.checkpoint.manifest import Facts, InitialEntry
 from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.checkpoint.tree import pack_tree
 from bagpipe.cluster.keeper import children_of
 from bagpipe.config import load_config, parse_config
-from bagpipe.exporting import export
 from bagpipe.initial import Given
 from bagpipe.job import open_job, prepare
 from bagpipe.layers import bind
@@ -59,14 +59,14 @@ __all__ = [
 SAVE = (VersionedStore, "save")
 """Writes the rows of a checkpoint: (store, done, ...)."""
 STATE_BYTES_MAX = (saved, "STATE_BYTES_MAX")
-EXPORTED_BLOCKS = (embedding.CachedLayer, "blocks")
-"""The blocks of a layer's weights, as an export writes them."""
-EXPORTED_BLOCK_ROWS = (embedding, "ROWS_PER_BLOCK")
+EXPORTED_BLOCKS = (exporting.ExportedTable, "blocks")
+"""The blocks of a table's rows, as an export writes them."""
+EXPORTED_BLOCK_ROWS = (exporting, "ROWS_PER_BLOCK")
 EXAMINE = "bagpipe.doctor.examine"
 """What the shortest command calls."""
 DEFINED = {"export": export, "Batch": Batch}
 """Public names, and what they are names of."""
-HOMES = "bagpipe.exporting, bagpipe.api, bagpipe.trainer.clip, bagpipe.training"
+HOMES = "bagpipe.checkpoint.export, bagpipe.api, bagpipe.trainer.clip, bagpipe.training"
 """Modules whose import must not hide a public name."""
 LIGHT_MODULES = (
     *("bagpipe.cluster.processor_role", "bagpipe.cluster.server_role", "bagpipe.data.processors.child"),

@@ -245,7 +245,7 @@ def test_one_by_hand_says_where_it_is_serves_and_ends_in_order(tmp_path: Path) -
         (["--keys", "/nowhere"], "/nowhere can't be opened"),
         (["--address", "nonsense"], "the address 'nonsense' is none"),
         (["--store", "mapped", "--dir", __file__], f"{__file__} is a file"),
-        (["--store", "mapped", "--dir", f"{__file__}/rows"], "/rows failed (Not a directory): check the path"),
+        (["--store", "mapped", "--dir", f"{__file__}/rows"], "/rows: Not a directory: check the path"),
     ],
 )
 def test_by_hand_wrong_options_are_refused_by_name(arguments: list[str], named: str, capsys, monkeypatch) -> None:

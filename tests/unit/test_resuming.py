@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bagpipe import resuming
-from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.point import START
 from bagpipe.config import Config, parse_config
 from bagpipe.errors import CheckpointError, ConfigError
@@ -36,7 +36,7 @@ def synced(monkeypatch):
         assert not path.is_symlink(), "the system refuses these"
         found.append((path, sorted(each.name for each in path.iterdir())))
 
-    monkeypatch.setattr(SystemDisk, "sync_directory", note)
+    monkeypatch.setattr(Disk, "sync_directory", note)
     return found
 
 

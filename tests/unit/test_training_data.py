@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.config import load_config
 from bagpipe.data import Shards, generated, write
 from bagpipe.data.manifest import MANIFEST, RangeEntry
@@ -99,7 +99,7 @@ def test_ctrl_c_while_the_run_directory_is_made_leaves_nothing(tmp_path, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(SystemDisk, call, interrupted)
+    monkeypatch.setattr(Disk, call, interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare(load_config(None, ["data.preset=tiny"]))
     assert list(tmp_path.iterdir()) == []

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh64_hexdigest
 
-from bagpipe.checkpoint.disk import Disk, SystemDisk, make_directories
-from bagpipe.checkpoint.failures import failing
+from bagpipe.checkpoint.disk import Disk, make_directories
 from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, Manifest, encode_manifest
 from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.checkpoint.reading import (
@@ -44,6 +43,7 @@ from bagpipe.checkpoint.reading import (
 from bagpipe.checkpoint.shards import write_file
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.failpoints import reach
+from bagpipe.os_errors import failing
 
 if TYPE_CHECKING:
     from typing import Self
@@ -88,7 +88,7 @@ class Checkpoints:
         self.directory = Path(directory).resolve()  # a user's own links are followed; those within are not
         self.keep = keep
         self.generation, self.token = generation, token or os.urandom(4).hex()
-        self.disk: Disk = SystemDisk() if disk is None else disk
+        self.disk: Disk = Disk() if disk is None else disk
         self._base: BaseEntry | None = None
 
     def continue_from(self, done: int | None) -> None:
@@ -119,12 +119,12 @@ class Checkpoints:
         path = self._make_pending(done)
         part, whole = path / f"{name}{_PART}", path / f"{name}{BLOB_SUFFIX}"
         write_file(self.disk, path, FileEntry(name=part.name, bytes=len(data), checksum=xxh64_hexdigest(data)), [data])
-        with failing("naming", whole):
+        with failing(CheckpointError, "name", whole):
             self.disk.rename(part, whole)
 
     def _make_pending(self, done: int) -> Path:
         path = self._unused_name(_TMP, done, self.token)
-        with failing("making", path):
+        with failing(CheckpointError, "make", path):
             make_directories(self.disk, self.directory)
             with suppress(FileExistsError):  # another trainer came first
                 self.disk.make_directory(path)
@@ -223,7 +223,7 @@ class Checkpoints:
         removed = []
         for done in reversed(doomed):  # what builds on another goes first
             path, away = self.directory / directory_name(done), self._unused_name(_OLD, done)
-            with failing("removing", path):
+            with failing(CheckpointError, "remove", path):
                 if MANIFEST not in self.disk.files(path):
                     continue  # somebody else's, who has named it by a number
                 self.disk.rename(path, away)
@@ -244,7 +244,7 @@ class Checkpoints:
 
     def numbers(self) -> Sequence[int]:
         """Every name that stands for a checkpoint, whether it can be opened or not."""
-        with failing("reading", self.directory):
+        with failing(CheckpointError, "read", self.directory):
             try:
                 names = self.disk.directories(self.directory)
             except (FileNotFoundError, NotADirectoryError):
@@ -266,7 +266,7 @@ class Checkpoints:
         return None if base.is_long else found
 
     def _remove_leftovers(self, done: int) -> None:
-        with failing("reading", self.directory):
+        with failing(CheckpointError, "read", self.directory):
             names = [name for name in self.disk.directories(self.directory) if _LEFTOVER.fullmatch(name)]
         for name in names:
             if name.endswith(f"-{self.generation}-{self.token}") and int(name.split("-")[1]) >= done:
@@ -319,7 +319,7 @@ class Pending:
         for name in names:
             path = self.directory / f"{name}{BLOB_SUFFIX}"
             until = time.monotonic() + WAIT_S
-            with failing("reading", path):
+            with failing(CheckpointError, "read", path):
                 while path.name not in self._disk.files(self.directory):
                     if given_up() or time.monotonic() > until:
                         raise CheckpointError(f"{name} has not written its state to {path} within {WAIT_S:g} s")
@@ -385,7 +385,7 @@ class Pending:
     def _write_manifest(self, manifest: Manifest) -> None:
         """Last in the directory; then all names are looked at once more, and synced: files were read back before."""
         data, checksum = encode_manifest(manifest)
-        with failing("writing", self.directory / MANIFEST):
+        with failing(CheckpointError, "write", self.directory / MANIFEST):
             with self._disk.create(self.directory / MANIFEST) as file:
                 file.write(data)
                 file.sync()
@@ -393,7 +393,7 @@ class Pending:
         if (found, again) != (manifest, checksum):
             raise CheckpointError(f"{self.directory / MANIFEST} reads back as something else: check the disk")
         names = {MANIFEST, *(entry.name for entry in manifest.files)}
-        with failing("reading", self.directory):
+        with failing(CheckpointError, "read", self.directory):
             there = set(self._disk.files(self.directory))
             self._disk.sync_directory(self.directory)
         if there != names:
@@ -406,7 +406,7 @@ class Pending:
         """In the place of another of that name, if the run has come back from that one's future."""
         checkpoints, disk = self._checkpoints, self._disk
         self._refuse_later_generation(name)
-        with failing("naming", name), ExitStack() as undo:
+        with failing(CheckpointError, "name", name), ExitStack() as undo:
             replaced = checkpoints._unused_name(_OLD, self.done) if self.done in checkpoints.numbers() else None
             if replaced is not None:
                 disk.rename(name, replaced)

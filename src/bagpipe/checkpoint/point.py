@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.reading import Checkpoint, open_checkpoint
 from bagpipe.errors import CheckpointError
 
@@ -28,7 +28,7 @@ class ResumePoint:
     def open(self, disk: Disk | None = None) -> Checkpoint:
         """The checkpoint; CheckpointError if it is missing, damaged, or another by now."""
         assert self.checkpoint is not None, "a run that begins has no checkpoint"
-        checkpoint = open_checkpoint(disk or SystemDisk(), self.checkpoint.parent, self.done)
+        checkpoint = open_checkpoint(disk or Disk(), self.checkpoint.parent, self.done)
         if checkpoint.checksum != self.checksum:
             raise CheckpointError(
                 f"{self.checkpoint} has checksum {checkpoint.checksum} and should have {self.checksum}: it was written "

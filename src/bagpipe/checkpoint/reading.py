@@ -13,7 +13,6 @@ import numpy as np
 
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.checkpoint.disk import Disk
-from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_BYTES_MAX,
@@ -25,6 +24,7 @@ from bagpipe.checkpoint.manifest import (
 from bagpipe.checkpoint.shards import Report, check_file, read_file, read_rows
 from bagpipe.errors import CheckpointError
 from bagpipe.kernels.idmap import IdMap
+from bagpipe.os_errors import failing
 from bagpipe.server.shards import divide
 from bagpipe.store.base import Store
 
@@ -96,7 +96,7 @@ class Checkpoint:
         entry = self.manifest.file(f"{name}{BLOB_SUFFIX}")
         if entry is None or entry.rows is not None:
             raise CheckpointError(f"{self.directory} has nothing of the name {name!r}: it has {self.blobs()}")
-        return bytes(read_file(self._disk, self.directory, entry))
+        return read_file(self._disk, self.directory, entry)
 
     def table(self, name: str) -> int:
         """The number of a table."""
@@ -181,7 +181,7 @@ def read_manifest(disk: Disk, path: Path) -> tuple[Manifest, str]:
     """The manifest in a checkpoint's own directory, and its checksum."""
     file_path = path / MANIFEST
     _check_real(disk, path)
-    with failing("reading", file_path), disk.open(file_path) as file:
+    with failing(CheckpointError, "read", file_path), disk.open(file_path) as file:
         if file.num_bytes > MANIFEST_BYTES_MAX:
             raise CheckpointError(
                 f"{file_path} has {file.num_bytes:,} B, at most {MANIFEST_BYTES_MAX:,} are read: use another checkpoint"
@@ -239,7 +239,7 @@ def _shown(tables: Sequence[tuple[str, int]]) -> str:
 
 
 def _check_real(disk: Disk, path: Path) -> None:
-    with failing("reading", path.parent):
+    with failing(CheckpointError, "read", path.parent):
         real = path.name in disk.directories(path.parent)
     if not real:
         raise CheckpointError(f"there is no checkpoint {path} (a symbolic link does not count): check the path")

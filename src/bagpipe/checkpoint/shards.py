@@ -15,10 +15,10 @@ from xxhash import xxh64, xxh64_hexdigest
 
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.checkpoint.disk import Bytes, Disk
-from bagpipe.checkpoint.failures import failing
 from bagpipe.checkpoint.manifest import FileEntry, RowCount, ShardOf
 from bagpipe.checkpoint.tensors import Kind, check_kinds, decode, encode_header
 from bagpipe.errors import CheckpointError
+from bagpipe.os_errors import failing
 
 Report: TypeAlias = Callable[[int], None]
 """Told how many bytes are done."""
@@ -102,7 +102,7 @@ class _Writer:
         counts: dict[int, int] = {}
         for table, ids, _ in self._chunks:
             counts[table] = counts.get(table, 0) + len(ids)
-        header = encode_header(dict(_kinds(self._tables, counts)))
+        header = encode_header(_kinds(self._tables, counts))
         parts: list[Bytes] = [header]
         parts += [ids.data.cast("B") for _, ids, _ in self._chunks]
         parts += [values.data.cast("B") for _, _, values in self._chunks]
@@ -129,7 +129,7 @@ class _Writer:
 def write_file(disk: Disk, directory: Path, entry: FileEntry, parts: Sequence[Bytes]) -> None:
     """Write a new file, sync it, and read it back."""
     path = directory / entry.name
-    with failing("writing", path), disk.create(path) as file:
+    with failing(CheckpointError, "write", path), disk.create(path) as file:
         for data in parts:
             file.write(data)
         file.sync()
@@ -139,7 +139,7 @@ def write_file(disk: Disk, directory: Path, entry: FileEntry, parts: Sequence[By
 def check_file(disk: Disk, directory: Path, entry: FileEntry) -> None:
     """CheckpointError unless a file has the size and checksum that its entry says. Memory: one chunk."""
     path, total = directory / entry.name, xxh64()
-    with failing("reading", path), disk.open(path) as file:
+    with failing(CheckpointError, "read", path), disk.open(path) as file:
         _check_size(path, file.num_bytes, entry)
         buffer = memoryview(bytearray(min(CHUNK_BYTES, entry.bytes)))
         for start in range(0, entry.bytes, CHUNK_BYTES):
@@ -148,15 +148,15 @@ def check_file(disk: Disk, directory: Path, entry: FileEntry) -> None:
     _check_sum(path, total.hexdigest(), entry)
 
 
-def read_file(disk: Disk, directory: Path, entry: FileEntry) -> memoryview:
+def read_file(disk: Disk, directory: Path, entry: FileEntry) -> bytes:
     """The contents of a file, checked against its entry."""
     path = directory / entry.name
-    with failing("reading", path), disk.open(path) as file:
+    with failing(CheckpointError, "read", path), disk.open(path) as file:
         _check_size(path, file.num_bytes, entry)
-        data = memoryview(bytearray(entry.bytes))
+        data = bytearray(entry.bytes)
         count = file.read_into(data)
-    _check_sum(path, xxh64_hexdigest(data[:count]), entry)
-    return data
+    _check_sum(path, xxh64_hexdigest(memoryview(data)[:count]), entry)
+    return bytes(data)
 
 
 def read_rows(
@@ -168,10 +168,9 @@ def read_rows(
         raise CheckpointError(
             f"{path} has {entry.bytes:,} B, a file of rows at most {FILE_BYTES_MAX:,}: use another checkpoint"
         )
-    data = read_file(disk, directory, entry)
-    found, _ = decode(str(path), data)
+    found, _ = decode(str(path), read_file(disk, directory, entry))
     counts = {part.table: part.rows for part in entry.rows or ()}
-    check_kinds(str(path), found, list(_kinds(tables, counts)))
+    check_kinds(str(path), found, _kinds(tables, counts))
     for table, rows in counts.items():
         name, width = tables[table]
         ids = np.frombuffer(found[f"{name}.ids"].data, np.int64)
@@ -179,11 +178,11 @@ def read_rows(
         yield table, ids, values
 
 
-def _kinds(tables: Sequence[tuple[str, int]], counts: dict[int, int]) -> Iterator[tuple[str, Kind]]:
+def _kinds(tables: Sequence[tuple[str, int]], counts: dict[int, int]) -> dict[str, Kind]:
     """The tensors of a file with so many rows of each table: all ids first, so that everything is aligned."""
-    ascending = sorted(counts)
-    yield from ((f"{tables[table][0]}.ids", Kind("I64", (counts[table],))) for table in ascending)
-    yield from ((f"{tables[table][0]}.rows", Kind("F32", (counts[table], tables[table][1]))) for table in ascending)
+    parts = [(*tables[table], counts[table]) for table in sorted(counts)]
+    ids = {f"{name}.ids": Kind("I64", (rows,)) for name, _, rows in parts}
+    return ids | {f"{name}.rows": Kind("F32", (rows, width)) for name, width, rows in parts}
 
 
 def _check_size(path: Path, num_bytes: int, entry: FileEntry) -> None:

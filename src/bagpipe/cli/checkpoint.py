@@ -139,14 +139,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as plain PyTorch weights, or its rows as parquet."""
-    from bagpipe.checkpoint.convert import export_parquet, export_weights
+    from bagpipe.checkpoint.export import export_checkpoint
 
     checkpoint = _open(place, done)
-    if to is Format.parquet:
-        files = export_parquet(checkpoint, destination, state=state)
-    else:
-        export_weights(checkpoint, destination)
-        files = [destination]
+    files = export_checkpoint(checkpoint, destination, format=to.value, state=state)
     if as_json:
         print_json({"done": checkpoint.done, "format": to.value, "files": [str(path) for path in files]})
         return

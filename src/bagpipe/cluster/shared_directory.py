@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from bagpipe.errors import ClusterError
+from bagpipe.whole_file import whole_file
 
 _DRIVER = "driver"
 
@@ -56,12 +57,8 @@ def prove(role: str, place: Path, token: str) -> None:
 
 
 def _leave(place: Path, name: str, token: str) -> None:
-    draft = place / f"{name}.new"
-    with draft.open("w", encoding="ascii") as file:
-        file.write(token)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(place / name)
+    with whole_file(place / name) as file:
+        file.write(token.encode("ascii"))
 
 
 def _name(role: str) -> str:

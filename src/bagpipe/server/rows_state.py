@@ -16,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from bagpipe import failpoints
-from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpoint.reading import directory_name
 from bagpipe.checkpoint.shards import Report
@@ -47,7 +47,7 @@ class Safety:
     """Of memory for that; beyond it rows are read from the checkpoint after all."""
     checkpoints: tuple[Path, ...] = ()
     """In and below these directories checkpoints may be written and read."""
-    disk: Disk = field(default_factory=SystemDisk)
+    disk: Disk = field(default_factory=Disk)
 
 
 class ServerRows:

@@ -36,8 +36,8 @@ import numpy as np
 from bagpipe.arrays import Floats, Int64s, UInt8s
 from bagpipe.errors import ConfigError, StoreError
 from bagpipe.kernels import inlined, kernel
+from bagpipe.os_errors import failing, no_room, os_error
 from bagpipe.store.base import RowSource, StoreStats, check_widths
-from bagpipe.store.failures import failing, medium_failure, no_room
 from bagpipe.store.libc import (
     DONTNEED,
     FORGET_MAPPED,
@@ -310,7 +310,7 @@ class FileRows(ChunkedRows):
         super().__init__(width, chunk_bytes)
         self.path = directory
         self._table, self._residency = table, residency
-        with failing("making a file in", directory), tempfile.TemporaryFile(dir=directory) as file:
+        with failing(StoreError, "make a file in", directory), tempfile.TemporaryFile(dir=directory) as file:
             self._fd = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._fd).atexit = False  # open as long as somebody copies rows
         self._row_bytes = width * 4
@@ -454,8 +454,8 @@ class FileRows(ChunkedRows):
         )
         if error:
             self._doubts = sys.maxsize  # whoever touches a page that can't be read ends the process
-            doing = "reading" if advice == POPULATE_READ else "writing"
-            raise medium_failure(self.path, f"{doing} rows of table {self._table} in", error)
+            do = "read" if advice == POPULATE_READ else "write"
+            raise os_error(StoreError, f"{do} rows of table {self._table} in", self.path, OSError(error, ""))
 
     def _end_of(self, num_rows: int) -> int:
         """Where in the file the first so many rows end."""
@@ -544,7 +544,7 @@ def make_directory(path: Path) -> None:
 
     What else is in it does not matter.
     """
-    with failing("making", path):
+    with failing(StoreError, "make", path):
         if path.exists() and not path.is_dir():
             raise StoreError(errno.ENOTDIR, f"{path} is a file: give a directory for the files of rows")
         path.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from weakref import WeakSet
 import numpy as np
 
 from bagpipe.arrays import Flags, Floats, Int32s, Int64s
-from bagpipe.checkpoint.disk import Disk, SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import FileEntry
 from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.checkpoint.reading import ALL, load_rows
@@ -139,7 +139,7 @@ class VersionedStore(Store):
         """
         self.base, self.spill, self.shard = base, spill, shard
         self._rollback, self._bytes_max, self._chunk_bytes = rollback, layer_bytes_max, chunk_bytes
-        self._disk: Disk = SystemDisk() if disk is None else disk
+        self._disk: Disk = Disk() if disk is None else disk
         self._layers: tuple[Layer, ...] = ()
         """Replaced, not changed: a reader keeps what it began with."""
         self._spare: list[LocalStore] = []

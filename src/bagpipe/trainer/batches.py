@@ -373,6 +373,11 @@ class Batches:
         self.store.read(table, ids, values)
         return values
 
+    def touched_rows(self, table: int) -> Iterator[tuple[Ids, Floats]]:
+        """The rows ever written, as trained so far, some at a time as (ids, rows)."""
+        self.barrier()
+        return self.store.iterate(table)
+
     def write_rows(self, table: int, ids: Ids, values: Floats) -> None:
         """Set rows in the store; refused while rows are cached."""
         self._refuse_while_training()

@@ -272,7 +272,7 @@ def test_a_name_is_whole_or_it_is_not_looked_at(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint after 20 iterations"):
         checkpoints.open(20)
     (tmp_path / "00000050").mkdir()
-    assert "manifest.json failed (No such file" in checkpoints.scan()[-1].problem
+    assert "manifest.json: No such file" in checkpoints.scan()[-1].problem
     (tmp_path / "00000010").rename(tmp_path / "00000060")
     assert "00000060 is of 10 iterations" in checkpoints.scan()[-1].problem
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from bagpipe.checkpoint import shards
-from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import RowCount
 from bagpipe.checkpoint.reading import load_rows, table_differences
 from bagpipe.checkpoint.shards import check_file, read_rows, write_rows
@@ -74,14 +74,14 @@ def test_files_are_cut_at_a_size_and_plain_safetensors(tmp_path, monkeypatch):
     world = World(rows=200)
     world.train(1, share=1)
     reported = []
-    entries = write_rows(SystemDisk(), tmp_path, world.shard(0, 1), list(WIDTHS.items()), report=reported.append)
+    entries = write_rows(Disk(), tmp_path, world.shard(0, 1), list(WIDTHS.items()), report=reported.append)
     assert len(entries) > 5
     assert max(entry.bytes for entry in entries) < 1700
     assert reported == sorted(reported)
     assert reported[-1] == 200 * (8 + 20 + 8 + 12)
     found = [{}, {}]
     for entry in entries:
-        check_file(SystemDisk(), tmp_path, entry)
+        check_file(Disk(), tmp_path, entry)
         tensors = load_file(tmp_path / entry.name)
         for table, name in enumerate(WIDTHS):
             ids, rows = tensors.get(f"{name}.ids", ()), tensors.get(f"{name}.rows", ())
@@ -103,11 +103,11 @@ def test_files_are_cut_at_a_size_and_plain_safetensors(tmp_path, monkeypatch):
 def test_an_entry_that_says_something_else_than_its_file_is_refused(tmp_path, changes):
     world = World()
     world.train(1, share=1)
-    (entry,) = write_rows(SystemDisk(), tmp_path, world.shard(0, 1), list(WIDTHS.items()))
-    assert [len(ids) for _, ids, _ in read_rows(SystemDisk(), tmp_path, entry, list(WIDTHS.items()))] == [30, 30]
+    (entry,) = write_rows(Disk(), tmp_path, world.shard(0, 1), list(WIDTHS.items()))
+    assert [len(ids) for _, ids, _ in read_rows(Disk(), tmp_path, entry, list(WIDTHS.items()))] == [30, 30]
     wrong = msgspec.structs.replace(entry, **changes)
     with pytest.raises(CheckpointError, match="use another checkpoint"):
-        list(read_rows(SystemDisk(), tmp_path, wrong, list(WIDTHS.items())))
+        list(read_rows(Disk(), tmp_path, wrong, list(WIDTHS.items())))
 
 
 def test_no_rows_make_no_files(tmp_path):
@@ -170,7 +170,7 @@ def test_rows_that_are_not_of_the_table_are_refused(tmp_path):
             yield np.arange(3), np.zeros((3, 2), np.float32)
 
     with pytest.raises(CheckpointError, match="save them with the tables"):
-        write_rows(SystemDisk(), tmp_path, Wrong(), [("user", 5)])
+        write_rows(Disk(), tmp_path, Wrong(), [("user", 5)])
     world = World()
     world.ids[0] = np.arange(995, 1005)
     world.train(1, share=1)

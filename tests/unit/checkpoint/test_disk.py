@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.disk import Disk
 
-disk = SystemDisk()
+disk = Disk()
 
 
 def content(path):
@@ -18,22 +18,18 @@ def content(path):
     return bytes(buffer)
 
 
-def test_a_file_grows_at_its_end_and_is_cut(tmp_path):
+def test_a_file_grows_at_its_end(tmp_path):
     with disk.create(tmp_path / "a") as file:
         file.write(b"abc")
         file.write(memoryview(bytearray(b"defg")))
         file.sync()
-    with disk.append(tmp_path / "a") as file:
-        file.write(b"hij")
-        file.truncate(5)
-        file.write(b"!")
         file.close()
-    assert content(tmp_path / "a") == b"abcde!"
+    assert content(tmp_path / "a") == b"abcdefg"
     with disk.open(tmp_path / "a") as file:
         buffer = bytearray(10)
-        assert file.read_into(buffer, 2) == 4
+        assert file.read_into(buffer, 3) == 4
         assert file.read_into(buffer, 9) == 0
-    assert buffer == b"cde!\0\0\0\0\0\0"
+    assert buffer == b"defg\0\0\0\0\0\0"
 
 
 def test_only_new_files_are_created_and_only_regular_ones_read(tmp_path):
@@ -47,11 +43,15 @@ def test_only_new_files_are_created_and_only_regular_ones_read(tmp_path):
     for name in ("link", "directory", "pipe", "missing"):
         with pytest.raises(OSError, match=name):
             disk.open(tmp_path / name)
-    for name in ("link", "directory"):
-        with pytest.raises(OSError, match=name):
-            disk.append(tmp_path / name)
     assert disk.files(tmp_path) == ["there"]
     assert disk.directories(tmp_path) == ["directory"]
+
+
+def test_large_files_are_written_and_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("bagpipe.checkpoint.disk._BYTES_MAX", 10)
+    with disk.create(tmp_path / "a") as file:
+        file.write(bytes(range(95)))
+    assert content(tmp_path / "a") == bytes(range(95))
 
 
 def test_names_are_made_moved_and_removed(tmp_path):
@@ -67,11 +67,3 @@ def test_names_are_made_moved_and_removed(tmp_path):
     disk.remove_directory(tmp_path / "b")
     disk.sync_directory(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_is_claimed_by_one_at_a_time(tmp_path):
-    with disk.append(tmp_path / "a") as first, disk.append(tmp_path / "a") as second:
-        assert first.lock()
-        assert not second.lock()
-        first.close()
-        assert second.lock()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from xxhash import xxh64_hexdigest
 
-from bagpipe.checkpoint.disk import SystemDisk
+from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import (
     BaseEntry,
     Facts,
@@ -70,7 +70,7 @@ def record(**changes):
 
 @pytest.mark.parametrize(("data", "sum_of"), [(b"", "ef46db3751d8e999"), (b"abc", "44bc2cf5ad770999")])
 def test_checksums_of_files_are_xxh64(tmp_path, data, sum_of):
-    write_file(SystemDisk(), tmp_path, FileEntry(name="blob", bytes=len(data), checksum=sum_of), [data])
+    write_file(Disk(), tmp_path, FileEntry(name="blob", bytes=len(data), checksum=sum_of), [data])
 
 
 def test_a_manifest_comes_back_as_it_was_and_is_plain_json():

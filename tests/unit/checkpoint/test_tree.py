@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
+from bagpipe.checkpoint import tensors
 from bagpipe.checkpoint.tensors import Kind, encode_header
 from bagpipe.checkpoint.tree import pack_tree, unpack_tree
 from bagpipe.errors import CheckpointError
@@ -113,7 +114,7 @@ def test_generators_and_optimizers_go_on_as_if_nothing_had_happened():
 
 def test_the_bytes_are_plain_safetensors_and_each_tensor_is_aligned():
     blob = pack_tree([torch.ones(3, dtype=torch.uint8), torch.ones(3), b"abc", torch.ones(3, dtype=torch.float64)])
-    assert sorted(tensor.tolist() for tensor in load(blob).values())[0] == [1.0] * 3
+    assert load(blob)["3"].tolist() == [1.0] * 3
     length = int.from_bytes(blob[:8], "little")
     header = json.loads(blob[8 : 8 + length])
     assert length % 8 == 0
@@ -121,6 +122,33 @@ def test_the_bytes_are_plain_safetensors_and_each_tensor_is_aligned():
     assert all(
         entry["data_offsets"][0] % sizes[entry["dtype"]] == 0 for name, entry in header.items() if name[0] != "_"
     )
+
+
+def test_tensors_are_named_by_their_place_in_the_tree():
+    tree = {
+        "parameters": {"top.0.weight": torch.ones(2), "top": {"0.weight": torch.zeros(1)}},
+        "optimizer": [{0: torch.ones(3)}, b"x"],
+        "__metadata__": torch.ones(4),
+        "\ud800": torch.ones(5),
+    }
+    found = load(pack_tree(tree))
+    assert {name: len(tensor) for name, tensor in found.items()} == {
+        "parameters.top.0.weight": 2,
+        "parameters.top.0.weight#1": 1,
+        "optimizer.0.0": 3,
+        "optimizer.1": 1,
+        "__metadata__#4": 4,
+        "?": 5,
+    }
+    assert same(tree, restored(tree))
+    assert list(load(pack_tree(torch.ones(1)))) == ["tree"]
+
+
+def test_more_plain_values_than_a_header_holds_are_refused_when_they_are_saved(monkeypatch):
+    monkeypatch.setattr(tensors, "_HEADER_BYTES_MAX", 10_000)
+    assert same([2**40] * 500, restored([2**40] * 500))
+    with pytest.raises(CheckpointError, match="room for 10,000: keep numbers in tensors or arrays"):
+        pack_tree([2**40] * 900)
 
 
 class Strange:
@@ -154,7 +182,7 @@ def test_what_can_not_be_kept_is_refused_by_name(tree, message):
         pack_tree(tree)
 
 
-def blob_of(structure, version="1"):
+def blob_of(structure, version="2"):
     text = structure if isinstance(structure, str) else json.dumps(structure)
     return encode_header({"0": Kind("U8", (2,))}, {"version": version, "tree": text}) + b"ab"
 
@@ -176,14 +204,14 @@ def test_a_structure_that_nobody_packed_is_refused(structure):
 
 @pytest.mark.parametrize("label", ["tensor", "array"])
 def test_a_shape_without_numbers_that_memory_can_not_have_is_refused(label):
-    header = encode_header({"0": Kind("F32", (0, 2**40, 2**40))}, {"version": "1", "tree": json.dumps({label: "0"})})
+    header = encode_header({"0": Kind("F32", (0, 2**40, 2**40))}, {"version": "2", "tree": json.dumps({label: "0"})})
     with pytest.raises(CheckpointError, match="damaged"):
         unpack_tree(header)
 
 
 def test_bytes_of_another_kind_or_version_are_refused():
-    with pytest.raises(CheckpointError, match="version '2', this Bagpipe reads '1'"):
-        unpack_tree(blob_of(None, "2"))
+    with pytest.raises(CheckpointError, match="version '1', this Bagpipe reads '2'"):
+        unpack_tree(blob_of(None, "1"))
     blob = pack_tree({"a": torch.ones(2), "b": 1})
     for length in range(len(blob)):
         with pytest.raises(CheckpointError):
@@ -193,7 +221,7 @@ def test_bytes_of_another_kind_or_version_are_refused():
         damaged = bytearray(blob)
         damaged[place] = generator.randrange(256)
         with suppress(CheckpointError):
-            unpack_tree(damaged)
+            unpack_tree(bytes(damaged))
 
 
 def entry(shape="[1]", offsets="[0,4]", dtype="F32"):
@@ -219,7 +247,7 @@ def entry(shape="[1]", offsets="[0,4]", dtype="F32"):
         f'{{"a":{entry(offsets="[4,8]")}}}',
         f'{{"a":{entry(offsets="[0,4,4]")}}}',
         f'{{"a":{entry("[2]", "[0,2]", "U8")},"b":{entry("[3]", "[1,4]", "U8")}}}',
-        f'{{"a":{entry()},"a":{entry()}}}',
+        f'{{"a":{entry()},"b":{entry()}}}',
     ],
     ids=lambda header: header[:40],
 )

@@ -374,7 +374,7 @@ def test_a_write_that_fails_halfway_leaves_a_store_that_refuses_work(tmp_path: P
     with MappedStore(TABLES, tmp_path) as store:
         store.write(0, np.arange(10), values(0, 10))
         monkeypatch.setattr(module, "_bring", lambda *_: errno.EIO)
-        with pytest.raises(StoreError, match=r"writing rows of table 0 in .* failed \(Input/output error\)"):
+        with pytest.raises(StoreError, match=r"can't write rows of table 0 in .*: Input/output error"):
             store.write(0, np.arange(10, 5000), values(1, 4990))
         for call in (lambda: store.num_rows(0), store.stats, lambda: store.read(0, np.arange(1), values(0, 1))):
             with pytest.raises(StoreError, match="failed halfway"):
@@ -456,7 +456,7 @@ def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path, Path]]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("reading", "reading rows of table 0 in"),
+        ("reading", "can't read rows of table 0 in"),
         ("dropping", "lost on their way to the disk"),
         ("later", "lost on their way to the disk"),
     ],
@@ -643,7 +643,7 @@ def no_rights(path: Path) -> None:
     [
         (earlier_store, r"rows of a store of an earlier version \(table-00000\.ids\).*remove .* another directory"),
         (lambda path: path.write_text("mine"), "is a file: give a directory"),
-        (no_rights, r"making a file in .* failed \(Permission denied\): check the path"),
+        (no_rights, r"can't make a file in .*: Permission denied: check the path"),
     ],
 )
 def test_a_directory_that_can_not_be_used_is_refused_and_left_alone(
@@ -667,7 +667,9 @@ def test_when_a_file_can_not_be_made_nothing_is_left(tmp_path: Path, monkeypatch
         return make(**options)
 
     monkeypatch.setattr(module.tempfile, "TemporaryFile", fails)
-    with pytest.raises(StoreError, match=r"making a file in .* \(Too many open files\): raise the limit of open files"):
+    with pytest.raises(
+        StoreError, match=r"can't make a file in .*: Too many open files: raise the limit of open files"
+    ):
         MappedStore(TABLES, tmp_path / "rows")
     assert not list(tmp_path.iterdir())
 

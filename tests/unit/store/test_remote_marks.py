@@ -114,7 +114,7 @@ def test_a_full_disk_is_told_to_whoever_saves_and_training_goes_on(worlds) -> No
     store.write(0, rows(*range(50)), full(1, 50))
     store.mark(1)
     missing = world.directory / ".tmp-00000001"
-    with pytest.raises(CheckpointError, match=r"server \d at server-\d: writing .*\.tmp-00000001/rows-"):
+    with pytest.raises(CheckpointError, match=r"server \d at server-\d: can't write .*\.tmp-00000001/rows-"):
         store.save(1, missing, NAMES)
     store.write(0, rows(1), full(2, 1))
     world.save(store, 2)

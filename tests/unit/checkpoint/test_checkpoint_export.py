@@ -1,4 +1,4 @@
-"""Checkpoints to plain weights and parquet, and plain weights and TorchRec's to models and checkpoints."""
+"""Checkpoints and models to plain weights and parquet."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 
 import bagpipe
 from bagpipe.checkpoint import shards
-from bagpipe.checkpoint.convert import export_parquet, export_weights, initial_of
 from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.export import export_checkpoint, initial_of
 from bagpipe.checkpoint.manifest import Facts, InitialEntry, TableEntry
 from bagpipe.checkpoint.tree import pack_tree
 from bagpipe.checkpointing import Checkpointing
-from bagpipe.errors import CheckpointError
+from bagpipe.errors import CheckpointError, ConfigError, ModelError, StoreError
 from bagpipe.initial import Constant, Normal, Uniform
 from bagpipe.layout import RowLayout
 from bagpipe.table import Table
@@ -100,7 +100,7 @@ def changed(**changes):
 
 def test_exported_weights_load_into_the_plain_model(tmp_path):
     checkpoint, expected = saved(tmp_path / "c", [7, 0, 49, 20])
-    export_weights(checkpoint, tmp_path / "model.safetensors")
+    export_checkpoint(checkpoint, tmp_path / "model.safetensors")
     model = Model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.equal(model.net.deep.weight, torch.from_numpy(expected[:, :4]))
@@ -128,21 +128,108 @@ def test_an_exported_checkpoint_equals_an_export_of_the_model(tmp_path):
     bagpipe.export(model, tmp_path / "expected.safetensors")
     latest = Checkpoints(tmp_path / "c").latest()
     assert latest.chain == [3, 4]
-    export_weights(latest, tmp_path / "found.safetensors")
+    export_checkpoint(latest, tmp_path / "found.safetensors")
     expected, found = load_file(tmp_path / "expected.safetensors"), load_file(tmp_path / "found.safetensors")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def trained(tmp_path, model, **options):
+    """A model after some batches, and the checkpoint of its end."""
+    rows = bagpipe.optim.Adagrad(0.1)
+    checkpoint = Checkpointing(tmp_path / "c", every=100)
+    with bagpipe.accelerate(model, make_batches(4), rows, cache=60, checkpoint=checkpoint, **options) as batches:
+        optimizer = sgd(model.parameters())
+        batches.attach(dense=optimizer)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            rows.step()
+    return Checkpoints(tmp_path / "c").latest()
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_the_rows_of_a_model_are_those_of_its_checkpoint(tmp_path, state):
+    model = make_net()
+    checkpoint = trained(tmp_path, model)
+    bagpipe.export(model, tmp_path / "model", format="parquet", state=state)
+    files = export_checkpoint(checkpoint, tmp_path / "checkpoint", format="parquet", state=state)
+    assert names(tmp_path / "model") == sorted(path.name for path in files) == ["item.parquet", "user.parquet"]
+    for path in files:
+        found, expected = (pq.read_table(tmp_path / "model" / path.name), pq.read_table(path))
+        assert found.schema == expected.schema
+        assert found.sort_by("id") == expected.sort_by("id")
+    with pytest.raises(StoreError, match="is not empty"):
+        bagpipe.export(model, tmp_path / "model", format="parquet")
+    with pytest.raises(ConfigError, match="format is 'csv': give 'safetensors' or 'parquet'"):
+        bagpipe.export(model, tmp_path / "other", format="csv")
+
+
+def test_tables_of_any_id_are_exported_from_a_model_too(tmp_path):
+    model = nn.ModuleDict({"word": nn.EmbeddingBag(2**58, 4, mode="sum", device="meta")})
+    rows, table = bagpipe.optim.SGD(0.1), bagpipe.Table("word", None)
+    batches = [{"word": torch.tensor([[2**60], [-5]])}]
+    with bagpipe.accelerate(model, batches, rows, tables=[table], seed=3) as loop:
+        for batch in loop:
+            model["word"](batch["word"]).sum().backward()
+            rows.step()
+    bagpipe.export(model, tmp_path / "rows", format="parquet")
+    found = pq.read_table(tmp_path / "rows" / "word.parquet").sort_by("id")
+    expected = np.empty((2, 4), np.float32)
+    bagpipe.initial.Normal(3, "word").fill(np.array([-5, 2**60]), expected)
+    assert found["id"].to_pylist() == [-5, 2**60]
+    assert np.array_equal(np.array(found["word"].to_pylist(), np.float32), expected - np.float32(0.1))
+
+
+class Shared(nn.Module):
+    """A layer with two names, rows and buffers of odd sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.user = self.again = nn.EmbeddingBag(31, 3, mode="sum", device="meta")
+        self.item = nn.EmbeddingBag(20, 1, mode="sum", device="meta")
+        self.top = nn.Linear(6, 1)
+        for number, dtype in enumerate((torch.uint16, torch.uint32, torch.uint64, torch.float64, torch.bool)):
+            self.register_buffer(f"b{number}", torch.arange(3).to(dtype))
+
+    def forward(self, batch):
+        vectors = [self.again(batch["user"]), self.item(batch["item"]), batch["dense"]]
+        return self.top(torch.cat(vectors, 1)).squeeze(1)
+
+
+def test_layers_with_two_names_and_unsigned_buffers_are_exported(tmp_path):
+    model = Shared()
+    checkpoint = trained(tmp_path, model)
+    bagpipe.export(model, tmp_path / "model.safetensors")
+    export_checkpoint(checkpoint, tmp_path / "checkpoint.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    assert sorted(found) == sorted(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert found[name].dtype == value.dtype
+        assert found[name].numpy().tobytes() == value.numpy().tobytes()
+    same = load_file(tmp_path / "checkpoint.safetensors")
+    assert set(found) - set(same) <= {"again.weight", "user.weight"}
+    assert all(found[name].numpy().tobytes() == value.numpy().tobytes() for name, value in same.items())
+
+
+def test_a_sparse_buffer_is_refused_by_name(tmp_path):
+    plain = nn.Linear(2, 2)
+    plain.register_buffer("odd", torch.eye(2).to_sparse())
+    with pytest.raises(ModelError, match=r"odd is torch.float32, torch.sparse_coo, which an export can't hold"):
+        bagpipe.export(plain, tmp_path / "model.safetensors")
+    assert names(tmp_path) == []
+
+
 def test_rows_without_known_first_values_can_be_exported_if_all_were_trained(tmp_path):
     checkpoint, expected = saved(tmp_path / "all", range(50), changed(initial=None), dense=None)
-    export_weights(checkpoint, tmp_path / "model.safetensors")
+    export_checkpoint(checkpoint, tmp_path / "model.safetensors")
     found = load_file(tmp_path / "model.safetensors")
     assert sorted(found) == ["net.deep.weight", "wide.weight"]
     assert np.array_equal(found["wide.weight"].numpy(), expected[:, 4:5])
     checkpoint, _ = saved(tmp_path / "some", range(49), changed(initial=None))
     with pytest.raises(CheckpointError, match=r"1 rows of table 'item' were never trained, and .* can't tell"):
-        export_weights(checkpoint, tmp_path / "other.safetensors")
+        export_checkpoint(checkpoint, tmp_path / "other.safetensors")
     assert names(tmp_path) == ["all", "model.safetensors", "some"]
 
 
@@ -159,7 +246,7 @@ def test_rows_without_known_first_values_can_be_exported_if_all_were_trained(tmp
 def test_what_has_no_plain_weights_is_refused(tmp_path, entry, dense, message):
     checkpoint, _ = saved(tmp_path / "c", [1], entry, dense)
     with pytest.raises(CheckpointError, match=message):
-        export_weights(checkpoint, tmp_path / "m.safetensors")
+        export_checkpoint(checkpoint, tmp_path / "m.safetensors")
     assert names(tmp_path) == ["c"]
 
 
@@ -170,8 +257,8 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CheckpointError, match=r"m.safetensors failed \(No space left"):
-        export_weights(checkpoint, tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match=r"can't write .*m.safetensors: No space left"):
+        export_checkpoint(checkpoint, tmp_path / "m.safetensors")
     assert names(tmp_path) == ["c"]
 
 
@@ -193,7 +280,7 @@ def test_parquet_has_the_rows_that_were_trained(tmp_path, state, monkeypatch):
     monkeypatch.setattr(shards, "FILE_BYTES", 600)
     monkeypatch.setattr(shards, "CHUNK_BYTES", 200)
     checkpoint, expected = saved(tmp_path / "c", range(1, 40, 2))
-    (path,) = export_parquet(checkpoint, tmp_path / "out", state=state)
+    (path,) = export_checkpoint(checkpoint, tmp_path / "out", format="parquet", state=state)
     assert path == tmp_path / "out" / "item.parquet"
     found = pq.read_table(path)
     assert found.column_names == ["id", "net.deep", "wide"] + ["state"] * state
@@ -205,7 +292,7 @@ def test_parquet_has_the_rows_that_were_trained(tmp_path, state, monkeypatch):
         assert np.array_equal(np.array(found["state"].to_pylist(), np.float32), expected[ids, 5:])
     assert pq.ParquetFile(path).num_row_groups > 1
     with pytest.raises(CheckpointError, match="is not empty"):
-        export_parquet(checkpoint, tmp_path / "out")
+        export_checkpoint(checkpoint, tmp_path / "out", format="parquet")
 
 
 def test_an_export_of_a_damaged_checkpoint_leaves_nothing(tmp_path):
@@ -213,14 +300,14 @@ def test_an_export_of_a_damaged_checkpoint_leaves_nothing(tmp_path):
     for path in checkpoint.directory.glob("rows*"):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError):
-        export_parquet(checkpoint, tmp_path / "out")
+        export_checkpoint(checkpoint, tmp_path / "out", format="parquet")
     assert not (tmp_path / "out").exists()
 
 
 def test_parquet_takes_any_name_and_any_id(tmp_path):
     entry = changed(name="../wörd/é", rows=None, layers=("id", "state"))
     checkpoint, _ = saved(tmp_path / "c", [-(2**63), 2**63 - 1], entry)
-    (path,) = export_parquet(checkpoint, tmp_path / "a" / "b")
+    (path,) = export_checkpoint(checkpoint, tmp_path / "a" / "b", format="parquet")
     assert path == tmp_path / "a" / "b" / "table-0.parquet"
     found = pq.read_table(path)
     assert sorted(found["id"].to_pylist()) == [-(2**63), 2**63 - 1]
