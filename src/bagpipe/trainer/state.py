@@ -233,6 +233,13 @@ def is_own(thing: Attachable) -> bool:
     return isinstance(thing, torch.Generator) or bool(getattr(thing, "own_of_each_trainer", False))
 
 
+def without_rates(state: Mapping[str, Any]) -> Tree:
+    """The counters of row optimizers without their learning rates."""
+    return {
+        name: without_rates(part) if isinstance(part, Mapping) else part for name, part in state.items() if name != "lr"
+    }
+
+
 def named(names: Iterable[str]) -> str:
     """For messages."""
     return ", ".join(map(repr, sorted(names))) or "nothing"
