@@ -121,7 +121,7 @@ def test_its_own_checkpoints_go_before(first, tmp_path):
     _, path = first
     settings = {"directory": tmp_path / "second", "every": 2, "init_from": path}
     whole = Session(day(20, number=2), directory=tmp_path / "whole", init_from=path).train()
-    stopped = Session(day(20, number=2), stop=5, resume="auto", **settings).train()
+    stopped = Session(day(20, number=2), stop=6, resume="auto", **settings).train()
     assert stopped.began_at == 0
     went_on = Session(day(20, number=2), resume="auto", **settings).train()
     assert went_on.began_at == 4

@@ -165,7 +165,7 @@ def test_every_setting_is_decided_on():
     fields = set(Config.model_fields)
     named = {key.split(".")[0] for key in resuming.FREE + resuming.ROUNDING}
     assert named < fields, "a setting that may change is not there any more"
-    fixed = {"model", "row_optimizer", "dense_optimizer", "batch_size", "iterations", "epochs", "seed"}
+    fixed = {"model", "row_optimizer", "dense_optimizer", "batch_size", "iterations", "epochs", "seed", "init_from"}
     assert fields - named == fixed, "decide whether a new setting may change when a run is resumed"
 
 
@@ -198,9 +198,9 @@ def test_a_run_is_gone_on_with_once_at_a_time(tmp_path):
 def test_checkpoints_that_cannot_be_opened_are_not_taken_for_none(tmp_path):
     run = make_run(tmp_path / "run")
     assert not resuming.has_checkpoint(run)
-    assert resuming.open_run(run, []).checkpoint is None
+    assert resuming.open_run(run, []).point.checkpoint is None
     (run / "checkpoints" / "00000010").mkdir(parents=True)
     (run / "checkpoints" / "00000010" / "manifest.json").write_text('{"version": 2}')
     assert resuming.has_checkpoint(run)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints can be opened: .*00000010"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints can be used: .*00000010"):
         resuming.open_run(run, [])

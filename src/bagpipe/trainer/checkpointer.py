@@ -201,7 +201,7 @@ class Checkpointer:
     def _begin(self, loop: Loop) -> None:
         if self._restored is not None:
             begin = {name for name, thing in self._attached.objects.items() if self._initial or is_own(thing)}
-            self._attached.check_names(self._restored.keys() | (begin if self._new_here else set()))
+            self._attached.check_names(self._restored.keys(), begin if self._new_here else set())
             if self._generators is not None and self._saves_generators:
                 set_generator_states(self._generators)
             reach("resume.loaded")

@@ -114,9 +114,9 @@ class Attached:
             if is_own(thing) == own
         }
 
-    def check_names(self, saved: Set[str]) -> None:
-        """CheckpointError unless these are the objects whose states were saved."""
-        if self.objects.keys() != saved:
+    def check_names(self, saved: Set[str], begin: Set[str] = frozenset()) -> None:
+        """CheckpointError unless these are the objects whose states were saved, but for those that may `begin` here."""
+        if self.objects.keys() - begin != saved - begin:
             raise CheckpointError(
                 f"the run to go on from had attached {named(saved)}, and this one has {named(self.objects)}: call "
                 "batches.attach(...) before the first batch, with the same names"
