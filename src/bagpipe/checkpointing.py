@@ -263,10 +263,10 @@ def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoi
         latest = Checkpoints(directory).latest(verify=True)
         if latest is None and (resume is True or Checkpoints(directory).numbers()):
             raise CheckpointError(f"{directory} holds no checkpoint to go on from: begin anew without resume")
-        return START if latest is None else ResumePoint.of(latest)
+        return START if latest is None else _resumable(latest)
     if not isinstance(resume, str | Path):
         raise ConfigError(f"resume is {resume!r}: give True, False, 'auto', or a path")
-    point = ResumePoint.of(_at(Path(resume)))
+    point = _resumable(_at(Path(resume)))
     assert point.checkpoint is not None
     if directory is not None and point.checkpoint.parent != Path(directory).resolve():
         _refuse_held(directory, f"resume names another, {point.checkpoint}: go on from its own with resume=True")
@@ -282,6 +282,14 @@ def find_initial_point(init_from: str | Path, directory: str | Path | None = Non
             "directory of its own, or go on with the other one by resume"
         )
     return ResumePoint.initial(checkpoint)
+
+
+def _resumable(checkpoint: Checkpoint) -> ResumePoint:
+    if checkpoint.done == 0:
+        raise CheckpointError(
+            f"{checkpoint.directory} has imported rows, and no run to go on with: begin with them by init_from"
+        )
+    return ResumePoint.of(checkpoint)
 
 
 def _at(path: Path, purpose: str = "go on from") -> Checkpoint:

@@ -98,10 +98,10 @@ def take_over(reference: Reference, point: ResumePoint) -> None:
     set_tensors(dense_parameters(model), first["parameters"])
     set_tensors(buffers_of(model), first["buffers"])
     reference.iteration = first["loop"]["optimizer"]["updates"]
-    dense = reference.dense_optimizer
-    if dense is not None:
+    dense, saved = reference.dense_optimizer, first["attached"].get("dense")
+    if dense is not None and saved is not None:
         settings = _settings(dense)
-        dense.load_state_dict(first["attached"]["dense"]["state"])
+        dense.load_state_dict(saved["state"])
         _set(dense, settings)
 
 

@@ -4,10 +4,13 @@ reference that was trained on both (I1)."""
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.point import ResumePoint
+from bagpipe.cli import main
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.job import open_job
 from bagpipe.resuming import note_config, open_run
@@ -135,6 +138,29 @@ def test_tables_that_have_shrunk_are_refused_by_name(data, first_day, tmp_path):
         r"'city' has 20 rows in the checkpoint and only 12",
     ):
         train_accelerated(day_job(data, tmp_path / "run", 1, init_from=str(tmp_path / "two")), quiet)
+
+
+def test_the_commands_take_a_run_to_begin_with(data, first_day, tmp_path, monkeypatch, capsys):
+    before, run = first_day
+    (tmp_path / "day.toml").write_text(
+        f'data.path = "{data / "2"}"\nseed = 2\nmodel = {{ name = "deepfm", dim = 3 }}\nbatch_size = 24\ncache = 800\n'
+        'threads = 1\nrow_optimizer = { name = "adam", lr = 0.02 }\ndense_optimizer = { name = "adam", lr = 0.01 }\n'
+    )
+    expected = state_of(trained_reference(day_job(data, tmp_path / "plain", 2), before)).sha256()
+    for command in (["train", "--run-dir", str(tmp_path / "run")], ["verify"]):
+        words = [*command, str(tmp_path / "day.toml"), "--init-from", str(run), "--json"]
+        monkeypatch.setattr(sys, "argv", ["bagpipe", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = json.loads(capsys.readouterr().out)
+        assert not ended.value.code
+        assert said["parameters_sha256"] == expected
+
+
+def test_a_name_that_is_none_of_a_checkpoint_is_refused(tmp_path):
+    for name in ("abc", "12x", "00000007"):
+        with pytest.raises(CheckpointError, match=r"not the name of a checkpoint|there is no checkpoint"):
+            ResumePoint(0, tmp_path / name, "0" * 16).open()
 
 
 def test_nothing_to_begin_with_is_refused(data, tmp_path):

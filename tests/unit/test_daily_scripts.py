@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import bagpipe
+from bagpipe.checkpoint.importing import import_rows
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.state import of_store
 
@@ -157,8 +159,26 @@ def test_a_run_needs_a_directory_of_its_own(first):
         Session(day(20), directory=path.parent / "other", init_from=moved)
 
 
+def test_imported_rows_are_begun_with_and_not_gone_on_from(tmp_path):
+    save_file({"e.embeddings.user.weight": torch.full((20, 2), 0.5)}, tmp_path / "rows.safetensors")
+    optimizer = bagpipe.optim.Adam()
+    import_rows([tmp_path / "rows.safetensors"], tmp_path / "other", optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=r"'user' is only in the checkpoint, and the model has 'tables.user'"):
+        Session(day(20), directory=None, init_from=tmp_path / "other")
+    renamed = {"user": "tables.user"}
+    import_rows([tmp_path / "rows.safetensors"], tmp_path / "imported", optimizer=optimizer, renamed=renamed)
+    for resume in (tmp_path / "imported", "auto"):
+        with pytest.raises(
+            CheckpointError, match="has imported rows, and no run to go on with: begin with them by init"
+        ):
+            Session(day(20), directory=tmp_path / "imported", resume=resume)
+    session = Session(day(20), directory=tmp_path / "run", every=4, init_from=tmp_path / "imported").train()
+    assert session.rows.updates == 6
+    assert session.loop.store.num_rows(0) == 20
+
+
 def test_a_table_that_the_model_lacks_is_refused_by_name_before_it_is_touched(first, tmp_path):
     _, path = first
-    with pytest.raises(CheckpointError, match=r"user' is only in the checkpoint: give the model these tables"):
+    with pytest.raises(CheckpointError, match=r"user' is only in the checkpoint, and the model has 'tables.ad'"):
         Session(day(20, ("ad",)), tables=("ad",), directory=tmp_path / "second", init_from=path)
     assert not (tmp_path / "second").exists()

@@ -144,19 +144,22 @@ def import_rows(
     *,
     optimizer: RowOptimizer,
     optimizers: Mapping[str, RowOptimizer] | None = None,
+    renamed: Mapping[str, str] | None = None,
     any_ids: Sequence[str] = (),
     report: Report | None = None,
 ) -> tuple[Checkpoint, list[ImportedTable], list[str]]:
     """Write the rows of all tables that files have as a checkpoint of 0 iterations; also tensors that are no table.
 
     A source is a parquet file of a table, a safetensors file of any number, or a directory of such files; `NAME=PATH`
-    gives a table another name, or makes one of all parquet files in a directory. `optimizers` has the row optimizer of
-    tables by name, where it is another one; rows without a state begin with its first one.
+    gives the table of a file another name, or makes one of all parquet files in a directory; `renamed` has new names by
+    those in the files. `optimizers` has the row optimizer of tables by name, where it is another one; rows without a
+    state begin with its first one.
     """
     checkpoints = Checkpoints(directory)
     if checkpoints.numbers():
         raise CheckpointError(f"{checkpoints.directory} holds checkpoints already: give a new directory")
     found, left_out = _find(sources)
+    found = _rename(found, renamed or {})
     named = {**(optimizers or {}), **dict.fromkeys(any_ids)}
     for name in named:
         if name not in found:
@@ -216,6 +219,19 @@ def _find(sources: Sequence[str | Path]) -> tuple[dict[str, list[RowFile]], list
     return tables, left_out
 
 
+def _rename(tables: Mapping[str, list[RowFile]], renamed: Mapping[str, str]) -> dict[str, list[RowFile]]:
+    """The same under new names."""
+    found: dict[str, list[RowFile]] = {}
+    for name in renamed:
+        if name not in tables:
+            raise CheckpointError(f"there is no table {name!r} to be renamed: there are {', '.join(tables)}")
+    for name, files in tables.items():
+        new = {renamed.get(name, name): files}
+        _refuse_twice(found, new)
+        found |= new
+    return found
+
+
 def _named(source: str | Path) -> tuple[str | None, Path]:
     """`NAME=PATH` in its parts."""
     if isinstance(source, str) and not Path(source).exists():
@@ -251,7 +267,10 @@ def _open(path: Path, name: str | None, left_out: list[str]) -> Mapping[str, Row
     if name is None:
         return tables
     if len(tables) != 1:
-        raise CheckpointError(f"{path} has tables {', '.join(tables) or '(none)'}: {name}= is for a file of one table")
+        raise CheckpointError(
+            f"{path} has tables {', '.join(tables) or '(none)'}: {name}= is for a file of one table, "
+            "rename others with --rename OLD=NEW"
+        )
     return {name: next(iter(tables.values()))}
 
 
@@ -269,7 +288,7 @@ def _refuse_twice(tables: Mapping[str, Sequence[RowFile]], more: Mapping[str, Se
 class ParquetRows:
     """A parquet file of a table, as `bagpipe checkpoint export --format parquet` writes it."""
 
-    num_rows = None
+    num_rows: int | None = None
 
     def __init__(self, path: Path) -> None:
         self.path, self.what = path, str(path)
@@ -356,6 +375,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 class TensorRows:
     """The tensors of one table in a safetensors file; without ids the numbers of rows are ids."""
+
+    dims: tuple[int, ...]
+    layers: tuple[str, ...]
 
     def __init__(self, path: Path, table: str, layer: str, vectors: str, ids: str | None, state: str | None) -> None:
         self.path, self.what, self.layers = path, f"{path} (table {table!r})", (layer,)

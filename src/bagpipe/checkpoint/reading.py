@@ -272,7 +272,7 @@ def initial_differences(saved: Sequence[TableEntry], expected: Sequence[TableEnt
     for table in saved:
         name, here = table.name, wanted.get(table.name)
         if here is None:
-            found.append(f"table {name!r} is only in the checkpoint")
+            found.append(f"table {name!r} is only in the checkpoint, and the model has {', '.join(map(repr, wanted))}")
             continue
         has_state = any(each.width > sum(each.dims) for each in (table, here))
         for part in ("dims", "optimizer", "width") if has_state else ("dims",):

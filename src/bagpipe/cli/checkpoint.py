@@ -58,6 +58,9 @@ Optimizers = Annotated[
 FirstSum = Annotated[
     float, typer.Option("--initial-accumulator-value", help="What adagrad and rowwise_adagrad begin with.")
 ]
+Renamed = Annotated[
+    list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="What the model calls a table of the files.")
+]
 AnyIds = Annotated[
     list[str] | None, typer.Option("--any-id", metavar="TABLE", help="A table that takes any 64-bit id.")
 ]
@@ -189,6 +192,7 @@ def import_(
     directory: Created,
     optimizer: Optimizers = None,
     initial_accumulator_value: FirstSum = 0.0,
+    rename: Renamed = None,
     any_id: AnyIds = None,
     as_json: AsJson = False,
 ) -> None:
@@ -198,8 +202,9 @@ def import_(
     given = dict(_optimizer(text, initial_accumulator_value) for text in ("sgd", *(optimizer or ())))
     default = given.pop("")
     checkpoint, tables, left_out = import_rows(
-        sources, directory, optimizer=default, optimizers=given, any_ids=any_id or ()
-    )
+        sources, directory, optimizer=default, optimizers=given, renamed=dict(map(_new_name, rename or ())),
+        any_ids=any_id or (),
+    )  # fmt: skip
     rows = [
         {
             "table": table.name,
@@ -243,6 +248,15 @@ def _optimizer(text: str, initial_accumulator_value: float) -> tuple[str, RowOpt
     return table, optim.build(
         name, lr=1.0, **({"initial_accumulator_value": initial_accumulator_value} if has_sum else {})
     )
+
+
+def _new_name(text: str) -> tuple[str, str]:
+    from bagpipe.errors import ConfigError
+
+    old, _, new = text.partition("=")
+    if not (old and new):
+        raise ConfigError(f"--rename {text!r} is not of the form OLD=NEW: give the name in the file and the new one")
+    return old, new
 
 
 def _find(place: Path) -> tuple[Checkpoints, int | None]:

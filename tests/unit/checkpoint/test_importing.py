@@ -194,6 +194,8 @@ def test_other_sources_are_refused(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=what):
             import_rows(sources, tmp_path / "new", optimizer=SGD(0.1))
+    with pytest.raises(CheckpointError, match="there is no table 'user' to be renamed: there are ad"):
+        import_rows([path], tmp_path / "new", optimizer=SGD(0.1), renamed={"user": "u"})
     with pytest.raises(CheckpointError, match="there is no table 'user' in what is imported: there are ad"):
         import_rows([path], tmp_path / "new", optimizer=SGD(0.1), any_ids=["user"])
     assert not (tmp_path / "new").exists()
