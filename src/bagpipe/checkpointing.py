@@ -32,7 +32,7 @@ from bagpipe.store import Store
 from bagpipe.store.base import Marked
 from bagpipe.store.local import LocalStore
 from bagpipe.store.versioned import VersionedStore
-from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods, check_dense, resumed_states
+from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods, check_resumed
 from bagpipe.trainer.source import Source
 
 Resume = bool | Literal["auto"] | str | Path | None
@@ -49,12 +49,16 @@ class Checkpointing:
     There is one more at the end of the data. They are written beside training, which goes on meanwhile.
     """
 
-    directory: str | Path = field(kw_only=False)
-    """Of a run of its own: new, or with checkpoints of it that are gone on from."""
+    directory: str | Path | None = field(kw_only=False)
+    """Of a run of its own: new, or with checkpoints of it that are gone on from. None: nothing is saved, and the run
+    only begins with `init_from`."""
     every: int = 100
     """Iterations from one to the next."""
     keep: int = 3
     """How many of the last ones stay, with all that they build on."""
+    init_from: str | Path | None = None
+    """A checkpoint of another run, a directory of them, or a run: rows, dense part and optimizer states begin as they
+    are there, and everything else as in a new run. Where the run has checkpoints of its own, `resume` goes before."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Plain values to be noted in each."""
     data: str = ""
@@ -65,19 +69,26 @@ class Checkpointing:
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"checkpoint.every is {self.every!r}: give a whole number of iterations, at least 1")
-        if not isinstance(self.directory, str | Path) or Path(self.directory).is_file():
+        if self.directory is None and self.init_from is None:
+            raise ConfigError("checkpoint.directory is None: give the path of a directory, or init_from")
+        if self.directory is not None and (
+            not isinstance(self.directory, str | Path) or Path(self.directory).is_file()
+        ):
             raise ConfigError(f"checkpoint.directory is {self.directory!r}: give the path of a directory")
+        if self.init_from is not None and not isinstance(self.init_from, str | Path):
+            raise ConfigError(f"checkpoint.init_from is {self.init_from!r}: give the path of a checkpoint or a run")
         if not isinstance(self.about, Mapping) or not all(isinstance(name, str) for name in self.about):
             raise ConfigError(f"checkpoint.about is {self.about!r}: give a dict of names to plain values")
         try:
             json.dumps(dict(self.about), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"checkpoint.about can't be noted as JSON: {error}: give plain values") from error
-        self.open()
+        Checkpoints(self.directory or "", keep=self.keep)  # which refuses what it can't keep
 
-    def open(self) -> Checkpoints:
-        """The directory."""
-        return Checkpoints(self.directory, keep=self.keep)
+    @property
+    def period(self) -> int | None:
+        """Iterations from one to the next; None: nothing is saved."""
+        return None if self.directory is None else self.every
 
 
 @dataclass(frozen=True)
@@ -156,9 +167,13 @@ def plan_script(
 ) -> Saving:
     """How a loop that a script has asked for is saved, and where it continues; refused if it is that of another
     model."""
-    directory = None if checkpointing is None else Path(checkpointing.directory)
-    point, recovery = None, None
+    directory = None
+    if checkpointing is not None and checkpointing.directory is not None:
+        directory = Path(checkpointing.directory)
+    init_from = None if checkpointing is None else checkpointing.init_from
+    point, recovery, is_saved = None, None, directory is not None
     if launch is not None:
+        init_from = init_from or launch.config.init_from
         if directory is not None:
             _check_place(directory, launch.checkpoints)
         if launch.recovers and launch.checkpoints:
@@ -167,21 +182,34 @@ def plan_script(
         if launch.generation:  # a fault was recovered from: not where the script began
             point = _newest_of(launch, directory)
     if point is None:
-        point = find_resume_point(resume, None if checkpointing is None else directory)
+        point = find_resume_point(resume, directory if is_saved else None)
+    if point == START and init_from is not None:
+        point = find_initial_point(init_from, directory if is_saved else None)
+        if launch is not None:
+            _check_readable(point, launch)
     facts = make_facts(
         layouts, binding, checkpointing, trainers=1 if launch is None else launch.trainers,
         servers=0 if launch is None else len(launch.servers), accumulate=accumulate, first_ids=source.first_ids,
         launch="" if launch is None else launch.name,
     )  # fmt: skip
-    if point != START:
-        check_same_run(point.open(), facts)
-        check_dense(resumed_states(point, 0)[0], model, [layer.module for layer in binding.layers])
-    periods = Periods(None if checkpointing is None else checkpointing.every, recovery)
+    check_point(point, facts, model, binding)
+    periods = Periods(None if checkpointing is None else checkpointing.period, recovery)
     keep = 3 if checkpointing is None else checkpointing.keep
     if launch is None:
         return Saving(facts, directory, periods, keep, point)
     restored = point == launch.resume
     return Saving(facts, directory, periods, keep, point, restored, launch.generation, launch.token)
+
+
+def check_point(point: ResumePoint, facts: Facts, model: nn.Module, binding: Binding) -> None:
+    """CheckpointError that names the difference if a run can't begin or continue there."""
+    if point == START:
+        return
+    if point.is_initial:
+        point.open().check_initial(facts.tables)
+    else:
+        check_same_run(point.open(), facts)
+    check_resumed(point, model, [layer.module for layer in binding.layers])
 
 
 def _newest_of(launch: Launch, directory: Path | None) -> ResumePoint | None:
@@ -209,6 +237,18 @@ def _check_place(directory: Path, places: Sequence[str]) -> None:
         )
 
 
+def _check_readable(point: ResumePoint, launch: Launch) -> None:
+    """The same for what servers have to read."""
+    assert point.checkpoint is not None
+    told, places = launch.config.init_from, [Path(place) for place in launch.checkpoints]
+    places += [] if told is None else [told.parent]
+    if launch.checkpoints and not any(point.checkpoint.is_relative_to(place.resolve()) for place in places):
+        raise ConfigError(
+            f"init_from is {point.checkpoint}: servers of this launch read only what is in or below "
+            f"{', '.join(map(str, places))}: start bagpipe launch with --init-from, and leave it out of the script"
+        )
+
+
 def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoint:
     """The point that `resume` means: True or "auto" the last one of the directory, a path that one.
 
@@ -223,26 +263,45 @@ def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoi
         latest = Checkpoints(directory).latest(verify=True)
         if latest is None and (resume is True or Checkpoints(directory).numbers()):
             raise CheckpointError(f"{directory} holds no checkpoint to go on from: begin anew without resume")
-        return START if latest is None else ResumePoint.of(latest)
+        return START if latest is None else _resumable(latest)
     if not isinstance(resume, str | Path):
         raise ConfigError(f"resume is {resume!r}: give True, False, 'auto', or a path")
-    point = _at(Path(resume))
+    point = _resumable(_at(Path(resume)))
     assert point.checkpoint is not None
     if directory is not None and point.checkpoint.parent != Path(directory).resolve():
         _refuse_held(directory, f"resume names another, {point.checkpoint}: go on from its own with resume=True")
     return point
 
 
-def _at(path: Path) -> ResumePoint:
+def find_initial_point(init_from: str | Path, directory: str | Path | None = None) -> ResumePoint:
+    """The beginning of a run that takes over the state at a path, whose own checkpoints go to `directory`."""
+    checkpoint = _at(Path(init_from), "begin with")
+    if directory is not None and checkpoint.directory.parent == Path(directory).resolve():
+        raise ConfigError(
+            f"init_from is {init_from}, among the run's own checkpoints in {directory}: give the run that begins a "
+            "directory of its own, or go on with the other one by resume"
+        )
+    return ResumePoint.initial(checkpoint)
+
+
+def _resumable(checkpoint: Checkpoint) -> ResumePoint:
+    if checkpoint.done == 0:
+        raise CheckpointError(
+            f"{checkpoint.directory} has imported rows, and no run to go on with: begin with them by init_from"
+        )
+    return ResumePoint.of(checkpoint)
+
+
+def _at(path: Path, purpose: str = "go on from") -> Checkpoint:
     if (path / MANIFEST).is_file():
         if not path.resolve().name.isdecimal():
             raise CheckpointError(f"{path} is not the name of a checkpoint, which is its number of iterations")
-        return ResumePoint.of(Checkpoints(path.resolve().parent).open(int(path.resolve().name)))
+        return Checkpoints(path.resolve().parent).open(int(path.resolve().name))
     within = path / NAME if (path / NAME).is_dir() else path
     latest = Checkpoints(within).latest(verify=True)
     if latest is None:
-        raise CheckpointError(f"{path} holds no checkpoint to go on from: check the path")
-    return ResumePoint.of(latest)
+        raise CheckpointError(f"{path} holds no checkpoint to {purpose}: check the path")
+    return latest
 
 
 def _refuse_held(directory: str | Path | None, remedy: str) -> None:

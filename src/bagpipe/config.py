@@ -339,6 +339,9 @@ class Config(Section):
     wire: WireConfig = WireConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    init_from: Annotated[Path | None, Field(strict=False)] = None
+    """A checkpoint of another run, a directory of them, or a run: rows, dense part and optimizer states begin as they
+    are there. `--init-from` is short for it."""
     check: bool = False
     """Follow every row and stop at the first wrong value; slow. Several trainers only as threads of one process:
     `bagpipe launch` refuses it."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from bagpipe.checkpoint.disk import Disk, make_directories
 from bagpipe.checkpointing import NAME as CHECKPOINTS
-from bagpipe.checkpointing import Checkpointing
+from bagpipe.checkpointing import Checkpointing, find_initial_point
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
 from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
 from bagpipe.data.described import vocabularies
@@ -72,13 +72,15 @@ class Job:
 
     def checkpointing(self, directory: Path | None = None) -> Checkpointing | None:
         """Where checkpoints go, if any do; not given: into the run directory."""
-        config = self.config.checkpoint
-        if config.every is None or (directory is None and self.run_dir == Path()):
+        config, init_from = self.config.checkpoint, self.config.init_from
+        is_saved = config.every is not None and (directory is not None or self.run_dir != Path())
+        if not is_saved and init_from is None:
             return None
         return Checkpointing(
-            self.run_dir / CHECKPOINTS if directory is None else directory,
-            every=config.every,
+            (directory or self.run_dir / CHECKPOINTS) if is_saved else None,
+            every=config.every or 1,
             keep=config.keep,
+            init_from=init_from,
             about={"config": self.config.model_dump(mode="json")},
             data=self.data_fingerprint(),
             vocabulary=vocabularies(self.train),
@@ -132,8 +134,15 @@ class Job:
 
 def prepare(config: Config, run_dir: Path | None = None) -> Job:
     """Open the data and claim the run directory."""
-    job = open_job(config, Path())
+    job = open_job(with_checkpoint(config), Path())
     return replace(job, run_dir=claim(run_dir, config))
+
+
+def with_checkpoint(config: Config) -> Config:
+    """The same with the very checkpoint that the run begins with: there may be others by the time it is read."""
+    if config.init_from is None:
+        return config
+    return config.model_copy(update={"init_from": find_initial_point(config.init_from).checkpoint})
 
 
 def open_job(config: Config, run_dir: Path) -> Job:

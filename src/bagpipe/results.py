@@ -115,6 +115,8 @@ def metrics_summary(trained: Metrics, auc_untrained: float) -> Summary:
 
 def write_summary(job: Job, summary: Summary) -> Summary:
     """Keep what a run has shown, beside the configuration that led to it; where the file exists, the run has ended."""
+    if job.config.init_from is not None:
+        summary["initialised_from"] = str(job.config.init_from)
     summary["run_dir"] = str(job.run_dir)
     path = job.run_dir / "summary.json"
     text = json.dumps(summary | {"config": job.config.model_dump(mode="json")}, indent=2)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from bagpipe._version import __version__
+from bagpipe.checkpoint.point import START
 from bagpipe.cluster.context import Launch
 from bagpipe.config import cache_size, warn_of_idle_rows
 from bagpipe.data.tree_wire import types_in
@@ -92,7 +93,7 @@ def share_batches(
         # Else the first one may fail and leave while another still looks for its plans, until that one's deadline.
         tell_all(groups.critical, driver, "", "the connection to the plans")
         batches = make(plans, capacity, peers)
-        if batches.done:
+        if point not in ("", str(START)):
             batches.gather(0, "the rows to go on with to be in the store")
         stack.pop_all()
         return batches

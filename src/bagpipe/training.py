@@ -6,12 +6,15 @@ The same job is trained by the reference or by the configured system, and both m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 from bagpipe.api import accelerate
@@ -21,7 +24,8 @@ from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.checkpointing import (
     Saving,
     as_marked,
-    check_same_run,
+    check_point,
+    find_initial_point,
     find_resume_point,
     make_facts,
     recovery_period,
@@ -51,10 +55,12 @@ from bagpipe.state import State, of_reference, of_store, parameters_sha256
 from bagpipe.store import Store
 from bagpipe.store.views import shared_views
 from bagpipe.together import Made, Trainers
+from bagpipe.trainer.background import Background
 from bagpipe.trainer.batches import Batches
-from bagpipe.trainer.checkpointer import Periods, check_dense, resumed_states
+from bagpipe.trainer.checkpointer import ROUND_S, Periods, resumed_states
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
 from bagpipe.trainer.stages import Driver
+from bagpipe.trainer.state import buffers_of, dense_parameters, set_tensors
 from bagpipe.trainer.sync import Groups, Peers
 
 
@@ -65,6 +71,8 @@ def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
     dense = dense_optimizer(config.dense_optimizer)
     assign = Assigner(config.assign, config.trainers, config.seed, [table.features for table in binding.tables])
     reference = Reference(model, binding, layouts, dense, config.trainers, assign)
+    if config.init_from is not None:
+        take_over(reference, find_initial_point(config.init_from))
     clock = Clock()
     clock.auc_untrained = evaluate(job, reference.predict).auc()
     clock.start()
@@ -74,6 +82,27 @@ def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
     clock.stop()
     trained = evaluate(job, reference.predict)
     return of_reference(reference), clock.summary() | metrics_summary(trained, clock.auc_untrained)
+
+
+def take_over(reference: Reference, point: ResumePoint) -> None:
+    """Have the reference begin with the rows, dense part and optimizer states of a checkpoint."""
+    checkpoint, model = point.open(), reference.model
+    for rows in reference.tables:
+        if rows.layout.table.name in [table.name for table in checkpoint.manifest.tables]:
+            for ids, values in checkpoint.rows(rows.layout.table.name):
+                rows.write(ids, values.copy())
+    states = resumed_states(point, 0)
+    if states is None:
+        return
+    first, _ = states
+    set_tensors(dense_parameters(model), first["parameters"])
+    set_tensors(buffers_of(model), first["buffers"])
+    reference.iteration = first["loop"]["optimizer"]["updates"]
+    dense, saved = reference.dense_optimizer, first["attached"].get("dense")
+    if dense is not None and saved is not None:
+        settings = _settings(dense)
+        dense.load_state_dict(saved["state"])
+        _set(dense, settings)
 
 
 def train_accelerated(
@@ -141,12 +170,12 @@ def plan_job(
     facts = make_facts(
         layouts, binding, checkpointing, data=job.data_fingerprint(), trainers=config.trainers, servers=config.servers
     )
-    if resume != START:
-        check_same_run(resume.open(), facts)
-        check_dense(resumed_states(resume, 0)[0], model, [layer.module for layer in binding.layers])
+    if resume == START and config.init_from is not None:
+        resume = find_initial_point(config.init_from)
+    check_point(resume, facts, model, binding)
     recovery = recovery_period(config.recovery.every) if recover else None
-    periods = Periods(None if checkpointing is None else checkpointing.every, recovery)
-    if checkpointing is not None:
+    periods = Periods(None if checkpointing is None else checkpointing.period, recovery)
+    if checkpointing is not None and checkpointing.directory is not None:
         directory = Path(checkpointing.directory)
     return Saving(facts, directory, periods, config.checkpoint.keep, resume)
 
@@ -201,11 +230,14 @@ def train_over(
     """
     optimizer = layouts[0].optimizer
     dense = dense_optimizer(job.config.dense_optimizer)(list(model.parameters()))
+    settings = _settings(dense)
     loss_fn = nn.BCEWithLogitsLoss()
     clock = Clock(batches.done, job.samples_of(batches.done) if rank == 0 else 0)
     trained = Metrics()
     with batches:
         batches.attach(dense=dense, clock=clock)
+        if not batches.done:
+            _set(dense, settings)
         if rank == 0 and not batches.done:
             clock.auc_untrained = evaluate_accelerated(job, batches).auc()
         clock.start()
@@ -234,6 +266,16 @@ def train_over(
     tables = [layout.table.name for layout in layouts]
     summary["parameters_sha256"] = parameters_sha256(model, tables, batches.store)
     return of_store(model, tables, batches.store) if hold else None, summary
+
+
+def _settings(dense: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rates and the like, which are the configuration's, also where a state of another run was taken over."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in dense.param_groups]
+
+
+def _set(dense: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    for group, values in zip(dense.param_groups, settings, strict=True):
+        group.update(values)
 
 
 def train_remote(
@@ -271,13 +313,21 @@ def train_remote(
         made = job.model()
         model, binding, layouts = made
         saving = plan_job(job, made, resume, directory=checkpoints, recover=recover)
-        saving = replace(saving, restored=True, generation=generation, token=token or saving.token)
+        # Servers that begin have no rows, whatever the run begins with.
+        restored = not saving.resume.is_initial
+        saving = replace(saving, restored=restored, generation=generation, token=token or saving.token)
+        loading = Background("bagpipe-loading", threads=threads)
+        if rank == 0 and not restored:
+            # Which has deadlines of its own, for as long as servers read nothing.
+            loading.start("loading rows", lambda: saving.restore(as_marked(store)), progress=time.monotonic)
         batches = remote_batches(
             model, binding, layouts, layouts[0].optimizer, plans, store, check=config.check and peers is None,
             driver=driver, peers=peers, assign=config.assign,
             checkpointer=saving.checkpointer(store, rank, threads=threads),
             ahead=POLICIES[config.policy].lead(config.lookahead, config.policy_options.build()),
         )  # fmt: skip
+        while not restored and any(batches.gather(loading.is_busy(ROUND_S), "the rows to begin with")):
+            pass
         state, summary = train_over(job, model, layouts, batches, report, rank, hold=hold)
         if peers is None:
             del summary["last_samples"]

@@ -166,7 +166,7 @@ def test_every_setting_is_decided_on():
     fields = set(Config.model_fields)
     named = {key.split(".")[0] for key in resuming.FREE + resuming.ROUNDING}
     assert named < fields, "a setting that may change is not there any more"
-    fixed = {"model", "row_optimizer", "dense_optimizer", "batch_size", "iterations", "epochs", "seed"}
+    fixed = {"model", "row_optimizer", "dense_optimizer", "batch_size", "iterations", "epochs", "seed", "init_from"}
     assert fields - named == fixed, "decide whether a new setting may change when a run is resumed"
 
 

@@ -5,7 +5,7 @@ Rows come out for any number of servers, whatever number wrote them. Every byte 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -139,6 +139,15 @@ class Checkpoint:
                 "it was made with, or another checkpoint"
             )
 
+    def check_initial(self, expected: Sequence[TableEntry]) -> None:
+        """CheckpointError that names every difference, unless a run with these tables can begin with its rows."""
+        if differences := initial_differences(self.manifest.tables, expected):
+            raise CheckpointError(
+                f"a run can't begin with {self.directory}: {'; '.join(differences)}: give the model these tables, with "
+                "at least as many rows and the same row optimizer; to change or leave out one, use bagpipe checkpoint "
+                "export --format parquet --no-state, and bagpipe checkpoint import"
+            )
+
     def _read(self, link: int, shard: tuple[int, int], only: int | None = None) -> Iterator[tuple[int, Int64s, Floats]]:
         directory, manifest = self._links[link]
         tables = [(table.name, table.width) for table in manifest.tables]
@@ -217,6 +226,64 @@ def load_rows(
         if report is not None:
             report(num_rows)
     return num_rows
+
+
+def load_initial_rows(
+    checkpoint: Checkpoint,
+    store: Store,
+    tables: Sequence[str],
+    *,
+    shard: tuple[int, int] = ALL,
+    report: Report | None = None,
+) -> int:
+    """The same for a run that begins with these rows, whose tables may be in another order, be larger, and be more."""
+    widths = dict(zip(tables, (source.width for source in store.tables), strict=True))
+    check_initial_widths(checkpoint, widths)
+    numbers = [list(tables).index(table.name) for table in checkpoint.manifest.tables]
+    # Which server has a row depends on the number of its table: files of another order may have rows of any server.
+    moved = numbers != list(range(len(numbers)))
+    num_rows = 0
+    for table, ids, values in checkpoint.in_order(ALL if moved else shard):
+        mine = _of_shard(numbers[table], ids, values, shard) if moved else (ids, values)
+        store.write(numbers[table], *mine)
+        num_rows += len(mine[0])
+        if report is not None:
+            report(num_rows)
+    return num_rows
+
+
+def check_initial_widths(checkpoint: Checkpoint, widths: Mapping[str, int]) -> None:
+    """CheckpointError unless rows of these widths can be those of this checkpoint."""
+    for table in checkpoint.manifest.tables:
+        if widths.get(table.name) != table.width:
+            raise CheckpointError(
+                f"{checkpoint.directory} has table {table.name!r} with rows of {table.width} floats, and "
+                f"{widths.get(table.name, 'no such table')} is asked for: use the tables and row optimizer that it was "
+                "made with"
+            )
+
+
+def initial_differences(saved: Sequence[TableEntry], expected: Sequence[TableEntry]) -> list[str]:
+    """Why a run with tables `expected` can't begin with rows of the tables `saved`, for people.
+
+    Tables may be new, and may have grown; what the floats of a row are must be the same.
+    """
+    wanted, found = {table.name: table for table in expected}, []
+    for table in saved:
+        name, here = table.name, wanted.get(table.name)
+        if here is None:
+            found.append(f"table {name!r} is only in the checkpoint, and the model has {', '.join(map(repr, wanted))}")
+            continue
+        has_state = any(each.width > sum(each.dims) for each in (table, here))
+        for part in ("dims", "optimizer", "width") if has_state else ("dims",):
+            mine, theirs = getattr(table, part), getattr(here, part)
+            if mine != theirs:
+                found.append(f"table {name!r} has {part} {mine} in the checkpoint and {theirs} in the model")
+                break  # another width is what comes of these
+        if here.rows is not None and (table.rows is None or table.rows > here.rows):
+            held = "any id" if table.rows is None else f"{table.rows:,} rows"
+            found.append(f"table {name!r} has {held} in the checkpoint and only {here.rows:,} rows in the model")
+    return found
 
 
 def table_differences(saved: Sequence[TableEntry], expected: Sequence[TableEntry]) -> list[str]:

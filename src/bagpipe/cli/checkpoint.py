@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bagpipe.cli.output import AsJson, console, print_json, print_pairs, print_rows, progress
+from bagpipe.cli.output import AsJson, console, errors, print_json, print_pairs, print_rows, progress
 from bagpipe.errors import CheckpointError
 
 if TYPE_CHECKING:
     from bagpipe.checkpoint.directory import Checkpoints
     from bagpipe.checkpoint.reading import Checkpoint
+    from bagpipe.optim import RowOptimizer
 
-app = typer.Typer(help="Look at checkpoints, verify them, export them and remove old ones.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at checkpoints, verify them, export them, import rows of others and remove old ones.",
+    no_args_is_help=True,
+)
 
 Place = Annotated[
     Path,
@@ -32,6 +36,34 @@ Destination = Annotated[
 ]
 State = Annotated[bool, typer.Option(help="Parquet: what the optimizer keeps of each row too.")]
 Keep = Annotated[int, typer.Option(min=1, help="How many of the last ones stay, with all that they build on.")]
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Files of rows, parquet or safetensors, or directories of them. NAME=PATH names the table of a file, or "
+        "makes one table of all parquet files in a directory.",
+        show_default=False,
+    ),
+]
+Created = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Of the new checkpoint.", show_default=False)]
+Optimizers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--optimizer",
+        metavar="[TABLE=]NAME",
+        help="The row optimizer that will train the rows: sgd, momentum, adagrad, rowwise_adagrad, adam, adamw, or "
+        "frozen; of all tables, or of one. Default: sgd, which keeps nothing of a row.",
+    ),
+]
+FirstSum = Annotated[
+    float, typer.Option("--initial-accumulator-value", help="What adagrad and rowwise_adagrad begin with.")
+]
+Renamed = Annotated[
+    list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="What the model calls a table of the files.")
+]
+AnyIds = Annotated[
+    list[str] | None, typer.Option("--any-id", metavar="TABLE", help="A table that takes any 64-bit id.")
+]
 
 
 class Format(StrEnum):
@@ -150,6 +182,44 @@ def export(
         console.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 
+@app.command("import")
+def import_(
+    sources: Sources,
+    directory: Created,
+    optimizer: Optimizers = None,
+    initial_accumulator_value: FirstSum = 0.0,
+    rename: Renamed = None,
+    any_id: AnyIds = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint of rows that others have trained, which bagpipe train --init-from begins with."""
+    from bagpipe.checkpoint.importing import import_rows
+
+    given = dict(_optimizer(text, initial_accumulator_value) for text in ("sgd", *(optimizer or ())))
+    default = given.pop("")
+    checkpoint, tables, left_out = import_rows(
+        sources, directory, optimizer=default, optimizers=given, renamed=dict(map(_new_name, rename or ())),
+        any_ids=any_id or (),
+    )  # fmt: skip
+    rows = [
+        {
+            "table": table.name,
+            "rows": table.rows_done,
+            "ids below": entry.rows,
+            "vectors": " + ".join(map(str, table.dims)),
+            "optimizer": entry.optimizer,
+            "state": "from the file" if any(file.state_width for file in table.files) else "of new rows",
+        }
+        for table, entry in zip(tables, checkpoint.manifest.tables, strict=True)
+    ]
+    if as_json:
+        print_json({"checkpoint": str(checkpoint.directory), "tables": rows, "left_out": left_out})
+        return
+    print_rows(str(checkpoint.directory), rows)
+    for name in left_out:
+        errors.print(f"left out, since it is no table: {name}", markup=False)
+
+
 @app.command("prune")
 def prune(place: Place, keep: Keep = 3, as_json: AsJson = False) -> None:
     """Remove all but the last few checkpoints and what they build on, once the newest one is verified."""
@@ -161,6 +231,28 @@ def prune(place: Place, keep: Keep = 3, as_json: AsJson = False) -> None:
         print_json({"directory": str(checkpoints.directory), "removed": removed, "kept": kept})
         return
     print_pairs("", {"directory": checkpoints.directory, "removed": _numbers(removed), "kept": _numbers(kept)})
+
+
+def _optimizer(text: str, initial_accumulator_value: float) -> tuple[str, RowOptimizer]:
+    """A table, or "" for all, and its row optimizer."""
+    from bagpipe import optim
+
+    table, _, name = text.rpartition("=")
+    if name == optim.Frozen.name:
+        return table, optim.Frozen()
+    has_sum = "initial_accumulator_value" in getattr(optim.NAMES.get(name), "settings", ())
+    return table, optim.build(
+        name, lr=1.0, **({"initial_accumulator_value": initial_accumulator_value} if has_sum else {})
+    )
+
+
+def _new_name(text: str) -> tuple[str, str]:
+    from bagpipe.errors import ConfigError
+
+    old, _, new = text.partition("=")
+    if not (old and new):
+        raise ConfigError(f"--rename {text!r} is not of the form OLD=NEW: give the name in the file and the new one")
+    return old, new
 
 
 def _find(place: Path) -> tuple[Checkpoints, int | None]:
@@ -221,4 +313,4 @@ def _numbers(numbers: list[int]) -> str:
 
 @app.callback()
 def _checkpoint() -> None:
-    """Look at checkpoints, verify them, export them and remove old ones."""
+    """Look at checkpoints, verify them, export them, import rows of others and remove old ones."""

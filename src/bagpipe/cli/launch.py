@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bagpipe.cli.output import AsJson, Settings, errors, print_json, print_pairs
-from bagpipe.cli.train import RunDirectory
+from bagpipe.cli.train import InitFrom, RunDirectory, with_init_from
 
 if TYPE_CHECKING:
     from bagpipe.resuming import Resumed
@@ -56,6 +56,7 @@ def launch(
     interface: Interface = None,
     run_dir: RunDirectory = None,
     resume: ResumedRun = None,
+    init_from: InitFrom = None,
     checkpoints: ScriptCheckpoints = None,
     server_memory: ServerMemory = None,
     server_cores: ServerCores = 1.0,
@@ -70,7 +71,7 @@ def launch(
 
     require_ray()
     _refuse_gpus(trainer_gpus)
-    given = [*(settings or ()), *([] if trainers is None else [f"trainers={trainers}"])]
+    given = [*with_init_from(settings, init_from), *([] if trainers is None else [f"trainers={trainers}"])]
     resumed = None if resume is None else _resumed(resume, config, run_dir, given)
     # Before PyTorch is loaded: a wrong one is refused at once.
     chosen = load_config(config, given) if resumed is None else resumed.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,14 @@ CheckpointEvery = Annotated[
     int | None,
     typer.Option(metavar="N", help="Write a checkpoint every N iterations; for --set checkpoint.every=N."),
 ]
+InitFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--init-from",
+        metavar="CHECKPOINT",
+        help="Begin with rows, dense part and optimizer states of another run's checkpoint; for --set init_from=PATH.",
+    ),
+]
 Resume = Annotated[
     bool,
     typer.Option("--resume", help="Go on with a run from its last checkpoint: with RUN, or the newest in runs/."),
@@ -38,6 +47,7 @@ def train(
     settings: Settings = None,
     run_dir: RunDirectory = None,
     checkpoint_every: CheckpointEvery = None,
+    init_from: InitFrom = None,
     resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,7 +55,7 @@ def train(
     from bagpipe.allocator import keep_freed_memory
     from bagpipe.config import load_config
 
-    overrides = list(settings or ())
+    overrides = with_init_from(settings, init_from)
     if checkpoint_every is not None:
         overrides.append(f"checkpoint.every={checkpoint_every}")
     # Before PyTorch is loaded: a wrong one is refused at once.
@@ -71,6 +81,12 @@ def train(
         print_json(summary)
     else:
         print_pairs(f"{job.config.model.name} on {job.source}", summary)
+
+
+def with_init_from(settings: list[str] | None, init_from: Path | None) -> list[str]:
+    """Settings as `a.b=c`, with what the run begins with."""
+    begun = [] if init_from is None else [f"init_from={json.dumps(str(init_from.absolute()))}"]
+    return [*(settings or ()), *begun]
 
 
 def _resumed(run: Path | None, run_dir: Path | None, overrides: list[str]) -> tuple[Job, Path | None]:

@@ -8,14 +8,18 @@ from pathlib import Path
 import typer
 
 from bagpipe.cli.output import AsJson, Settings, console, print_json, print_pairs, progress
-from bagpipe.cli.train import ConfigPath
+from bagpipe.cli.train import ConfigPath, InitFrom, with_init_from
 
 
-def verify(config: ConfigPath = None, settings: Settings = None, as_json: AsJson = False) -> None:
+def verify(
+    config: ConfigPath = None, settings: Settings = None, init_from: InitFrom = None, as_json: AsJson = False
+) -> None:
     """Train twice, with the reference and with the configured system, and compare every bit."""
     from bagpipe.config import load_config
 
-    chosen = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
+    chosen = load_config(
+        config, with_init_from(settings, init_from)
+    )  # before PyTorch is loaded: a wrong one is refused at once
     from bagpipe.job import prepare
     from bagpipe.policies import POLICIES
     from bagpipe.training import verify

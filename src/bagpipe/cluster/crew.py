@@ -306,7 +306,7 @@ class RayCrew(ABC, Generic[ResultT]):
             generation=self._generation,
             rollback=recover,
             history_max=memory_bytes("recovery.history", config.recovery.history) if recover else None,
-            checkpoints=self.places,
+            checkpoints=(*self.places, *([] if config.init_from is None else [str(config.init_from.parent)])),
         )
 
 

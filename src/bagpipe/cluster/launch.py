@@ -23,7 +23,7 @@ from bagpipe.cluster.session import OwnRay, disconnect, exit_codes_kept, join
 from bagpipe.cluster.trainer_role import Trained
 from bagpipe.cluster.watch import Watch
 from bagpipe.config import Config, warn_of_idle_rows
-from bagpipe.job import Job, claim, discard, open_job, prepare
+from bagpipe.job import Job, claim, discard, open_job, prepare, with_checkpoint
 from bagpipe.recovery import Incident, Supervisor
 from bagpipe.results import Summary, joined_summary, write_summary
 from bagpipe.resuming import CONFIG_NAME, has_checkpoint, holding, note_config
@@ -56,6 +56,8 @@ def launch(
     the run went on.
     """
     config = _resolved(request.config, request.servers)
+    if request.resumed is None:
+        config = with_checkpoint(config)
     request = replace(request, config=config)
     if request.script is None:  # which has a lookahead of its own, and warns itself
         warn_of_idle_rows(config.sync.design, config.trainers, config.policy)

@@ -15,7 +15,10 @@ from bagpipe.policy_options import MEASURED
 from bagpipe.resuming import Resumed
 
 SCRIPT_SETTINGS = frozenset(
-    {"trainers", "servers", "assign", "sync", "wire", "recovery", "store", "store_memory", "threads", "seed"}
+    {
+        *("trainers", "servers", "assign", "sync", "wire", "recovery", "store", "store_memory", "threads", "seed"),
+        "init_from",
+    }
 )
 """What a launch decides for a script; everything else the script says itself."""
 

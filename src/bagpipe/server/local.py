@@ -165,7 +165,7 @@ def open_store(config: Config, tables: Sequence[RowSource], run_dir: Path) -> Re
 def open_stores(config: Config, tables: Sequence[RowSource], run_dir: Path, trainers: int) -> list[RemoteStore]:
     """The same for each of several trainers of this process; servers end when the last of them is closed.
 
-    Checkpoints may lie in the run's directory and below.
+    Checkpoints may lie in the run's directory and below, and where it begins from.
     """
     servers = start_servers(
         config.servers,
@@ -173,7 +173,7 @@ def open_stores(config: Config, tables: Sequence[RowSource], run_dir: Path, trai
         directory=config.rows_directory(run_dir),
         logs=run_dir,
         resident_max=None if config.store_memory is None else store_memory_bytes(config.store_memory, config.store),
-        checkpoints=[run_dir],
+        checkpoints=[run_dir, *([] if config.init_from is None else [config.init_from.resolve().parent])],
     )
     network, stores, in_use = SocketNetwork(), list[RemoteStore](), Semaphore(trainers - 1)
 

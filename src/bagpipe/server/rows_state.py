@@ -18,7 +18,7 @@ import msgspec
 from bagpipe import failpoints
 from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpoint.reading import directory_name
+from bagpipe.checkpoint.reading import check_initial_widths, directory_name
 from bagpipe.checkpoint.shards import Report
 from bagpipe.errors import CheckpointError, StoreError
 from bagpipe.server.membership import Membership
@@ -225,7 +225,10 @@ class ServerRows:
     def _restore(self, point: ResumePoint, names: Sequence[str], report: Report) -> None:
         assert point.checkpoint is not None
         self._opened().restore(point, names, report)
-        self._saved, self._directory = point.checkpoint, point.checkpoint.parent
+        if point.is_initial:
+            self._saved = None  # a recovery must not take another run's checkpoint for one of this run
+        else:
+            self._saved, self._directory = point.checkpoint, point.checkpoint.parent
         failpoints.reach("server.loaded")
 
     def _make(self, widths: Sequence[int]) -> None:
@@ -247,6 +250,9 @@ class ServerRows:
     def _check_tables(self, point: ResumePoint, names: Sequence[str]) -> None:
         """CheckpointError unless there is this checkpoint, of tables with these names and our widths."""
         checkpoint = point.open(self._safety.disk)
+        if point.is_initial:
+            check_initial_widths(checkpoint, dict(zip(names, self.widths or (), strict=True)))
+            return
         saved = [(table.name, table.width) for table in checkpoint.manifest.tables]
         wanted = list(zip(names, self.widths or (), strict=True))
         if saved != wanted:

@@ -30,7 +30,7 @@ from bagpipe.arrays import Flags, Floats, Int32s, Int64s
 from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import FileEntry
 from bagpipe.checkpoint.point import ResumePoint
-from bagpipe.checkpoint.reading import ALL, load_rows
+from bagpipe.checkpoint.reading import ALL, load_initial_rows, load_rows
 from bagpipe.checkpoint.shards import Report, write_rows
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
@@ -301,6 +301,10 @@ class VersionedStore(Store):
         are done.
         """
         checkpoint = point.open(self._disk)
+        if point.is_initial:  # its rows are of no checkpoint of this run: the first one has to have them all
+            with self.replacing(None) as rows:
+                load_initial_rows(checkpoint, rows, names, shard=self.shard, report=report)
+            return
         token = checkpoint.manifest.token
         if token and self.has_mark(point.done, token):
             self.rollback(point.done)

@@ -43,6 +43,7 @@ from bagpipe.trainer.state import (
     restore,
     set_generator_states,
     set_tensors,
+    without_rates,
 )
 
 ROUND_S = 10.0
@@ -151,6 +152,7 @@ class Checkpointer:
         self._given_up = threading.Event()
         self._last = resume.done if resume.checkpoint is not None else -1
         """The last one that was begun."""
+        self._initial = resume.is_initial
         self._resumed = None if resume == START else resumed_states(resume, rank)
         recovery = self._periods.recovery
         self._schedule = Schedule(recovery, resume.done) if isinstance(recovery, float) else None
@@ -168,7 +170,7 @@ class Checkpointer:
     @property
     def position(self) -> Mapping[str, Any] | None:
         """Where in the data the loop continues; None: at the beginning."""
-        return None if self._resumed is None else self._resumed[0]["loop"]["data"]
+        return None if self._resumed is None or self._initial else self._resumed[0]["loop"]["data"]
 
     def restore(self, loop: Loop) -> None:
         """Let a loop that has not begun continue where it was saved; what is attached to it follows."""
@@ -191,14 +193,15 @@ class Checkpointer:
             raise CheckpointError(f"{', '.join(objects)}: attach before the first batch")
         self._attached.add(objects)
         for name, thing in objects.items() if self._restored is not None else ():
-            if not (self._new_here and is_own(thing)):
-                assert self._restored is not None
+            assert self._restored is not None
+            begins = (self._new_here and is_own(thing)) or (self._initial and name not in self._restored)
+            if not begins:
                 restore(name, thing, self._restored)
 
     def _begin(self, loop: Loop) -> None:
         if self._restored is not None:
-            own = {name for name, thing in self._attached.objects.items() if is_own(thing)}
-            self._attached.check_names(self._restored.keys() | (own if self._new_here else set()))
+            begin = {name for name, thing in self._attached.objects.items() if self._initial or is_own(thing)}
+            self._attached.check_names(self._restored.keys(), begin if self._new_here else set())
             if self._generators is not None and self._saves_generators:
                 set_generator_states(self._generators)
             reach("resume.loaded")
@@ -344,22 +347,36 @@ class Checkpointer:
         return tree
 
 
-def resumed_states(point: ResumePoint, rank: int) -> tuple[Tree, Tree]:
-    """The states of the first trainer and of this one at a point.
+def resumed_states(point: ResumePoint, rank: int) -> tuple[Tree, Tree] | None:
+    """The states of the first trainer and of this one at a point; None: a run begins here, with rows only.
 
-    A trainer that was not there continues as the first one, but for generators and what each has for itself.
+    A trainer that was not there continues as the first one, but for generators and what each has for itself. So does
+    every trainer of a run that begins, whose learning rates of rows are its own, too.
     """
     checkpoint = point.open()
     names = checkpoint.blobs()
+    if FIRST not in names and point.is_initial:
+        return None
     if FIRST not in names:
         raise CheckpointError(
             f"{checkpoint.directory} has no state of a trainer to continue with: use another checkpoint"
         )
-    first = read_state(checkpoint.blob(FIRST), FIRST, point.done)
-    name = blob_name(rank)
+    first = own = read_state(checkpoint.blob(FIRST), FIRST, checkpoint.done)
+    name, is_new = blob_name(rank), point.is_initial
     if rank and name in names:
-        return first, read_state(checkpoint.blob(name), name, point.done)
-    return first, first if rank == 0 else first | {"generators": None, "own": None}
+        own = read_state(checkpoint.blob(name), name, checkpoint.done)
+    elif rank:
+        is_new = True
+    if point.is_initial:
+        first["loop"]["optimizer"] = without_rates(first["loop"]["optimizer"])
+    return first, own | {"generators": None, "own": None} if is_new else own
+
+
+def check_resumed(point: ResumePoint, model: nn.Module, swapped: Iterable[nn.Module] = ()) -> None:
+    """CheckpointError if the dense part of this model can't continue there; `swapped` are its embedding layers."""
+    states = resumed_states(point, 0)
+    if states is not None:
+        check_dense(states[0], model, swapped)
 
 
 def check_dense(first: Tree, model: nn.Module, swapped: Iterable[nn.Module] = ()) -> None:

@@ -114,9 +114,9 @@ class Attached:
             if is_own(thing) == own
         }
 
-    def check_names(self, saved: Set[str]) -> None:
-        """CheckpointError unless these are the objects whose states were saved."""
-        if self.objects.keys() != saved:
+    def check_names(self, saved: Set[str], begin: Set[str] = frozenset()) -> None:
+        """CheckpointError unless these are the objects whose states were saved, but for those that may `begin` here."""
+        if self.objects.keys() - begin != saved - begin:
             raise CheckpointError(
                 f"the run to go on from had attached {named(saved)}, and this one has {named(self.objects)}: call "
                 "batches.attach(...) before the first batch, with the same names"
@@ -231,6 +231,13 @@ def _state(thing: Attachable) -> Any:
 def is_own(thing: Attachable) -> bool:
     """Whether each trainer has one with a state of its own."""
     return isinstance(thing, torch.Generator) or bool(getattr(thing, "own_of_each_trainer", False))
+
+
+def without_rates(state: Mapping[str, Any]) -> Tree:
+    """The counters of row optimizers without their learning rates."""
+    return {
+        name: without_rates(part) if isinstance(part, Mapping) else part for name, part in state.items() if name != "lr"
+    }
 
 
 def named(names: Iterable[str]) -> str:
