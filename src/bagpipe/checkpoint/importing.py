@@ -353,8 +353,8 @@ class ParquetRows:
                     f"{self.path}: column {name!r} has vectors of {lengths[lengths != length][0]} and of {length} "
                     "numbers: give all the same length"
                 )
-        values: Floats = numbers.to_numpy(zero_copy_only=False).astype(np.float32, copy=False).reshape(-1, length)
-        return values
+        values: Floats = numbers.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+        return values.reshape(-1, length)
 
 
 def _parquet(path: Path, name: str) -> dict[str, RowFile]:
