@@ -565,6 +565,10 @@ class VersionedStore(Store):
         wanted = self._pins or self._to_save is not None
         return not wanted or self._bytes_max is None or self.layer_bytes < self._bytes_max
 
+    def has_any_changed(self, table: int) -> bool:
+        """Whether there is a row of the base that the last complete checkpoint does not have."""
+        return bool((self._changed[table] >= max(self._saved, 0)).any())
+
     def has_changed(self, table: int, positions: Int64s) -> Flags:
         """Which rows of the base, -1: none, the last complete checkpoint does not have."""
         changed = self._changed[table]
@@ -634,9 +638,11 @@ class RowReader:
         """Rows as (ids, values), in order of first write, at most so many at a time."""
         check_chunk(table, rows_per_chunk)
         for number, positions in self._pieces(table, rows_per_chunk):
-            ids = _ids_at(self._stores[number], table, positions)
+            store, above = self._stores[number], self._stores[number + 1 :]
+            ids = _ids_at(store, table, positions)
             values = np.empty((len(ids), self._versions.tables[table].width), np.float32)
-            Found(table, self._stores[number:]).look(ids).fill(values)
+            store.gather(table, positions, values)
+            Found(table, above).look(ids).fill(values)
             yield ids, values
 
     def close(self) -> None:
@@ -650,8 +656,9 @@ class RowReader:
         if not self._is_open:
             raise StoreError("the rows of this mark are closed: ask for them again")
         base = self._stores[0]
-        for start in range(0, base.num_rows(table), size):
-            positions = np.arange(start, min(start + size, base.num_rows(table)))
+        num_in_base = base.num_rows(table) if self._full or self._versions.has_any_changed(table) else 0
+        for start in range(0, num_in_base, size):
+            positions = np.arange(start, min(start + size, num_in_base))
             if not self._full:
                 positions = positions[self._versions.has_changed(table, positions)]
             if len(positions):
@@ -660,8 +667,9 @@ class RowReader:
             for start in range(0, store.num_rows(table), size):
                 ids, _ = store.scan(table, start, start + size, values=False)
                 there = _in_any(self._stores[1:number], table, ids)
-                at = base.find(table, ids)[0]
-                there |= (at >= 0) if self._full else self._versions.has_changed(table, at)
+                if num_in_base:
+                    at = base.find(table, ids)[0]
+                    there |= (at >= 0) if self._full else self._versions.has_changed(table, at)
                 if not there.all():
                     yield number, start + np.flatnonzero(~there)
 
