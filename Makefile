@@ -9,7 +9,7 @@ T      ?=
 U      := tests/unit
 FAST   := $(U)/kernels $(U)/policies/test_policies.py $(U)/policies/test_popularity.py \
 	$(addprefix $(U)/oracle/test_,assign.py lookahead.py oracle_kernels.py partition.py slots_and_window.py) \
-	$(addprefix $(U)/store/test_,contract.py history.py local.py memory.py) $(U)/trainer/test_stages.py \
+	$(addprefix $(U)/store/test_,contract.py local.py memory.py) $(U)/trainer/test_stages.py \
 	$(addprefix $(U)/test_,cache.py config.py docs.py initial.py layers.py layout.py metrics.py net.py optim.py \
 	pooling.py reference.py schedules.py split.py types.py) \
 	$(addprefix $(U)/data/,test_count.py prepare/test_cells.py prepare/test_texts.py)

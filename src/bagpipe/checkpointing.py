@@ -7,6 +7,7 @@ changed (I8).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ from bagpipe.trainer.source import Source
 Resume = bool | Literal["auto"] | str | Path | None
 NAME = "checkpoints"
 """Of the directory of checkpoints in a run's directory."""
+_log = logging.getLogger(__name__)
 LAUNCH = "written_by_launch"
 """What manifests note of the launch that wrote them; empty: none."""
 
@@ -72,7 +74,7 @@ class Checkpointing:
         if self.directory is None and self.init_from is None:
             raise ConfigError("checkpoint.directory is None: give the path of a directory, or init_from")
         if self.directory is not None and (
-            not isinstance(self.directory, str | Path) or Path(self.directory).is_file()
+            not isinstance(self.directory, str | Path) or self.directory == "" or Path(self.directory).is_file()
         ):
             raise ConfigError(f"checkpoint.directory is {self.directory!r}: give the path of a directory")
         if self.init_from is not None and not isinstance(self.init_from, str | Path):
@@ -260,9 +262,17 @@ def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoi
     if resume is True or resume == "auto":
         if directory is None:
             raise ConfigError(f"resume={resume!r} goes on from checkpoint.directory: give checkpoint, or a path")
-        latest = Checkpoints(directory).latest(verify=True)
-        if latest is None and (resume is True or Checkpoints(directory).numbers()):
+        checkpoints, damaged = Checkpoints(directory), list[str]()
+        latest = checkpoints.latest(verify=True, problems=damaged)
+        if latest is None and damaged:
+            raise CheckpointError(
+                f"none of the checkpoints in {directory} can be used ({damaged[0]}): put copies in their place, or "
+                "begin again in another directory"
+            )
+        if latest is None and resume is True:
             raise CheckpointError(f"{directory} holds no checkpoint to go on from: begin anew without resume")
+        for problem in dict.fromkeys(damaged):
+            _log.warning("passing over a checkpoint: %s", problem)
         return START if latest is None else _resumable(latest)
     if not isinstance(resume, str | Path):
         raise ConfigError(f"resume is {resume!r}: give True, False, 'auto', or a path")

@@ -450,7 +450,8 @@ def lay_over(settings: dict[str, Any], override: str) -> None:
 _TYPES = {
     "int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "a text",
     "literal_error": "{expected}", "model_type": "the settings in it, such as {first}",
-    "dict_type": "a table of settings", "tuple_type": "a list",
+    "dict_type": "a table of settings", "tuple_type": "a list", "path_type": "a path",
+    "greater_than_equal": "at least {least}",
 }  # fmt: skip
 """What to give where the type is wrong, by pydantic's name of the mistake."""
 
@@ -462,10 +463,13 @@ def _explain_all(details: list[Any]) -> list[str]:
     for detail in details:
         field = ".".join(_fields(detail["loc"]))
         if detail["type"] in _TYPES:
+            if detail["type"] == "string_type" and field in given:
+                continue  # of the types that it may have, no text was meant
             allowed = detail.get("ctx", {}).get("expected", "")
+            least = detail.get("ctx", {}).get("ge", "")
             first = next(iter(getattr(_section(detail["loc"]), "model_fields", [""])))
             given.setdefault(field, []).append(
-                _TYPES[detail["type"]].format(expected=allowed, first=f"{field}.{first}")
+                _TYPES[detail["type"]].format(expected=allowed, first=f"{field}.{first}", least=least)
             )
             lines[field] = f"{field}: give {' or '.join(given[field])} (it is {detail['input']!r})"
         else:

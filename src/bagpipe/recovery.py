@@ -166,7 +166,8 @@ class Supervisor(Generic[ResultT]):
         open_incidents, self._open = self._open, []
         for role, cause, done_before, noticed_at in open_incidents:
             seconds = self._clock() - noticed_at
-            self.incidents.append(Incident(role, cause, done_before, self._point.done, seconds))
+            before = max(done_before, self._point.done)  # what was told last may be older than the last checkpoint
+            self.incidents.append(Incident(role, cause, before, self._point.done, seconds))
         if open_incidents:
             longest = max(incident.seconds for incident in self.incidents[-len(open_incidents) :])
             self._log(f"went on from {self._point} after {longest:.1f} s")

@@ -111,7 +111,7 @@ def open_run(directory: Path, overrides: Iterable[str]) -> Resumed:
         return Resumed(directory, config, START, notes)
     notes += [
         f"going back to the checkpoint after {latest.done:,} iterations, as a newer one is damaged: {problem}"
-        for problem in damaged
+        for problem in dict.fromkeys(damaged)  # several may build on the one that is
     ]
     return Resumed(directory, config, ResumePoint.of(latest), notes)
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from bagpipe.checkpoint.disk import Disk
+
+
+@contextmanager
+def nothing_left(directory: Path) -> Iterator[None]:
+    """If the block fails, a directory that it has made goes too, with those above it, as far as they are empty."""
+    new = [each for each in (directory, *directory.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for each in new:
+                each.rmdir()
+        raise
 
 
 @contextmanager

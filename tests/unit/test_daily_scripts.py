@@ -9,6 +9,7 @@ from torch import nn
 
 import bagpipe
 from bagpipe.checkpoint.importing import import_rows
+from bagpipe.checkpointing import find_resume_point
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.state import of_store
 
@@ -182,3 +183,17 @@ def test_a_table_that_the_model_lacks_is_refused_by_name_before_it_is_touched(fi
     with pytest.raises(CheckpointError, match=r"user' is only in the checkpoint, and the model has 'tables.ad'"):
         Session(day(20, ("ad",)), tables=("ad",), directory=tmp_path / "second", init_from=path)
     assert not (tmp_path / "second").exists()
+
+
+def test_where_all_checkpoints_are_damaged_the_advice_works(tmp_path):
+    for done in (10, 20):
+        (tmp_path / "c" / f"{done:08d}").mkdir(parents=True)
+        (tmp_path / "c" / f"{done:08d}" / "manifest.json").write_text("{}")
+    for resume in (True, "auto"):
+        with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* can be used .*another directory"):
+            find_resume_point(resume, tmp_path / "c")
+
+
+def test_a_directory_has_a_name():
+    with pytest.raises(ConfigError, match="give the path of a directory"):
+        bagpipe.Checkpointing("")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
@@ -31,11 +31,13 @@ from bagpipe.initial import Constant, Initial, Joined, Normal, Uniform
 from bagpipe.os_errors import Kind as ErrorKind
 from bagpipe.os_errors import failing
 from bagpipe.trainer.batches import Batches
-from bagpipe.whole_file import whole_file
+from bagpipe.whole_file import nothing_left, whole_file
 
 Format: TypeAlias = Literal["safetensors", "parquet"]
 
 ROWS_PER_BLOCK = 65_536
+TABLE_KEY = b"bagpipe.table"
+"""In the metadata of a parquet file: the name of its table."""
 FIRST_TRAINER = "trainer-0"
 """Under this name a checkpoint has the dense part of the model: `parameters` and `buffers`, by name."""
 
@@ -245,27 +247,37 @@ def _weight(layer: str) -> str:
 
 def _write_parquet(directory: Path, tables: Sequence[ExportedTable], state: bool, error: ErrorKind) -> list[Path]:
     """One file a table; nothing if one of them fails."""
-    is_new = not directory.exists()
+    with nothing_left(directory):
+        return _write_tables(directory, tables, state, error)
+
+
+def _write_tables(directory: Path, tables: Sequence[ExportedTable], state: bool, error: ErrorKind) -> list[Path]:
     with failing(error, "make", directory):
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise error(f"{directory} is not empty: give a new directory")
-    files: list[Path] = []
+    names, files = _file_names([table.name for table in tables]), list[Path]()
     try:
         for number, table in enumerate(tables):
-            path = directory / f"{table.name}.parquet"
-            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", table.name) or path in files:
-                path = directory / f"table-{number}.parquet"
+            path = directory / f"{names[number]}.parquet"
             with failing(error, "write", path), whole_file(path) as file:
                 _write_table(file, table, _columns(table, state))
             files.append(path)
     except BaseException:
         for path in files:
             path.unlink(missing_ok=True)
-        if is_new:
-            directory.rmdir()
         raise
     return files
+
+
+def _file_names(tables: Sequence[str]) -> list[str]:
+    """What the files of tables are called: as the tables, where that can be the name of a file, else by number."""
+    plain = {name for name in tables if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", name)}
+    numbered = (name for name in map("table-{}".format, count()) if name not in plain)
+    found: list[str] = []
+    for name in tables:
+        found.append(name if name in plain and name not in found else next(numbered))
+    return found
 
 
 def _columns(table: ExportedTable, state: bool) -> dict[str, slice]:
@@ -285,7 +297,7 @@ def _write_table(file: BinaryIO, table: ExportedTable, columns: Mapping[str, sli
     import pyarrow.parquet as pq
 
     kinds = {name: pa.list_(pa.float32(), part.stop - part.start) for name, part in columns.items()}
-    schema = pa.schema({"id": pa.int64(), **kinds})
+    schema = pa.schema({"id": pa.int64(), **kinds}, {TABLE_KEY: table.name.encode()})
     with pq.ParquetWriter(file, schema) as writer:
         for ids, values in table.blocks():
             flat = {name: pa.array(np.ascontiguousarray(values[:, part]).reshape(-1)) for name, part in columns.items()}

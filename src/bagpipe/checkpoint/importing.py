@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,12 +22,14 @@ from safetensors import SafetensorError, safe_open
 
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.export import TABLE_KEY
 from bagpipe.checkpoint.manifest import Facts, TableEntry
 from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.checkpoint.shards import Report, write_rows
 from bagpipe.errors import CheckpointError
 from bagpipe.kernels.idmap import IdMap
 from bagpipe.optim import RowOptimizer
+from bagpipe.whole_file import nothing_left
 
 SUFFIXES = (".parquet", ".safetensors")
 _WEIGHT = re.compile(r"(?:^|.*\.)(?:embedding_bags|embeddings)\.(.+)\.weight")
@@ -168,7 +170,7 @@ def import_rows(
         ImportedTable(name, files, (optimizers or {}).get(name, optimizer), name in any_ids)
         for name, files in found.items()
     ]
-    with _nothing_left(checkpoints.directory), checkpoints.begin(0, full=True) as pending:
+    with nothing_left(checkpoints.directory), checkpoints.begin(0, full=True) as pending:
         names = [(table.name, table.width) for table in tables]
         pending.add(write_rows(checkpoints.disk, pending.directory, _Snapshot(tables), names, report=report))
         config = {"imported_from": [str(source) for source in sources]}
@@ -182,19 +184,6 @@ class _Snapshot:
 
     def iterate(self, table: int, rows_per_chunk: int) -> Iterator[tuple[Int64s, Floats]]:
         yield from self.tables[table].rows(rows_per_chunk)
-
-
-@contextmanager
-def _nothing_left(directory: Path) -> Iterator[None]:
-    """Where it fails, directories that were made for it go too."""
-    new = [each for each in (directory, *directory.parents) if not each.exists()]
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for each in new:
-                each.rmdir()
-        raise
 
 
 def _find(sources: Sequence[str | Path]) -> tuple[dict[str, list[RowFile]], list[str]]:
@@ -256,7 +245,7 @@ def _within(directory: Path, suffixes: Sequence[str]) -> list[Path]:
 
 def _open(path: Path, name: str | None, left_out: list[str]) -> Mapping[str, RowFile]:
     if path.suffix == ".parquet":
-        return _parquet(path, name or path.stem)
+        return _parquet(path, name)
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"{path} ends with {path.suffix!r}: give files that end with {' or '.join(SUFFIXES)}; of a file of "
@@ -294,6 +283,8 @@ class ParquetRows:
         self.path, self.what = path, str(path)
         with _reading(path):
             schema = pq.read_schema(path)
+            if twice := [name for name in schema.names if schema.names.count(name) > 1]:
+                raise CheckpointError(f"{path} has more than one column {twice[0]!r}: give each another name")
             if "id" not in schema.names:
                 raise CheckpointError(
                     f"{path} has columns {', '.join(schema.names)} and no 'id': name the column of row numbers so"
@@ -305,6 +296,8 @@ class ParquetRows:
         if not lengths:
             raise CheckpointError(f"{path} has no column beside 'id' and 'state': give one with the vector of each row")
         self.layers, self.dims = tuple(lengths), tuple(lengths.values())
+        self.table = (schema.metadata or {}).get(TABLE_KEY, path.stem.encode()).decode(errors="replace")
+        """As an export has noted it, whose names of files can't be those of all tables; else that of the file."""
 
     def _length(self, column: pa.Field) -> int:
         """Floats of a column in each row."""
@@ -357,8 +350,9 @@ class ParquetRows:
         return values.reshape(-1, length)
 
 
-def _parquet(path: Path, name: str) -> dict[str, RowFile]:
-    return {name: ParquetRows(path)}
+def _parquet(path: Path, name: str | None) -> dict[str, RowFile]:
+    rows = ParquetRows(path)
+    return {name or rows.table: rows}
 
 
 @contextmanager

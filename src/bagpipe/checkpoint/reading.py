@@ -144,8 +144,9 @@ class Checkpoint:
         if differences := initial_differences(self.manifest.tables, expected):
             raise CheckpointError(
                 f"a run can't begin with {self.directory}: {'; '.join(differences)}: give the model these tables, with "
-                "at least as many rows and the same row optimizer; to change or leave out one, use bagpipe checkpoint "
-                "export --format parquet --no-state, and bagpipe checkpoint import"
+                "at least as many rows, vectors of the same lengths and the same row optimizer; to begin with another "
+                "row optimizer or without a table, use bagpipe checkpoint export --format parquet --no-state, and "
+                "bagpipe checkpoint import"
             )
 
     def _read(self, link: int, shard: tuple[int, int], only: int | None = None) -> Iterator[tuple[int, Int64s, Floats]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bagpipe.cli.output import AsJson, console, errors, print_json, print_pairs, print_rows, progress
-from bagpipe.errors import CheckpointError
+from bagpipe.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from bagpipe.checkpoint.directory import Checkpoints
@@ -195,6 +195,8 @@ def import_(
     """Make a checkpoint of rows that others have trained, which bagpipe train --init-from begins with."""
     from bagpipe.checkpoint.importing import import_rows
 
+    if initial_accumulator_value and not any(text.endswith("adagrad") for text in optimizer or ()):
+        raise ConfigError("--initial-accumulator-value is for Adagrad: give --optimizer adagrad or rowwise_adagrad too")
     given = dict(_optimizer(text, initial_accumulator_value) for text in ("sgd", *(optimizer or ())))
     default = given.pop("")
     checkpoint, tables, left_out = import_rows(
@@ -247,8 +249,6 @@ def _optimizer(text: str, initial_accumulator_value: float) -> tuple[str, RowOpt
 
 
 def _new_name(text: str) -> tuple[str, str]:
-    from bagpipe.errors import ConfigError
-
     old, _, new = text.partition("=")
     if not (old and new):
         raise ConfigError(f"--rename {text!r} is not of the form OLD=NEW: give the name in the file and the new one")

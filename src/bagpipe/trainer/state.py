@@ -132,7 +132,8 @@ def restore(name: str, thing: Attachable, saved: Mapping[str, Any]) -> None:
     kind, state = saved[name]["kind"], saved[name]["state"]
     if kind != type(thing).__name__:
         raise CheckpointError(
-            f"{name!r} was of class {kind} when it was kept, and is of class {type(thing).__name__}: attach the same"
+            f"{name!r} was of class {kind} when it was kept, and is of class {type(thing).__name__}: attach the "
+            "same, or with bagpipe train set dense_optimizer.name to it"
         )
     try:
         if isinstance(thing, torch.Generator):

@@ -312,3 +312,11 @@ def test_parquet_takes_any_name_and_any_id(tmp_path):
     found = pq.read_table(path)
     assert sorted(found["id"].to_pylist()) == [-(2**63), 2**63 - 1]
     assert found.column_names == ["id", "vector_0", "vector_1", "state"]
+
+
+def test_a_failed_export_leaves_no_directory_that_it_has_made(tmp_path, monkeypatch):
+    checkpoint, _ = saved(tmp_path / "c", [1, 2])
+    monkeypatch.setattr("bagpipe.checkpoint.export._write_table", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(CheckpointError, match="No space left"):
+        export_checkpoint(checkpoint, tmp_path / "a" / "b" / "rows", format="parquet")
+    assert not (tmp_path / "a").exists()

@@ -87,6 +87,29 @@ def test_the_files_of_a_directory_are_tables_or_parts_of_one(tmp_path):
     assert_rows(rows_of(joined, "ad"), rows_of(separate, "a") | rows_of(separate, "b"))
 
 
+def test_every_table_of_an_export_comes_back_under_its_own_name(tmp_path):
+    names = ["table-1", "x y", "a/b", "table-0", "plain"]
+    for number in range(len(names)):
+        parquet(tmp_path / f"{number}.parquet", vectors=VECTORS + number)
+    sources = [f"{name}={tmp_path / f'{number}.parquet'}" for number, name in enumerate(names)]
+    first = import_rows(sources, tmp_path / "first", optimizer=SGD(0.1))[0]
+    files = export_checkpoint(first, tmp_path / "rows", format="parquet")
+    assert len(set(files)) == len(names)
+    assert {"table-0.parquet", "table-1.parquet", "plain.parquet"} < {path.name for path in files}
+    again = import_rows([str(tmp_path / "rows")], tmp_path / "again", optimizer=SGD(0.1))[0]
+    assert {table.name for table in again.manifest.tables} == set(names)
+    for name in names:
+        assert_rows(rows_of(again, name), rows_of(first, name))
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    ids, vectors = pa.array([1, 2]), pa.array([[1.0], [2.0]], pa.list_(pa.float32(), 1))
+    pq.write_table(pa.Table.from_arrays([ids, vectors, vectors], ["id", "v", "v"]), tmp_path / "t.parquet")
+    with pytest.raises(CheckpointError, match="more than one column 'v'"):
+        import_rows([tmp_path / "t.parquet"], tmp_path / "new", optimizer=SGD(0.1))
+    assert not (tmp_path / "new").exists()
+
+
 def test_weights_of_torchrec_are_tables_and_row_numbers_are_ids(tmp_path):
     prefix = "sparse_arch.embedding_bag_collection.embedding_bags"
     weights = {
