@@ -1,7 +1,7 @@
 """A hundred million touched rows of 16 columns on disk: memory a row, checkpoints while training, and going on.
 
-One table, SGD, batches of which one half are rows that nobody has touched and the other half rows of before. A first
-process trains with four checkpoints and is killed a little after the third; a second one goes on to the end. `chain` is
+One table, SGD. Of a batch one half are rows that nobody has touched, the other half rows of before: one in a hundred any
+of them, the others of the last few million, as data comes in order of time. A first process trains with four checkpoints and is killed a little after the third; a second one goes on to the end. `chain` is
 what is left: how many checkpoints of changes follow the last with all rows. `restore_seconds` is the time until the
 rows of that checkpoint are in the store, `resume_seconds` until the next iteration is over, of a process that has
 started.
@@ -31,6 +31,7 @@ from benchmarks.terabyte import memory_of
 
 DIM = 16
 CHECKPOINTS = 4
+RECENT_ROWS, ANY_SHARE = 2_000_000, 0.01
 _STEP = 15_485_863
 """A prime: its multiples go through all rows, in no order that a disk would like."""
 
@@ -63,7 +64,9 @@ class Loader:
         for number in range(len(self)):
             random = torch.Generator().manual_seed(number)
             new = torch.arange(number * size, (number + 1) * size)
-            old = (torch.rand(size, generator=random, dtype=torch.float64) ** 2 * (number + 1) * size).long()
+            seen = (number + 1) * size
+            reach = torch.where(torch.rand(size, generator=random) < ANY_SHARE, seen, min(seen, RECENT_ROWS))
+            old = seen - 1 - (torch.rand(size, generator=random, dtype=torch.float64) * reach).long()
             ids = torch.stack([new, old], 1) * _STEP % self._num_rows
             yield {"ids": ids, "labels": (new % 2).float()}
 
