@@ -1,10 +1,10 @@
 """A hundred million touched rows of 16 columns on disk: memory a row, checkpoints while training, and going on.
 
-One table, SGD. Of a batch one half are rows that nobody has touched, the other half rows of before: one in a hundred any
-of them, the others of the last few million, as data comes in order of time. A first process trains with four checkpoints and is killed a little after the third; a second one goes on to the end. `chain` is
-what is left: how many checkpoints of changes follow the last with all rows. `restore_seconds` is the time until the
-rows of that checkpoint are in the store, `resume_seconds` until the next iteration is over, of a process that has
-started.
+One table, SGD. Of a batch one half are rows that nobody has touched, the other half rows of before: one in a hundred
+any of them, the others of the last few million, as data comes in order of time. A first process trains with four
+checkpoints and is killed a little after the third; a second one goes on to the end. `chain` is what is left: how many
+checkpoints the last one is made of. `restore_seconds` is the time from the start of training until the rows of the
+checkpoint are in the store, `resume_seconds` until the next iteration is over.
 """
 
 from __future__ import annotations
