@@ -177,7 +177,8 @@ def _drop(fd: int, chunks: Int64s, chunk_bytes: int, num_bytes: int, extents: In
         end = min(begin + EXTENT_BYTES, num_bytes)
         if sync_file_range(fd, begin, EXTENT_BYTES, WRITE_AND_WAIT) != 0:
             return errno_now()
-        for chunk in range(begin // chunk_bytes, (end - 1) // chunk_bytes + 1):  # what is mapped would stay
+        stop = min((end - 1) // chunk_bytes + 1, chunks.shape[0])  # the file may be allocated beyond what is mapped
+        for chunk in range(begin // chunk_bytes, stop):  # what is mapped would stay
             first = max(begin - chunk * chunk_bytes, 0)
             madvise(chunks[chunk] + first, min(end - chunk * chunk_bytes, chunk_bytes) - first, FORGET_MAPPED)
         posix_fadvise(fd, begin, end - begin, DONTNEED)

@@ -342,6 +342,20 @@ def test_a_process_without_room_for_mappings_is_told_so(tmp_path: Path, monkeypa
         assert contents(store) == before
 
 
+def test_dropping_pages_touches_no_memory_beyond_the_chunks_that_are_mapped(tmp_path: Path) -> None:
+    """The file is allocated ahead, so its last extent may reach further than the last chunk."""
+    with MappedStore(TABLES, tmp_path, chunk_bytes=1 << 16) as store:
+        store.write(0, np.arange(10), values(0, 10))
+        file = files_of(store)[0]
+        assert file._num_bytes > len(file.chunks) * file._chunk_bytes
+        others = mmap.mmap(-1, 1 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        others.write(b"x" * (1 << 21))
+        place = np.frombuffer(others, np.uint8).ctypes.data
+        addresses = np.array([*file._addresses, *[place] * 64], np.int64)
+        assert module._drop(file._fd, addresses[:1], file._chunk_bytes, file._num_bytes, np.zeros(1, np.int64)) == 0
+        assert others[:] == b"x" * (1 << 21)
+
+
 # A failing disk
 
 
