@@ -33,6 +33,8 @@ class Benchmark:
     summary: str
     run: Callable[[bool], Results]
     """Takes `quick`: True makes it small enough for a test; figures are then not meaningful."""
+    run_against: Callable[[bool, Path], Results] | None = None
+    """The same interleaved with another checkout, whose directory it takes too, where a benchmark can do that."""
 
 
 MODULES = (
@@ -47,6 +49,7 @@ MODULES = (
     "transport",
     "servers",
     "train",
+    "fixed",
     "overlap",
     "policies",
     "trainers",

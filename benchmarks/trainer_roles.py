@@ -36,7 +36,7 @@ from bagpipe.store.base import ROWS_PER_CHUNK
 from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.process_group import open_groups
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
-from bagpipe.trainer.sync import Groups, Peers
+from bagpipe.trainer.row_sync import Peers
 from bagpipe.training import plan_job
 from bagpipe.types import Batch
 from bagpipe.wire.listening import on_socket
@@ -215,8 +215,7 @@ class TrainerRole:
             plans = RemotePlans(network, oracle, run=key, trainer=self._rank)
             stack.callback(plans.close)
             sync = job.config.sync
-            own = Groups(groups.critical, groups.delayed, groups.dense)
-            peers = Peers(own, sync.design, sync.delayed, sync.moving)
+            peers = Peers(groups, sync.design, sync.delayed, sync.moving)
             self._system = TrainedSystem(job, plans, store, peers, _checkpoints(directory, run))
             stack.callback(self._system.close)
             self._opened = stack.pop_all()

@@ -29,7 +29,7 @@ from bagpipe.allocator import keep_freed_memory
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import PipelineError
 from bagpipe.server.shared import NUM_BYTES, OwnMemory, attach, regions
-from bagpipe.store.memory import ChunkedRows
+from bagpipe.store.chunks import ChunkedRows
 from bagpipe.wire.checks import check_read, check_rows
 from bagpipe.wire.dispatch import Reply
 from bagpipe.wire.keys import VARIABLE, Security, find_keys, new_keys

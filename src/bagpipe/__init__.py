@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bagpipe.checkpoint.export import export
     from bagpipe.checkpointing import Checkpointing
     from bagpipe.errors import BagpipeError
+    from bagpipe.prepared import Cache, Files, Options, PreparedLoader, prepare
     from bagpipe.table import Table
     from bagpipe.trainer.batches import Batches
     from bagpipe.trainer.clip import clip_grad_norm_
@@ -23,8 +24,12 @@ __all__ = [
     "BagpipeError",
     "Batch",
     "Batches",
+    "Cache",
     "Checkpointing",
+    "Files",
     "Ids",
+    "Options",
+    "PreparedLoader",
     "Table",
     "__version__",
     "accelerate",
@@ -34,6 +39,7 @@ __all__ = [
     "export",
     "initial",
     "optim",
+    "prepare",
     "schedules",
 ]
 
@@ -42,12 +48,17 @@ _HOMES = {
     "BagpipeError": "bagpipe.errors",
     "Batch": "bagpipe.types",
     "Batches": "bagpipe.trainer.batches",
+    "Cache": "bagpipe.prepared",
     "Checkpointing": "bagpipe.checkpointing",
+    "Files": "bagpipe.prepared",
     "Ids": "bagpipe.types",
+    "Options": "bagpipe.prepared",
+    "PreparedLoader": "bagpipe.prepared",
     "Table": "bagpipe.table",
     "accelerate": "bagpipe.api",
     "clip_grad_norm_": "bagpipe.trainer.clip",
     "export": "bagpipe.checkpoint.export",
+    "prepare": "bagpipe.prepared",
 }
 
 if not TYPE_CHECKING:  # to type checkers it would define every name, misspelt ones included

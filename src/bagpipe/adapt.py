@@ -1,4 +1,4 @@
-"""Finds the ids in whatever a loader yields, and puts other numbers in their place.
+"""Finds the ids in whatever a loader yields, takes them out, and puts them back.
 
 Batches may be dicts, tuples, named tuples, dataclasses or plain objects, nested; ids may be integer tensors, `Ids`,
 (values, offsets[, weights]) tuples, or a KeyedJaggedTensor, known by its methods. Everything else passes through
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from bagpipe.types import Ids
 Path = tuple[str, ...]
 Tree = dict[str, Any]
 """What is to be replaced within a value: for each part a tree, or the name of the feature that it is."""
+NewIds = Callable[[str, Tensor], Tensor]
+"""What comes, one after another, in the place of a feature's ids, by its name and what is there."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -94,11 +96,9 @@ class Adapter:
         """The ids of the named features, one after another as they stand in the batch."""
         ids = {}
         for name in names:
-            value: Any = batch
             try:
-                for step in self.paths[name]:
-                    value = child_of(value, step)
-                values = values_of(value)
+                leaf = self._leaf(batch, name)
+                values = values_of(leaf)
             except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
                 raise BatchError(
                     f"batch {number} has no ids of feature {name!r} at {'.'.join(self.paths[name]) or 'its top'}, "
@@ -106,21 +106,38 @@ class Adapter:
                     f"{f', and there {error}' if isinstance(error, NoIdsError) else ''}"
                 ) from error
             if name in self._guessed:
-                _check_offsets(name, value, number)
+                _check_offsets(name, leaf, number)
             ids[name] = values.detach().to("cpu", torch.int64).contiguous().numpy().reshape(-1)
         return ids
 
+    def ids_in(self, batch: object, name: str) -> Tensor:
+        """The tensor of a feature's ids in a batch that has been read before."""
+        return values_of(self._leaf(batch, name))
+
+    def without(self, batch: Any, names: Sequence[str]) -> Any:
+        """The same batch without the ids of these features: their number, type and shape are left, and no memory."""
+        return self._replaced(batch, names, lambda _, ids: nothing(ids.numel(), ids.dtype))
+
     def replace(self, batch: Any, values: Mapping[str, Tensor]) -> Any:
-        """The same batch with other numbers in the place of the named features' ids, shapes as they were."""
+        """The same batch with other numbers in the place of the named features' ids, type and shape as they were."""
+        return self._replaced(batch, list(values), lambda name, ids: values[name].to(ids.dtype))
+
+    def _leaf(self, batch: object, name: str) -> Any:
+        value: Any = batch
+        for step in self.paths[name]:
+            value = child_of(value, step)
+        return value
+
+    def _replaced(self, batch: Any, names: Sequence[str], new: NewIds) -> Any:
         tree: Tree = {}
-        for name in values:
+        for name in names:
             branch, *steps = tree, *self.paths[name]
             if not steps:
-                return _with_values(batch, values[name])
+                return _with_values(batch, name, new)
             for step in steps[:-1]:
                 branch = branch.setdefault(step, {})
             branch[steps[-1]] = name
-        return _rebuild(batch, tree, values)
+        return _rebuild(batch, tree, new)
 
 
 class NoIdsError(TypeError):
@@ -205,13 +222,18 @@ def _key(value: Mapping[Any, Any], name: str) -> Any:
     return next((key for key in value if str(key) == name), name)
 
 
-def _rebuild(value: Any, tree: Tree, values: Mapping[str, Tensor]) -> Any:
+def nothing(length: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Integers that have a length and take no memory."""
+    return torch.zeros(1, dtype=dtype).expand(length)
+
+
+def _rebuild(value: Any, tree: Tree, ids: NewIds) -> Any:
     if is_keyed(value):
-        return _rebuild_keyed(value, tree, values)
+        return _rebuild_keyed(value, tree, ids)
     new = {}
     for name, inner in tree.items():
         part = child_of(value, name)
-        new[name] = _rebuild(part, inner, values) if isinstance(inner, dict) else _with_values(part, values[inner])
+        new[name] = _rebuild(part, inner, ids) if isinstance(inner, dict) else _with_values(part, inner, ids)
     return with_parts(value, new)
 
 
@@ -247,15 +269,17 @@ def set_attributes(value: Any, new: Mapping[str, Any]) -> None:
         set_attribute(value, name, part)
 
 
-def _with_values(leaf: Any, values: Tensor) -> Any:
-    shaped = values.reshape(values_of(leaf).shape)
+def _with_values(leaf: Any, name: str, ids: NewIds) -> Any:
+    before = values_of(leaf)
+    shaped = ids(name, before).reshape(before.shape)
     if isinstance(leaf, Ids):
         return _with_attributes(leaf, {"values": shaped})
     return type(leaf)((shaped, *leaf[1:])) if isinstance(leaf, list | tuple) else shaped
 
 
-def _rebuild_keyed(value: Any, tree: Tree, values: Mapping[str, Tensor]) -> Any:
-    parts = [values[tree[key]] if key in tree else value[key].values() for key in value.keys()]  # noqa: SIM118
+def _rebuild_keyed(value: Any, tree: Tree, ids: NewIds) -> Any:
+    before = [(key, value[key].values()) for key in value.keys()]  # noqa: SIM118
+    parts = [ids(tree[key], values) if key in tree else values for key, values in before]
     weights = getattr(value, "weights_or_none", None)
     return type(value)(
         keys=list(value.keys()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,10 @@ from torch import nn
 
 from bagpipe.adapt import Adapter
 from bagpipe.cache import RowCache
-from bagpipe.checkpointing import Checkpointing, Resume, plan_script
+from bagpipe.checkpointing import Checkpointing, plan_script
 from bagpipe.cluster.context import current
 from bagpipe.config import cache_size
-from bagpipe.embedding import CachedLayer
+from bagpipe.embedding import CachedLayer, Lookups
 from bagpipe.errors import BatchError, ConfigError, ModelError
 from bagpipe.initial import Given, Initial, Normal
 from bagpipe.layers import Binding, FeatureMap, bind, embedding_layers
@@ -31,13 +32,14 @@ from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.policies import make_policy
 from bagpipe.policy_options import PolicyOptions, as_options
+from bagpipe.resuming import Resume
 from bagpipe.several import open_loader, share_batches
 from bagpipe.trainer.agreement import refuse_ranks
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.pipeline import DEPTH
+from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.source import LocalPlans, PlanSource, Source
 from bagpipe.trainer.stages import Driver, Threads
-from bagpipe.trainer.sync import Peers
 from bagpipe.types import Table
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -113,95 +115,185 @@ def accelerate(
         threads: For kernels; as torch uses by default.
         driver: Runs the background stages; for tests.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is a {type(model).__name__}: give an nn.Module")
     if not isinstance(rows, RowOptimizer | PerTable):
         raise ModelError(f"rows is a {type(rows).__name__}: give one of bagpipe.optim, such as bagpipe.optim.SGD(0.1)")
-    if not isinstance(loader, Iterable):
-        raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
-    _refuse_wrapped(model)
-    launch = current()
-    if launch is None or launch.trainers == 1:
-        refuse_ranks(os.environ.get("WORLD_SIZE") if launch is None else None)
-    options = as_options(policy_options)
-    chosen_policy = make_policy(policy, options)
-    exact = chosen_policy.exact
-    if check and not exact:
-        raise ConfigError(f"policy {policy!r} with these options reads old rows, which check stops at: leave one out")
-    for name, value in (("epochs", epochs), ("accumulate", accumulate), ("depth", depth)):
-        _at_least(name, value, 1)
-    _at_least("seed", seed, 0)
-    if lookahead != "auto":
-        _at_least("lookahead", lookahead, 1, ", or 'auto'")
-    if policy == "nocache" and lookahead not in ("auto", 1):
-        raise ConfigError(f"policy 'nocache' keeps nothing, so lookahead ({lookahead}) has no effect: leave it out")
-    if threads is not None:
-        _at_least("threads", threads, 1)
-    size = cache_size(cache)
-    resident_bytes_max = memory_of_files(store, store_memory)
-    if launch is not None and launch.trainers > 1:
-        _refuse_with_several(launch.trainers, check, exact)
-        source = open_loader(launch, loader, epochs, accumulate)
-    else:
-        source = Source(loader, epochs, accumulate)
-    if source.empty:
-        raise BatchError("the loader is empty: there is nothing to train on")
-    if chosen_policy.samples:
-        source.check_sample(options.sample)
-    binding = _bind(model, source.adapter, features, tables, keep)
-    _refuse_held_parameters(binding)
+    _at_least("epochs", epochs, 1)
+    plans = PlanChoice(cache, lookahead, policy, as_options(policy_options))
+    training = Training(
+        model, loader, plans, store, store_memory, device=device, accumulate=accumulate, epochs=epochs, seed=seed,
+        check=check, depth=depth, threads=threads, driver=driver,
+    )  # fmt: skip
+    _refuse_earlier_optimizers(training.bind(features, tables, keep))
     earlier = _earlier(model)
     if earlier is not None and (checkpoint is not None or resume):
         raise ConfigError(
             "checkpoint and resume are for the first loop over a model: give epochs=N instead of several loops, or "
             "build the model anew"
         )
-    _refuse_unknown_optimizers(rows, binding)
-    place = _usable(device) if device is not None else _device_of(model, binding)
-    source.tables = binding.tables
-    layouts = _layouts(binding, rows, initial, seed, earlier)
-    widths = [layout.width for layout in layouts]
-    used_driver, used_threads = driver or Threads(), threads or torch.get_num_threads()
+    training.lay_out(rows, initial, earlier)
+    return training.open(checkpoint, resume, earlier)
 
-    saving = None
-    if earlier is None:
-        saving = plan_script(launch, source, model, binding, layouts, checkpoint, resume, accumulate)
 
-    def make(plans: PlanSource, capacity: Sequence[int], peers: Peers | None = None) -> Batches:
-        row_cache, checkpointer = RowCache(widths, capacity, place), None
-        opened = open_rows(store, layouts, resident_bytes_max) if earlier is None else same_store(store, earlier)
-        try:
-            if saving is not None:
-                opened, checkpointer = saving.open(opened, 0 if peers is None else peers.rank)
-            return Batches(
-                model, binding, rows, layouts, plans, row_cache, opened, used_driver,
-                depth=depth, threads=used_threads, check=check, peers=peers, checkpointer=checkpointer,
-                ahead=chosen_policy.lead(lookahead, options), before=0 if earlier is None else earlier.in_store,
-            )  # fmt: skip
-        except BaseException:
+@dataclass(frozen=True, slots=True)
+class PlanChoice:
+    """What the oracle is to do; refused at once if it can't."""
+
+    cache: int | str
+    lookahead: int | Literal["auto"]
+    policy: str
+    options: PolicyOptions
+
+    def __post_init__(self) -> None:
+        if self.lookahead != "auto":
+            _at_least("lookahead", self.lookahead, 1, ", or 'auto'")
+        if self.policy == "nocache" and self.lookahead not in ("auto", 1):
+            raise ConfigError(
+                f"policy 'nocache' keeps nothing, so lookahead ({self.lookahead}) has no effect: leave it out"
+            )
+        cache_size(self.cache)
+        make_policy(self.policy, self.options)
+
+
+class Training:
+    """A model and its loader on the way to a training loop: what was asked for is looked at step by step, and nothing
+    of the model is touched before all of it is known to work."""
+
+    binding: Binding
+    rows: RowOptimizer | PerTable
+    layouts: list[RowLayout]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: Iterable[Any],
+        plans: PlanChoice,
+        store: str | Path | OpenStore,
+        store_memory: str | None,
+        *,
+        device: torch.device | str | None,
+        accumulate: int,
+        epochs: int,
+        seed: int,
+        check: bool,
+        depth: int,
+        threads: int | None,
+        driver: Driver | None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"model is a {type(model).__name__}: give an nn.Module")
+        if not isinstance(loader, Iterable):
+            raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
+        _refuse_wrapped(model)
+        self.launch = current()
+        if self.launch is None or self.launch.trainers == 1:
+            refuse_ranks(os.environ.get("WORLD_SIZE") if self.launch is None else None)
+        self.model, self.plans, self.store = model, plans, store
+        self.policy = make_policy(plans.policy, plans.options)
+        if check and not self.policy.exact:
+            raise ConfigError(
+                f"policy {plans.policy!r} with these options reads old rows, which check stops at: leave one out"
+            )
+        for name, value in (("accumulate", accumulate), ("depth", depth)):
+            _at_least(name, value, 1)
+        _at_least("seed", seed, 0)
+        if threads is not None:
+            _at_least("threads", threads, 1)
+        self.accumulate, self.epochs, self.seed, self.check, self.depth = accumulate, epochs, seed, check, depth
+        self.resident_bytes_max = memory_of_files(store, store_memory)
+        self.driver, self.threads = driver or Threads(), threads or torch.get_num_threads()
+        if self.launch is not None and self.launch.trainers > 1:
+            _refuse_with_several(self.launch.trainers, check, self.policy.exact)
+        self.read(loader)
+        if self.source.empty:
+            raise BatchError("the loader is empty: there is nothing to train on")
+        if self.policy.samples:
+            self.source.check_sample(plans.options.sample)
+        self._device = device
+
+    def read(self, loader: Iterable[Any]) -> None:
+        """Begin to read a loader; nothing beyond its first batch."""
+        if self.launch is not None and self.launch.trainers > 1:
+            self.source = open_loader(self.launch, loader, self.epochs, self.accumulate)
+        else:
+            self.source = Source(loader, self.epochs, self.accumulate)
+
+    def bind(self, features: FeatureMap | None, tables: Sequence[Table], keep: Collection[str]) -> Binding:
+        """Find out which layer looks up which feature."""
+        self.binding = _bind(self.model, self.source.adapter, features, tables, keep)
+        self.device = _usable(self._device) if self._device is not None else _device_of(self.model, self.binding)
+        return self.binding
+
+    def bind_again(self) -> None:
+        """The same for another reading of the same loader."""
+        names = [name for table in self.binding.tables for name in table.features]
+        bags = any(isinstance(layer.module, nn.EmbeddingBag) for layer in self.binding.layers)
+        self.source.adapter.choose(names, bags=bags)
+        self.source.adapter.require(names)
+
+    def lay_out(
+        self,
+        rows: RowOptimizer | PerTable,
+        initial: Callable[[Table], Initial] | None,
+        earlier: Batches | None = None,
+        *,
+        frozen: bool = True,
+    ) -> None:
+        """Find out what a row of each table is; with `frozen` weights that are so now will always be."""
+        _refuse_unknown_optimizers(rows, self.binding)
+        self.rows = rows
+        self.layouts = _layouts(self.binding, rows, initial, self.seed, earlier, frozen)
+
+    def open(
+        self,
+        checkpoint: Checkpointing | None = None,
+        resume: Resume = None,
+        earlier: Batches | None = None,
+        *,
+        lookups: Lookups | None = None,
+    ) -> Batches:
+        """The training loop over what is being read; `earlier` was the one before, over the same rows, whose layers go
+        on looking up if their `lookups` are given."""
+        launch, binding, layouts, plans = self.launch, self.binding, self.layouts, self.plans
+        self.source.tables = binding.tables
+        widths = [layout.width for layout in layouts]
+        saving = None
+        if earlier is None:
+            saving = plan_script(launch, self.source, self.model, binding, layouts, checkpoint, resume, self.accumulate)
+
+        def make(source: PlanSource, capacity: Sequence[int], peers: Peers | None = None) -> Batches:
+            row_cache, checkpointer = RowCache(widths, capacity, self.device), None
             if earlier is None:
-                opened.close()
-            raise
+                opened = open_rows(self.store, layouts, self.resident_bytes_max)
+            else:
+                opened = earlier.store if lookups is not None else same_store(self.store, earlier)
+            try:
+                if saving is not None:
+                    opened, checkpointer = saving.open(opened, 0 if peers is None else peers.rank)
+                return Batches(
+                    self.model, binding, self.rows, layouts, source, row_cache, opened, self.driver,
+                    depth=self.depth, threads=self.threads, check=self.check, peers=peers, checkpointer=checkpointer,
+                    ahead=self.policy.lead(plans.lookahead, plans.options),
+                    before=0 if earlier is None else earlier.in_store, lookups=lookups,
+                )  # fmt: skip
+            except BaseException:
+                if earlier is None:
+                    opened.close()
+                raise
 
-    if launch is None or launch.trainers == 1:
-        oracle = make_oracle(
-            binding.tables,
-            widths,
-            size,
-            source.first_ids(),
-            source.other_ids(),
-            lookahead=lookahead,
-            policy=policy,
-            options=options,
-        )
-        return make(LocalPlans(source, oracle), oracle.capacity)
-    costs = tuple(layout.move_cost for layout in layouts)
-    settings = PlanSettings(
-        binding.tables, tuple(widths), cache, lookahead, policy, accumulate, options=options, move_costs=costs
-    )
-    wanted = {"epochs": epochs, "rows": [_wanted(layout) for layout in layouts]}
-    point = "" if saving is None else saving.point
-    return share_batches(launch, source, binding, settings, wanted, point, used_driver, make)
+        if launch is None or launch.trainers == 1:
+            oracle = make_oracle(
+                binding.tables, widths, cache_size(plans.cache), self.source.first_ids(), self.source.other_ids(),
+                lookahead=plans.lookahead, policy=plans.policy, options=plans.options,
+            )  # fmt: skip
+            return make(LocalPlans(self.source, oracle), oracle.capacity)
+        costs = tuple(layout.move_cost for layout in layouts)
+        settings = PlanSettings(
+            binding.tables, tuple(widths), plans.cache, plans.lookahead, plans.policy, self.accumulate,
+            options=plans.options, move_costs=costs,
+        )  # fmt: skip
+        wanted = {"epochs": self.epochs, "rows": [_wanted(layout) for layout in layouts]}
+        point = "" if saving is None else saving.point
+        return share_batches(launch, self.source, binding, settings, wanted, point, self.driver, make)
 
 
 def _bind(
@@ -222,6 +314,7 @@ def _layouts(
     initial: Callable[[Table], Initial] | None,
     seed: int,
     earlier: Batches | None,
+    frozen: bool,
 ) -> list[RowLayout]:
     before = {layout.table.name: layout for layout in earlier.layouts} if earlier is not None else {}
     layouts = []
@@ -238,7 +331,8 @@ def _layouts(
         else:
             names = [layer.name for layer in layers]
             raise ModelError(f"layers {names} share rows: put all or none on the meta device")
-        optimizer = Frozen() if binding.frozen(number) else rows.for_table(table.name, [layer.name for layer in layers])
+        named = [layer.name for layer in layers]
+        optimizer = Frozen() if frozen and binding.frozen(number) else rows.for_table(table.name, named)
         layouts.append(RowLayout(table, binding.dims(number), optimizer, first))
     if earlier is not None:
         _refuse_other_rows(layouts, earlier.layouts)
@@ -312,7 +406,7 @@ def _refuse_with_several(trainers: int, check: bool, exact: bool) -> None:
         raise ConfigError(f"policy option mode 'stale' is for one trainer, not {trainers}: use 'strict'")
 
 
-def _refuse_held_parameters(binding: Binding) -> None:
+def _refuse_earlier_optimizers(binding: Binding) -> None:
     """A dense optimizer that was built before the swap would go on holding whole tables."""
     weights = {id(layer.module.weight): layer.name for layer in binding.layers}
     kinds = _with_subclasses(torch.optim.Optimizer)

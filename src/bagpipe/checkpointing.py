@@ -1,45 +1,36 @@
-"""Checkpoints as users ask for them: where, how often, what of a run is noted in them, and which one to go on from.
-
-A checkpoint of another model, row optimizer, seed or data is refused by naming the difference, before anything has
-changed (I8).
-"""
+"""Checkpoints as users ask for them: where, how often, and what of a run is noted in them."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import MANIFEST, Facts, InitialEntry, TableEntry, VocabularyEntry
+from bagpipe.checkpoint.manifest import InitialEntry, RunFacts, TableEntry, VocabularyEntry
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpoint.reading import Checkpoint
 from bagpipe.cluster.context import Launch
-from bagpipe.errors import CheckpointError, ConfigError
+from bagpipe.errors import ConfigError
 from bagpipe.initial import Constant, Initial, Joined, Normal, Uniform
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.opening import first_values
+from bagpipe.resuming import Resume, check_point, find_initial_point, find_resume_point
 from bagpipe.store import Store
 from bagpipe.store.base import Marked
 from bagpipe.store.local import LocalStore
 from bagpipe.store.versioned import VersionedStore
-from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods, check_resumed
+from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods
 from bagpipe.trainer.source import Source
 
-Resume = bool | Literal["auto"] | str | Path | None
-NAME = "checkpoints"
-"""Of the directory of checkpoints in a run's directory."""
-_log = logging.getLogger(__name__)
 LAUNCH = "written_by_launch"
 """What manifests note of the launch that wrote them; empty: none."""
 
@@ -97,7 +88,7 @@ class Checkpointing:
 class Saving:
     """How a run is saved, and where it continues: the same for all of its trainers."""
 
-    facts: Facts
+    facts: RunFacts
     directory: Path | None = None
     """Of its checkpoints; None: there are none."""
     periods: Periods = NEVER
@@ -203,17 +194,6 @@ def plan_script(
     return Saving(facts, directory, periods, keep, point, restored, launch.generation, launch.token)
 
 
-def check_point(point: ResumePoint, facts: Facts, model: nn.Module, binding: Binding) -> None:
-    """CheckpointError that names the difference if a run can't begin or continue there."""
-    if point == START:
-        return
-    if point.is_initial:
-        point.open().check_initial(facts.tables)
-    else:
-        check_same_run(point.open(), facts)
-    check_resumed(point, model, [layer.module for layer in binding.layers])
-
-
 def _newest_of(launch: Launch, directory: Path | None) -> ResumePoint | None:
     """Where a launch that has recovered from a fault continues; None: nothing of it was saved before."""
     found = [] if directory is None else Checkpoints(directory).list()
@@ -251,79 +231,6 @@ def _check_readable(point: ResumePoint, launch: Launch) -> None:
         )
 
 
-def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoint:
-    """The point that `resume` means: True or "auto" the last one of the directory, a path that one.
-
-    A path is that of a checkpoint, of a directory of them, or of a run. Of several the newest that verifies is taken.
-    """
-    if resume is None or resume is False:
-        _refuse_held(directory, "go on from it with resume=True")
-        return START
-    if resume is True or resume == "auto":
-        if directory is None:
-            raise ConfigError(f"resume={resume!r} goes on from checkpoint.directory: give checkpoint, or a path")
-        checkpoints, damaged = Checkpoints(directory), list[str]()
-        latest = checkpoints.latest(verify=True, problems=damaged)
-        if latest is None and damaged:
-            raise CheckpointError(
-                f"none of the checkpoints in {directory} can be used ({damaged[0]}): put copies in their place, or "
-                "begin again in another directory"
-            )
-        if latest is None and resume is True:
-            raise CheckpointError(f"{directory} holds no checkpoint to go on from: begin anew without resume")
-        for problem in dict.fromkeys(damaged):
-            _log.warning("passing over a checkpoint: %s", problem)
-        return START if latest is None else _resumable(latest)
-    if not isinstance(resume, str | Path):
-        raise ConfigError(f"resume is {resume!r}: give True, False, 'auto', or a path")
-    point = _resumable(_at(Path(resume)))
-    assert point.checkpoint is not None
-    if directory is not None and point.checkpoint.parent != Path(directory).resolve():
-        _refuse_held(directory, f"resume names another, {point.checkpoint}: go on from its own with resume=True")
-    return point
-
-
-def find_initial_point(init_from: str | Path, directory: str | Path | None = None) -> ResumePoint:
-    """The beginning of a run that takes over the state at a path, whose own checkpoints go to `directory`."""
-    checkpoint = _at(Path(init_from), "begin with")
-    if directory is not None and checkpoint.directory.parent == Path(directory).resolve():
-        raise ConfigError(
-            f"init_from is {init_from}, among the run's own checkpoints in {directory}: give the run that begins a "
-            "directory of its own, or go on with the other one by resume"
-        )
-    return ResumePoint.initial(checkpoint)
-
-
-def _resumable(checkpoint: Checkpoint) -> ResumePoint:
-    if checkpoint.done == 0:
-        raise CheckpointError(
-            f"{checkpoint.directory} has imported rows, and no run to go on with: begin with them by init_from"
-        )
-    return ResumePoint.of(checkpoint)
-
-
-def _at(path: Path, purpose: str = "go on from") -> Checkpoint:
-    if (path / MANIFEST).is_file():
-        if not path.resolve().name.isdecimal():
-            raise CheckpointError(f"{path} is not the name of a checkpoint, which is its number of iterations")
-        return Checkpoints(path.resolve().parent).open(int(path.resolve().name))
-    within = path / NAME if (path / NAME).is_dir() else path
-    latest = Checkpoints(within).latest(verify=True)
-    if latest is None:
-        raise CheckpointError(f"{path} holds no checkpoint to {purpose}: check the path")
-    return latest
-
-
-def _refuse_held(directory: str | Path | None, remedy: str) -> None:
-    """ConfigError if there are checkpoints: they would be written over, or taken for those of the run that begins."""
-    found = [] if directory is None else Checkpoints(directory).numbers()
-    if found:
-        raise ConfigError(
-            f"{directory} holds checkpoints of a run already, the last after {found[-1]} iterations: {remedy}, or give "
-            "another directory"
-        )
-
-
 def make_facts(
     layouts: Sequence[RowLayout],
     binding: Binding,
@@ -335,7 +242,7 @@ def make_facts(
     accumulate: int = 1,
     first_ids: Callable[[], Mapping[str, npt.NDArray[np.int64]]] | None = None,
     launch: str = "",
-) -> Facts:
+) -> RunFacts:
     """What a run tells of itself in its checkpoints, and what the user has `told` of it."""
     vocabulary = {} if told is None else told.vocabulary
     config = {
@@ -346,7 +253,7 @@ def make_facts(
         "first_batch": "" if first_ids is None else f"{_checksum(first_ids()):08x}",
         LAUNCH: launch,
     }
-    return Facts(
+    return RunFacts(
         tables=table_entries(layouts, binding),
         trainers=trainers,
         servers=servers,
@@ -354,26 +261,6 @@ def make_facts(
         data=data if told is None else told.data,
         vocabulary=tuple(VocabularyEntry(path=path, checksum=vocabulary[path]) for path in vocabulary),
     )
-
-
-def check_same_run(checkpoint: Checkpoint, facts: Facts) -> None:
-    """CheckpointError that names the difference if this is the checkpoint of another model, seed or data."""
-    checkpoint.check_tables(facts.tables)
-    there, here = checkpoint.manifest.config, facts.config
-    if there.get("accumulate") != here["accumulate"]:
-        raise _other(checkpoint, "accumulate", there.get("accumulate"), here["accumulate"])
-    for key, what in (
-        ("row_optimizers", "the row optimizer"),
-        ("first_rows", "what rows begin with, by the seed,"),
-    ):
-        saved = there.get(key, {})
-        for table, value in here[key].items():
-            if saved.get(table) != value:
-                raise _other(checkpoint, f"{what} of table {table!r}", saved.get(table), value)
-    data = (checkpoint.manifest.data, facts.data), (there.get("first_batch"), here["first_batch"])
-    for saved, wanted in data:
-        if saved and wanted and saved != wanted:
-            raise _other(checkpoint, "a checksum of the data or its order", saved, wanted)
 
 
 def table_entries(layouts: Sequence[RowLayout], binding: Binding) -> tuple[TableEntry, ...]:
@@ -407,13 +294,6 @@ def as_marked(store: Store) -> Marked:
 def with_marks(store: Store) -> Store:
     """The same rows in a store that has marks."""
     return VersionedStore(store, rollback=False) if isinstance(store, LocalStore) else store
-
-
-def _other(checkpoint: Checkpoint, what: str, there: object, here: object) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint.directory} is of another run: {what} is {there!r} there and {here!r} here: use what it was made "
-        "with, or another checkpoint"
-    )
 
 
 def _settings(layout: RowLayout) -> dict[str, Any]:

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from bagpipe import embedding_device
-from bagpipe.arrays import Floats
+from bagpipe.adapt import INTEGERS
+from bagpipe.arrays import Floats, Int32s
 from bagpipe.embedding_device import DeviceBags, is_host
 from bagpipe.errors import BatchError, ModelError, ValueRangeError
-from bagpipe.handles import STAMP_SHIFT, Handles, table_of
-from bagpipe.kernels.bag import NO_PADDING, Bags, pool
+from bagpipe.kernels.bag import NO_PADDING, Bags
+from bagpipe.kernels.idmap import IdMap
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import BoundLayer, Replacement
 from bagpipe.layout import RowLayout
-from bagpipe.pooling import Pooled, Pooling, split
+from bagpipe.pooling import Pooled, Pooling, flat_ids, pool_all, split
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
@@ -42,18 +43,18 @@ class TableView:
     """Where the rows of one table lie: row u of the batch is rows[slots[u]]."""
 
     rows: Tensor
-    slots: npt.NDArray[np.int32]
+    slots: Int32s
     ids: Ids
-    base: int
-    """The handle of row 0."""
+    _places: IdMap | None = None
 
-    def find(self, ids: Ids) -> Ids:
-        """Handles of raw ids; -1 for an id that is not a row of the batch."""
-        if not len(self.ids):
-            return np.full(ids.shape, -1)
-        order = np.argsort(self.ids)
-        at = order[np.searchsorted(self.ids, ids, sorter=order).clip(max=len(order) - 1)]
-        return np.where(self.ids[at] == ids, at + self.base, -1)
+    def find(self, ids: Ids) -> Int32s:
+        """The place of each id among the rows; -1 for one that is none of them."""
+        places = np.empty(len(ids), np.int64)
+        if self._places is None:  # made when a model first looks up ids of its own making
+            self._places = IdMap()
+            self._places.find_or_insert(self.ids, np.empty(len(self.ids), np.int64))
+        self._places.find(ids, places)
+        return places.astype(np.int32)
 
 
 class Call:
@@ -82,6 +83,9 @@ class RowReader(Protocol):
 
     def barrier(self) -> None:
         """Return when the store has every update so far."""
+
+    def show_store(self, layer: str) -> None:
+        """Return when the store has every update so far; ModelError where that is not to be had for one trainer."""
 
     def read_rows(self, table: int, ids: Ids) -> Floats:
         """Rows as the store has them: vectors and optimizer state."""
@@ -122,6 +126,7 @@ class Lookups:
             for call in calls:
                 call.over = True
         self.calls = [[] for _ in self.layouts]
+        self.pooling.drop()  # the rows are about to change, or have
 
 
 class _Recorded(torch.autograd.Function):
@@ -150,6 +155,22 @@ class _Recorded(torch.autograd.Function):
         return None, None, None, None, None, None, None
 
 
+class _Outside(torch.autograd.Function):
+    """A look-up while there is no batch in training, whose rows could not be updated."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, output: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> NoReturn:  # noqa: ARG004
+        raise ModelError(
+            f"a backward pass reaches what layer {ctx.name!r} looked up outside of the training loop, where its rows "
+            "can't be updated: train inside of it, on its batches, or freeze the layer by requires_grad_(False)"
+        )
+
+
 class CachedLayer(Replacement):
     """Looks up rows in the place of an embedding layer; called exactly as the layer it replaces."""
 
@@ -172,12 +193,20 @@ class CachedLayer(Replacement):
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, cached"
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
+        if name == "weight" and "weight" not in self._parameters:
             raise AttributeError(
                 f"layer {self.name!r} has no weight, its rows are in bagpipe's store: read them with "
                 "model.state_dict() or bagpipe.export"
             )
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "weight" in self.__dict__.get("_parameters", ()):
+            raise ModelError(
+                f"the weight of layer {self.name!r} can't be replaced, its rows are in bagpipe's store: set it by "
+                "model.load_state_dict(), or before bagpipe.prepare"
+            )
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ModelError(
@@ -212,41 +241,61 @@ class CachedLayer(Replacement):
             )
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             raise ModelError(f"layer {self.name!r}: gradients for per_sample_weights are not computed: detach them")
+        if input.dtype not in INTEGERS:
+            raise ModelError(f"layer {self.name!r} is given ids of type {input.dtype}: give integers, as by ids.long()")
         lookups = self.lookups
-        view, handles = self._resolve(input)
+        view, places, feature = self._resolve(input)
         padding = self._padding(view)
-        pooled = self._pooled(handles) if offsets is None and per_sample_weights is None else None
+        pooled = None
+        if feature is not None and offsets is None and per_sample_weights is None:
+            pooled = self._pooled(feature, input)
         if self.mode is None:
             if offsets is not None or per_sample_weights is not None:
                 raise ModelError(f"layer {self.name!r} is an nn.Embedding, which takes ids only")
-            bags = self._make(view, handles.reshape(-1, 1)) if pooled is None else pooled.bags
+            bags = self._make(places.reshape(-1, 1)) if pooled is None else pooled.bags
             shape = (*input.shape, self.embedding_dim)
-            counted = bags if padding == NO_PADDING else self._make(view, handles.reshape(-1, 1), padding=padding)
+            counted = bags if padding == NO_PADDING else self._make(places.reshape(-1, 1), padding=padding)
         else:
-            starts = self._starts(handles, offsets, per_sample_weights)
+            starts = self._starts(places, offsets, per_sample_weights)
             bags = counted = (
-                self._make(view, handles, starts, per_sample_weights, self.mode == "mean", padding)
+                self._make(places, starts, per_sample_weights, self.mode == "mean", padding)
                 if pooled is None
                 else pooled.bags
             )
             shape = (len(bags), self.embedding_dim)
         if lookups.recording and torch.is_grad_enabled():
             self.refuse_other_requires_grad()
-        if lookups.recording and self.trainable and torch.is_grad_enabled():
+        if lookups.recording and self.wants_gradient and torch.is_grad_enabled():
             call = Call(counted, self.column, lookups.weight)
             lookups.calls[self.table].append(call)
             output: Tensor = _Recorded.apply(lookups.anchor, self, view, bags, shape, call, pooled)  # type: ignore[no-untyped-call]
         else:
             output = self.pool(view, bags, shape) if pooled is None else pooled.output
+            if lookups.view is None and self.wants_gradient and torch.is_grad_enabled():
+                output = _Outside.apply(lookups.anchor, output, self.name)  # type: ignore[no-untyped-call]
         return output if input.device.type == "cpu" else output.to(input.device)
 
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether it is not frozen."""
+        weight = self._parameters.get("weight")
+        return self.replaced.weight.requires_grad if weight is None else weight.requires_grad
+
     def requires_grad_(self, requires_grad: bool = True) -> CachedLayer:
-        """Note it: a look-up for training is refused while it is not as when the loop began."""
-        self.replaced.weight.requires_grad_(requires_grad)
+        """Freeze it or not; where it has no parameter that tells, a look-up is refused while that is not as when the
+        loop began."""
+        weight = self._parameters.get("weight")
+        (self.replaced.weight if weight is None else weight).requires_grad_(requires_grad)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CachedLayer:  # noqa: ARG002
+        """Rows stay where they are, whatever becomes of the model's own parameters."""
         return self
 
     def refuse_other_requires_grad(self) -> None:
         """ModelError if the layer was frozen or unfrozen since the loop began: its rows would go on as before."""
+        if "weight" in self._parameters:
+            return
         wanted = self.replaced.weight.requires_grad
         if wanted != self.trainable:
             began = "trained" if self.trainable else "frozen"
@@ -263,94 +312,77 @@ class CachedLayer(Replacement):
         output = torch.empty(shape, dtype=torch.float32, device="cpu")
         out, rows = output.view(len(bags), self.embedding_dim).numpy(), view.rows.numpy()
         workers = self.lookups.workers
-        parts = split(len(bags), workers)
-        bad = [-1] * len(parts)
-
-        def pool_part(part: int) -> None:
-            bad[part] = pool(rows, view.slots, bags, self.column, out, *parts[part])
-
-        if workers is None or len(parts) == 1:
-            pool_part(0)
+        tasks = [
+            partial(pool_all, rows, view.slots, bags, self.column, out, *part) for part in split(len(bags), workers)
+        ]
+        if workers is None or len(tasks) == 1:
+            for task in tasks:
+                task()
         else:
-            workers.run([partial(pool_part, part) for part in range(len(parts))])
-        wrong = [position for position in bad if position >= 0]
-        if wrong:
-            self.refuse(int(bags.handles.reshape(-1)[wrong[0]]))
+            workers.run(tasks)
         return output
 
-    def _pooled(self, handles: Tensor) -> Pooled | None:
+    def _pooled(self, feature: int, ids: Tensor) -> Pooled | None:
         """The output, if it was foreseen: bags of a fixed size, looked up while training on the CPU."""
         lookups = self.lookups
-        if not lookups.recording or lookups.view is None or self.padding_idx is not None or not handles.numel():
+        if not lookups.recording or lookups.view is None or self.padding_idx is not None:
             return None
-        if (
-            not is_host(lookups.device)
-            or handles.device.type != "cpu"
-            or (self.mode is not None and handles.dim() != 2)
-        ):
+        if not is_host(lookups.device) or (self.mode is not None and ids.dim() != 2):
             return None
-        return lookups.pooling.take(self, handles, lookups.view, lookups.workers)
+        return lookups.pooling.take(self, feature, tuple(ids.shape), lookups.view, lookups.workers)
 
-    def _resolve(self, given: Tensor) -> tuple[TableView, Tensor]:
-        """Where the rows are, and the handles of the look-up."""
+    def _resolve(self, given: Tensor) -> tuple[TableView, Int32s, int | None]:
+        """Where the rows are, for each id the place of its own, and the feature whose ids these are, if it is known."""
         lookups = self.lookups
         if lookups.view is not None:
             view = lookups.view[self.table]
-            if isinstance(given, Handles):
-                return view, given.raw()
-            # Computed from the ids of the batch, perhaps: that is exact as long as the rows are here.
-            ids = given.detach().to("cpu", torch.int64).numpy()
-            handles = view.find(ids)
-            if (handles < 0).any():
-                raise ModelError(
-                    f"layer {self.name!r} is given id {ids[handles < 0][0]}, which is not a row of this batch: pass "
-                    f"the ids of {self._features()} as they come from the loop; to evaluate, use "
-                    "batches.evaluate(loader), or end the training loop first"
-                )
-            return view, torch.from_numpy(handles).to(lookups.device)
-        table = lookups.layouts[self.table].table
-        raw = given.ids() if isinstance(given, Handles) else given.detach()
-        values = raw.to("cpu", torch.int64).numpy()
-        check_range(table, [values.reshape(-1)])
-        ids, inverse = np.unique(values, return_inverse=True)
-        rows = torch.from_numpy(lookups.reader.read_rows(self.table, ids)).to(lookups.device)
-        view = TableView(rows, np.arange(len(ids), dtype=np.int32), ids, 0)
-        return view, torch.from_numpy(inverse.reshape(values.shape)).to(lookups.device)
+            known = lookups.pooling.recognise(given, self.table, view)
+            if known is not None:
+                return view, *known
+            # Copied or computed from the ids of the batch: that is exact as long as the rows are here.
+            ids = flat_ids(given.cpu())
+            places = view.find(ids)
+            if not (places < 0).any():
+                return view, places.reshape(given.shape), None
+            if torch.is_grad_enabled() or not lookups.recording:
+                self._refuse_missing(int(ids[places < 0][0]))
+            lookups.reader.show_store(self.name)  # evaluation amid training, with any ids
+        values = flat_ids(given.cpu())
+        check_range(lookups.layouts[self.table].table, [values])
+        unique, inverse = np.unique(values, return_inverse=True)
+        rows = torch.from_numpy(lookups.reader.read_rows(self.table, unique)).to(lookups.device)
+        view = TableView(rows, np.arange(len(unique), dtype=np.int32), unique)
+        return view, inverse.astype(np.int32).reshape(given.shape), None
 
     def _make(
         self,
-        view: TableView,
-        handles: Tensor,
+        places: Int32s,
         offsets: Tensor | None = None,
         weights: Tensor | None = None,
         mean: bool = False,
         padding: int = NO_PADDING,
     ) -> Bags | DeviceBags:
         if not is_host(self.lookups.device):
-            bags = DeviceBags.make(handles.to(self.lookups.device), view.base, offsets, weights, mean, padding)
-            bad = bags.first_outside(len(view.slots))
-            if bad is not None:
-                self.refuse(bad + view.base)
-            return bags
-        return Bags(_integers(handles), view.base, _integers(offsets), _floats(weights), mean, padding)
+            return DeviceBags.make(torch.from_numpy(places).to(self.lookups.device), offsets, weights, mean, padding)
+        return Bags(places, _integers(offsets), _floats(weights), mean, padding)
 
-    def _starts(self, handles: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
+    def _starts(self, places: Int32s, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
         """Where each bag begins, once everything has a shape that `nn.EmbeddingBag` takes."""
-        if handles.dim() != (2 if offsets is None else 1):
+        if places.ndim != (2 if offsets is None else 1):
             raise BatchError(
-                f"layer {self.name!r} is given ids of {handles.dim()} dimensions, offsets {offsets is not None}: "
+                f"layer {self.name!r} is given ids of {places.ndim} dimensions, offsets {offsets is not None}: "
                 "give (bags, ids a bag) without offsets, or one dimension with them"
             )
-        if weights is not None and (weights.shape != handles.shape or weights.dtype != torch.float32):
+        if weights is not None and (tuple(weights.shape) != places.shape or weights.dtype != torch.float32):
             raise BatchError(
                 f"layer {self.name!r} is given per_sample_weights {weights.dtype} of shape {tuple(weights.shape)} for "
-                f"ids of shape {tuple(handles.shape)}: give one float32 an id"
+                f"ids of shape {places.shape}: give one float32 an id"
             )
         if offsets is None or not self.include_last_offset:
             return offsets
-        if len(offsets) == 0 or int(offsets[-1]) != len(handles):
+        if len(offsets) == 0 or int(offsets[-1]) != len(places):
             raise BatchError(
-                f"layer {self.name!r} has include_last_offset=True and is given {len(handles)} ids with offsets that "
+                f"layer {self.name!r} has include_last_offset=True and is given {len(places)} ids with offsets that "
                 f"end at {int(offsets[-1]) if len(offsets) else 'nothing'}: the last offset is the number of ids"
             )
         return offsets[:-1]
@@ -359,19 +391,19 @@ class CachedLayer(Replacement):
         if self.padding_idx is None:
             return NO_PADDING
         at = np.flatnonzero(view.ids == self.padding_idx)
-        return view.base + int(at[0]) if len(at) else NO_PADDING
+        return int(at[0]) if len(at) else NO_PADDING
 
-    def refuse(self, handle: int) -> NoReturn:
-        """Raise for a handle that is none of this layer's rows in this batch."""
-        table = table_of(handle)
-        if table == self.table or handle < 2**STAMP_SHIFT or table >= len(self.lookups.layouts):
-            raise ModelError(
-                f"layer {self.name!r} is given ids of an earlier batch: use only the batch of the current iteration"
-            )
-        other = self.lookups.layouts[table].table
+    def _refuse_missing(self, missing: int) -> NoReturn:
+        """Raise for an id whose row is not here: it is of another feature, or of no feature of this batch."""
+        lookups = self.lookups
+        assert lookups.view is not None
+        there = [number for number, view in enumerate(lookups.view) if (view.ids == missing).any()]
+        others = [name for number in there for name in lookups.layouts[number].table.features]
+        mapping = f", while {', '.join(map(repr, others))} has it (is the mapping right? features={{...}})"
         raise ModelError(
-            f"layer {self.name!r} was mapped to {self._features()} and is given ids of "
-            f"{', '.join(map(repr, other.features))}: correct the mapping with features={{...}}"
+            f"layer {self.name!r} is given id {missing}, which {self._features()} does not have in this batch"
+            f"{mapping if others else ''}: in training a layer looks up ids of the current batch, not those of an "
+            "earlier one, and none that the model makes up; to evaluate, do it under torch.no_grad()"
         )
 
     def _features(self) -> str:

@@ -43,19 +43,19 @@ class DeviceBags:
 
     @classmethod
     def make(
-        cls, handles: Tensor, base: int, offsets: Tensor | None, weights: Tensor | None, mean: bool, padding: int
+        cls, shaped: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool, padding: int
     ) -> DeviceBags:
-        """From the arguments of an embedding layer."""
-        places, device = handles.reshape(-1) - base, handles.device
+        """From the places of rows, shaped as their ids are, and the other arguments of an embedding layer."""
+        places, device = shaped.reshape(-1).to(torch.int64), shaped.device
         if offsets is None:
-            counts = torch.full((handles.shape[0],), handles.shape[1], dtype=torch.int64, device=device)
+            counts = torch.full((shaped.shape[0],), shaped.shape[1], dtype=torch.int64, device=device)
         else:
             starts = offsets.to(device, torch.int64)
             counts = torch.diff(starts, append=starts.new_tensor([len(places)]))
         bag = torch.repeat_interleave(counts)
         factors = None if weights is None else weights.detach().to(device).reshape(-1)
         if padding != NO_PADDING:
-            kept = places != padding - base
+            kept = places != padding
             places, bag = places[kept], bag[kept]
             factors = None if factors is None else factors[kept]
             counts = torch.bincount(bag, minlength=len(counts))
@@ -63,11 +63,6 @@ class DeviceBags:
 
     def __len__(self) -> int:
         return len(self.counts)
-
-    def first_outside(self, num_rows: int) -> int | None:
-        """An index that is no row of the batch, or None; waits for the device."""
-        bad = self.places[(self.places < 0) | (self.places >= num_rows)]
-        return int(bad[0]) if len(bad) else None
 
 
 def pool(rows: Tensor, slots: Slots, bags: DeviceBags, column: int, dim: int) -> Tensor:

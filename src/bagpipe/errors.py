@@ -18,6 +18,7 @@ these is raised: a file that was being written is gone, a cache that was being t
     ├── ClusterError        a part of a run on a cluster can't be started, or was lost; names it and the reason
     ├── ConsistencyError    the checker found a stale, lost or doubled value: a defect of Bagpipe, please report it
     ├── PipelineError       a background thread of the pipeline failed; its cause is attached
+    │   └── PeerLostError   the connection to another trainer broke; names its rank
     ├── DeadlineError       a wait took longer than its deadline; names what it waited for
     └── MissingExtraError   an optional dependency is not installed; names the extra
 """
@@ -83,6 +84,18 @@ class ConsistencyError(BagpipeError):
 
 class PipelineError(BagpipeError):
     """A background thread of the pipeline failed; its cause is attached."""
+
+
+class PeerLostError(PipelineError):
+    """The connection to another trainer broke: it has died, or the network between the two has failed."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+        """Which trainer it was to."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class DeadlineError(BagpipeError, TimeoutError):

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from bagpipe.checkpoint.disk import Disk, make_directories
-from bagpipe.checkpointing import NAME as CHECKPOINTS
-from bagpipe.checkpointing import Checkpointing, find_initial_point
+from bagpipe.checkpointing import Checkpointing
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
 from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
 from bagpipe.data.described import vocabularies
@@ -30,6 +29,7 @@ from bagpipe.layers import Binding, bind
 from bagpipe.layout import RowLayout
 from bagpipe.models import build_model
 from bagpipe.oracle.service import PlanSettings
+from bagpipe.resuming import CHECKPOINTS, find_initial_point
 from bagpipe.types import Batch
 
 

@@ -20,7 +20,7 @@ from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.sync_plan import Routes
 
 if TYPE_CHECKING:
-    from bagpipe.trainer.sync import Peers
+    from bagpipe.trainer.row_sync import Peers
 
 NEVER = -1
 
@@ -167,7 +167,7 @@ class JointChecker:
         """Vectors of a peer have come: what it has sent, the newest, with the bits that its owner gave them."""
         ledger = self._ledger
         with ledger.lock:
-            keys = iter(ledger.sent.pop((what, sender, self._rank)))
+            keys = iter(ledger.sent.pop((what, sender, self._rank), ()))
             for table, slots in receive.of(sender):
                 for place in self._places(table, slots):
                     key = next(keys, None)

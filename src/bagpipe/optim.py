@@ -84,6 +84,8 @@ class RowOptimizer(Stepped, ABC):
     """Names of the hyperparameters beside `lr`, each an attribute."""
     state_per_column: ClassVar[int] = 0
     state_per_vector: ClassVar[int] = 0
+    rests_at_zero: ClassVar[bool] = False
+    """Whether a zero gradient changes neither a row nor its state, so that it may be applied where there was none."""
     initial_accumulator_value: float = 0.0
     """What every float of a row's state starts as."""
 
@@ -100,6 +102,10 @@ class RowOptimizer(Stepped, ABC):
     def advance(self) -> None:
         """Count an update that was applied."""
         self._updates += 1
+
+    def resume(self, updates: int) -> None:
+        """Go on after so many updates."""
+        self._updates = updates
 
     def for_table(self, table: str, layers: Sequence[str] = ()) -> RowOptimizer:  # noqa: ARG002
         """The optimizer of a table: this one, whatever the table."""
@@ -211,6 +217,7 @@ class SGD(RowOptimizer):
     """w = w - lr * g; `torch.optim.SGD` on sparse gradients."""
 
     name = "sgd"
+    rests_at_zero = True
 
     def _scalars(self, lr: float, step: int) -> tuple[float, ...]:  # noqa: ARG002
         return (lr,)
@@ -253,6 +260,7 @@ class Adagrad(RowOptimizer):
     """
 
     name = "adagrad"
+    rests_at_zero = True
     settings = ("lr_decay", "initial_accumulator_value", "eps")
     state_per_column = 1
 
@@ -288,6 +296,7 @@ class RowwiseAdagrad(RowOptimizer):
     """
 
     name = "rowwise_adagrad"
+    rests_at_zero = True
     settings = ("initial_accumulator_value", "eps")
     state_per_vector = 1
 
@@ -386,6 +395,7 @@ class Frozen(RowOptimizer):
     """Rows that never change, such as pretrained vectors."""
 
     name = "frozen"
+    rests_at_zero = True
 
     def __init__(self) -> None:
         super().__init__(0.0)

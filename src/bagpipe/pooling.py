@@ -1,4 +1,8 @@
-"""Pools all look-ups of a batch in one go, in the shape that the model asked for last time.
+"""The ids of the batch in training: recognised where a layer is given them, and pooled ahead of its call.
+
+A batch is given as its loader made it, with plain ids, so a layer has to find out where their rows are. It knows the
+memory in which the loop has put them and every view of it, and compares the content before it trusts it, since anybody
+may write there; whatever else a model makes of ids is looked up by id.
 
 A model calls its embedding layers one by one, and waking a thread for each costs as much as the thread saves. So the
 first call of a batch pools for all layers that were called in the last one; a layer takes its output if it is called
@@ -8,17 +12,19 @@ with just those ids, and otherwise pools for itself. What is pooled, and every b
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from bagpipe.kernels.bag import Bags, pool
+from bagpipe.arrays import Floats, Int32s, Int64s
+from bagpipe.kernels.bag import Bags, are_at, pool
 from bagpipe.kernels.parallel import Workers
 
 if TYPE_CHECKING:
@@ -28,12 +34,30 @@ SPLIT_BAGS = 2048
 """Fewer bags than this are pooled by one thread: handing over costs more than it saves."""
 
 
+class GivenIds(NamedTuple):
+    """The ids of one feature as they stand in a batch that is given."""
+
+    ids: Tensor
+    """The very tensor in the batch, or what lies in its memory."""
+    places: Int32s
+    """For each id, flattened, the place of its row among those of the table."""
+    table: int
+
+
+class Recognised(NamedTuple):
+    """A tensor that is one of the batch's own, or a view of one."""
+
+    places: Int32s
+    """Shaped like the tensor."""
+    feature: int | None
+    """Its number, if these are all of its ids, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """The output of a look-up that has not been asked for yet."""
 
-    place: int
-    """Whose ids they are: the number of the feature."""
+    feature: int
     shape: tuple[int, ...]
     """Of the ids."""
     bags: Bags
@@ -44,60 +68,113 @@ class Pooling:
     """What the layers of a model have asked for in the last batch, and have been given ahead in this one."""
 
     def __init__(self) -> None:
-        self._given: list[npt.NDArray[np.int64]] = []
-        self._places: dict[int, int] = {}
+        self._given: Sequence[GivenIds] = []
+        self._starts: list[int] = []
+        """Where the ids of a feature begin in memory, in ascending order."""
+        self._features: list[int] = []
+        """Which feature that is."""
         self._expected: dict[CachedLayer, tuple[int, tuple[int, ...]]] = {}
         self._asked: dict[CachedLayer, tuple[int, tuple[int, ...]]] = {}
         self._ready: dict[CachedLayer, Pooled] = {}
 
-    def begin(self, given: Sequence[Tensor]) -> None:
-        """A batch begins that has these handles, one tensor a feature."""
+    def begin(self, given: Sequence[GivenIds]) -> None:
+        """A batch begins whose features have these ids."""
         self._expected, self._asked, self._ready = self._asked, {}, {}
-        self._given = [handles.numpy() for handles in given]
-        self._places = {handles.data_ptr(): place for place, handles in enumerate(given)}
+        self._given = given
+        starts = sorted(
+            (each.ids.data_ptr(), feature)
+            for feature, each in enumerate(given)
+            if each.ids.is_cpu and each.ids.is_contiguous() and each.ids.numel()
+        )
+        self._starts, self._features = [start for start, _ in starts], [feature for _, feature in starts]
 
     def end(self) -> None:
         """There is no batch now."""
-        self._given, self._places, self._ready = [], {}, {}
+        self._given, self._starts, self._features, self._ready = [], [], [], {}
+
+    def drop(self) -> None:
+        """Forget what was pooled ahead."""
+        self._ready = {}
+
+    def recognise(self, tensor: Tensor, table: int, view: TableView) -> Recognised | None:
+        """Where the rows of these ids are, if they lie in the batch's own memory and have not been changed."""
+        if not tensor.is_cpu or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        position = bisect_right(self._starts, address) - 1
+        if position < 0:
+            return None
+        feature = self._features[position]
+        ids, places, of_table = self._given[feature]
+        if of_table != table or ids.dtype != tensor.dtype:
+            return None
+        offset, rest = divmod(address - self._starts[position], ids.element_size())
+        shape, strides = tensor.shape, tensor.stride()
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if rest or last >= len(places):
+            return None
+        whole = offset == 0 and tensor.numel() == len(places) and tensor.is_contiguous()
+        if whole:
+            found = places.reshape(shape)
+        else:
+            steps = [stride * places.itemsize for stride in strides]
+            found = np.ascontiguousarray(as_strided(places[offset:], shape, steps, writeable=False))
+        if not are_at(flat_ids(tensor), found.reshape(-1), view.ids):
+            return None
+        return Recognised(found, feature if whole else None)
 
     def take(
-        self, layer: CachedLayer, handles: Tensor, views: Sequence[TableView], workers: Workers | None
+        self,
+        layer: CachedLayer,
+        feature: int,
+        shape: tuple[int, ...],
+        views: Sequence[TableView],
+        workers: Workers | None,
     ) -> Pooled | None:
-        """The output of a layer for these handles, if it was foreseen."""
-        place = self._places.get(handles.data_ptr())
-        if place is None or handles.numel() != len(self._given[place]) or not handles.is_contiguous():
-            return None
+        """The output of a layer for all ids of a feature in this shape, if it was foreseen."""
         if not self._asked and workers is not None:
             self._pool_ahead(views, workers)
-        self._asked.setdefault(layer, (place, tuple(handles.shape[1:])))
+        self._asked.setdefault(layer, (feature, shape[1:]))
         found = self._ready.pop(layer, None)
-        return found if found is not None and (found.place, found.shape) == (place, tuple(handles.shape)) else None
+        return found if found is not None and (found.feature, found.shape) == (feature, shape) else None
 
     def _pool_ahead(self, views: Sequence[TableView], workers: Workers) -> None:
-        tasks, bad = [], []
-        for layer, (place, of_sample) in self._expected.items():
-            if place >= len(self._given) or len(self._given[place]) % math.prod(of_sample):
+        tasks = []
+        for layer, (feature, of_sample) in self._expected.items():
+            if feature >= len(self._given) or self._given[feature].table != layer.table:
                 continue
-            shape = (len(self._given[place]) // math.prod(of_sample), *of_sample)
+            places = self._given[feature].places
+            if not len(places) or len(places) % math.prod(of_sample):
+                continue
+            shape = (len(places) // math.prod(of_sample), *of_sample)
             view = views[layer.table]
             width = 1 if layer.mode is None else of_sample[0]
-            bags = Bags(self._given[place].reshape(-1, width), view.base, mean=layer.mode == "mean")
+            bags = Bags(places.reshape(-1, width), mean=layer.mode == "mean")
             pooled_shape = shape if layer.mode is None else shape[:1]
             output = torch.empty((*pooled_shape, layer.embedding_dim), dtype=torch.float32, device="cpu")
-            self._ready[layer] = Pooled(place, shape, bags, output)
+            self._ready[layer] = Pooled(feature, shape, bags, output)
             rows, out = view.rows.numpy(), output.numpy().reshape(len(bags), layer.embedding_dim)
 
             def pool_part(
                 start: int, stop: int, layer: CachedLayer = layer, view: TableView = view, bags: Bags = bags,
-                rows: npt.NDArray[np.float32] = rows, out: npt.NDArray[np.float32] = out,
+                rows: Floats = rows, out: Floats = out,
             ) -> None:  # fmt: skip
-                if pool(rows, view.slots, bags, layer.column, out, start, stop) >= 0:
-                    bad.append(layer)
+                pool_all(rows, view.slots, bags, layer.column, out, start, stop)
 
             tasks += [partial(pool_part, *part) for part in split(len(bags), workers)]
         workers.run(tasks)
-        for layer in bad:  # its own call finds out what is wrong
-            self._ready.pop(layer, None)
+
+
+def pool_all(rows: Floats, slots: Int32s, bags: Bags, column: int, out: Floats, start: int, stop: int) -> None:
+    """Pool bags whose places are those of rows."""
+    bad = pool(rows, slots, bags, column, out, start, stop)
+    assert bad < 0, f"occurrence {bad} has place {bags.places.reshape(-1)[bad]} of {len(slots)} rows"
+
+
+def flat_ids(tensor: Tensor) -> Int64s:
+    """The ids of a tensor on the CPU, one after the other."""
+    flat: Int64s = tensor.detach().to(torch.int64).reshape(-1).numpy()
+    return flat
 
 
 def split(num_bags: int, workers: Workers | None) -> list[tuple[int, int]]:

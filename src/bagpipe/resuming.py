@@ -1,30 +1,40 @@
-"""Which run `bagpipe train --resume` goes on with, and with which configuration.
+"""Where a run continues: from which checkpoint, and with `--resume` which run, with which configuration.
 
-A run has its own configuration. What can't change the result may be changed when it goes on, what changes it only by
-rounding is noted, and anything else is refused by name (I8).
+A checkpoint of another model, row optimizer, seed or data is refused by naming the difference, before anything has
+changed (I8). A run has its own configuration: what can't change the result may be changed when it is resumed, what
+changes it only by rounding is noted, and anything else is refused by name.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpointing import NAME as CHECKPOINTS
+from bagpipe.checkpoint.manifest import MANIFEST, RunFacts
+from bagpipe.checkpoint.point import START, Checkpoint, ResumePoint
 from bagpipe.config import Config, lay_over, parse_config
 from bagpipe.errors import CheckpointError, ConfigError
+from bagpipe.layers import Binding
+from bagpipe.trainer.checkpointer import check_resumed
 from bagpipe.whole_file import whole_file
 
+Resume = bool | Literal["auto"] | str | Path | None
+CHECKPOINTS = "checkpoints"
+"""The directory of checkpoints in a run's directory."""
 CONFIG_NAME = "config.json"
 SUMMARY_NAME = "summary.json"
 RUNS = Path("runs")
+_log = logging.getLogger(__name__)
 
 FREE = (
     "lookahead",
@@ -45,6 +55,127 @@ FREE = (
 """Settings, or sections of them, that can't change the result."""
 ROUNDING = ("trainers", "assign", "threads")
 """Settings that change it by rounding: bits are then those of this number from there on."""
+
+
+def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoint:
+    """The point that `resume` means: True or "auto" the last one of the directory, a path that one.
+
+    A path is that of a checkpoint, of a directory of them, or of a run. Of several the newest that verifies is taken.
+    """
+    if resume is None or resume is False:
+        _refuse_held(directory, "go on from it with resume=True")
+        return START
+    if resume is True or resume == "auto":
+        if directory is None:
+            raise ConfigError(f"resume={resume!r} goes on from checkpoint.directory: give checkpoint, or a path")
+        point, damaged = _newest(Path(directory))
+        if point == START and resume is True:
+            raise CheckpointError(f"{directory} holds no checkpoint to go on from: begin anew without resume")
+        for problem in damaged:
+            _log.warning("passing over a checkpoint: %s", problem)
+        return point
+    if not isinstance(resume, str | Path):
+        raise ConfigError(f"resume is {resume!r}: give True, False, 'auto', or a path")
+    point = _resumable(_at(Path(resume)))
+    assert point.checkpoint is not None
+    if directory is not None and point.checkpoint.parent != Path(directory).resolve():
+        _refuse_held(directory, f"resume names another, {point.checkpoint}: go on from its own with resume=True")
+    return point
+
+
+def find_initial_point(init_from: str | Path, directory: str | Path | None = None) -> ResumePoint:
+    """The beginning of a run that takes over the state at a path, whose own checkpoints go to `directory`."""
+    checkpoint = _at(Path(init_from), "begin with")
+    if directory is not None and checkpoint.directory.parent == Path(directory).resolve():
+        raise ConfigError(
+            f"init_from is {init_from}, among the run's own checkpoints in {directory}: give the run that begins a "
+            "directory of its own, or go on with the other one by resume"
+        )
+    return ResumePoint.initial(checkpoint)
+
+
+def _newest(directory: Path) -> tuple[ResumePoint, list[str]]:
+    """The newest point in a directory of checkpoints that verifies, and what is wrong with newer ones; `START`: none.
+
+    CheckpointError if there are some and none can be used.
+    """
+    damaged: list[str] = []
+    latest = Checkpoints(directory).latest(verify=True, problems=damaged)
+    if latest is None and damaged:
+        raise CheckpointError(
+            f"none of the checkpoints in {directory} can be used ({damaged[0]}): put copies in their place, or "
+            "begin again in another directory"
+        )
+    problems = list(dict.fromkeys(damaged))  # several may build on the one that is
+    return START if latest is None else _resumable(latest), problems
+
+
+def _resumable(checkpoint: Checkpoint) -> ResumePoint:
+    if checkpoint.done == 0:
+        raise CheckpointError(
+            f"{checkpoint.directory} has imported rows, and no run to go on with: begin with them by init_from"
+        )
+    return ResumePoint.of(checkpoint)
+
+
+def _at(path: Path, purpose: str = "go on from") -> Checkpoint:
+    if (path / MANIFEST).is_file():
+        if not path.resolve().name.isdecimal():
+            raise CheckpointError(f"{path} is not the name of a checkpoint, which is its number of iterations")
+        return Checkpoints(path.resolve().parent).open(int(path.resolve().name))
+    within = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    latest = Checkpoints(within).latest(verify=True)
+    if latest is None:
+        raise CheckpointError(f"{path} holds no checkpoint to {purpose}: check the path")
+    return latest
+
+
+def _refuse_held(directory: str | Path | None, remedy: str) -> None:
+    """ConfigError if there are checkpoints: they would be written over, or taken for those of the run that begins."""
+    found = [] if directory is None else Checkpoints(directory).numbers()
+    if found:
+        raise ConfigError(
+            f"{directory} holds checkpoints of a run already, the last after {found[-1]} iterations: {remedy}, or give "
+            "another directory"
+        )
+
+
+def check_point(point: ResumePoint, facts: RunFacts, model: nn.Module, binding: Binding) -> None:
+    """CheckpointError that names the difference if a run can't begin or continue there."""
+    if point == START:
+        return
+    if point.is_initial:
+        point.open().check_initial(facts.tables)
+    else:
+        check_same_run(point.open(), facts)
+    check_resumed(point, model, [layer.module for layer in binding.layers])
+
+
+def check_same_run(checkpoint: Checkpoint, facts: RunFacts) -> None:
+    """CheckpointError that names the difference if this is the checkpoint of another model, seed or data."""
+    checkpoint.check_tables(facts.tables)
+    there, here = checkpoint.manifest.config, facts.config
+    if there.get("accumulate") != here["accumulate"]:
+        raise _other(checkpoint, "accumulate", there.get("accumulate"), here["accumulate"])
+    for key, what in (
+        ("row_optimizers", "the row optimizer"),
+        ("first_rows", "what rows begin with, by the seed,"),
+    ):
+        saved = there.get(key, {})
+        for table, value in here[key].items():
+            if saved.get(table) != value:
+                raise _other(checkpoint, f"{what} of table {table!r}", saved.get(table), value)
+    data = (checkpoint.manifest.data, facts.data), (there.get("first_batch"), here["first_batch"])
+    for saved, wanted in data:
+        if saved and wanted and saved != wanted:
+            raise _other(checkpoint, "a checksum of the data or its order", saved, wanted)
+
+
+def _other(checkpoint: Checkpoint, what: str, there: object, here: object) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.directory} is of another run: {what} is {there!r} there and {here!r} here: use what it was made "
+        "with, or another checkpoint"
+    )
 
 
 @dataclass(frozen=True)
@@ -101,19 +232,14 @@ def open_run(directory: Path, overrides: Iterable[str]) -> Resumed:
         for key, (old, new) in changed.items()
         if _is_in(key, ROUNDING)
     ]
-    checkpoints = Checkpoints(directory / CHECKPOINTS)
-    damaged: list[str] = []
-    latest = checkpoints.latest(verify=True, problems=damaged)
-    if latest is None and damaged:
-        raise CheckpointError(f"no checkpoint in {checkpoints.directory} can be used: {damaged[0]}")
-    if latest is None:
+    point, damaged = _newest(directory / CHECKPOINTS)
+    if point == START:
         notes.append(f"{directory} has no checkpoint yet: it begins again")
-        return Resumed(directory, config, START, notes)
     notes += [
-        f"going back to the checkpoint after {latest.done:,} iterations, as a newer one is damaged: {problem}"
-        for problem in dict.fromkeys(damaged)  # several may build on the one that is
+        f"going back to the checkpoint after {point.done:,} iterations, as a newer one is damaged: {problem}"
+        for problem in damaged
     ]
-    return Resumed(directory, config, ResumePoint.of(latest), notes)
+    return Resumed(directory, config, point, notes)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -27,10 +27,11 @@ from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.trainer.agreement import check_same, tell_all
 from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.collective import Groups
+from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.source import PlanSource, Source
 from bagpipe.trainer.stages import Driver
-from bagpipe.trainer.sync import Groups, Peers
 from bagpipe.wire.endpoint import Address
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork

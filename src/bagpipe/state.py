@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from bagpipe.reference import Reference
+from bagpipe.row_parameter import dense_parameters_of
 from bagpipe.store import Store
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
@@ -70,7 +71,7 @@ def of_store(model: nn.Module, tables: Sequence[str], store: Store) -> State:
         parts = list(store.iterate(number))
         if parts:
             rows[name] = np.concatenate([ids for ids, _ in parts]), np.concatenate([values for _, values in parts])
-    return State(dict(model.named_parameters()), rows)
+    return State(dict(dense_parameters_of(model)), rows)
 
 
 def parameters_sha256(model: nn.Module, tables: Sequence[str], store: Store) -> str:
@@ -79,7 +80,7 @@ def parameters_sha256(model: nn.Module, tables: Sequence[str], store: Store) -> 
     Takes 8 B for each row of one table at a time, its id, and a block of rows.
     """
     by_name = sorted(enumerate(tables), key=lambda table: table[1])
-    return _sha256(dict(model.named_parameters()), (_stored(name, number, store) for number, name in by_name))
+    return _sha256(dict(dense_parameters_of(model)), (_stored(name, number, store) for number, name in by_name))
 
 
 class _Table(NamedTuple):

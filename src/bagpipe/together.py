@@ -28,11 +28,11 @@ from bagpipe.oracle.partition import RULES, Partition, uses_ahead
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.checkpointer import Checkpointer
-from bagpipe.trainer.collective import memory_groups
+from bagpipe.trainer.collective import Groups, memory_groups
 from bagpipe.trainer.divided import Divided, SharedPlans
 from bagpipe.trainer.pipeline import DEPTH
+from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.stages import DEADLINE_S, Driver, Threads
-from bagpipe.trainer.sync import Groups, Peers
 from bagpipe.types import Batch
 
 Made = tuple[nn.Module, Binding, list[RowLayout]]

@@ -20,13 +20,9 @@ from torch import nn
 from bagpipe.api import accelerate
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.checkpointing import (
     Saving,
     as_marked,
-    check_point,
-    find_initial_point,
-    find_resume_point,
     make_facts,
     recovery_period,
     with_marks,
@@ -49,7 +45,15 @@ from bagpipe.results import (
     metrics_summary,
     write_summary,
 )
-from bagpipe.resuming import has_checkpoint, holding, note_config
+from bagpipe.resuming import (
+    CHECKPOINTS,
+    check_point,
+    find_initial_point,
+    find_resume_point,
+    has_checkpoint,
+    holding,
+    note_config,
+)
 from bagpipe.server.local import open_store, open_stores
 from bagpipe.state import State, of_reference, of_store, parameters_sha256
 from bagpipe.store import Store
@@ -58,10 +62,11 @@ from bagpipe.together import Made, Trainers
 from bagpipe.trainer.background import Background
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.checkpointer import ROUND_S, Periods, resumed_states
+from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
+from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.state import buffers_of, dense_parameters, set_tensors
-from bagpipe.trainer.sync import Groups, Peers
 
 
 def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
@@ -328,6 +333,7 @@ def train_remote(
         )  # fmt: skip
         while not restored and any(batches.gather(loading.is_busy(ROUND_S), "the rows to begin with")):
             pass
+        loading.close()
         state, summary = train_over(job, model, layouts, batches, report, rank, hold=hold)
         if peers is None:
             del summary["last_samples"]

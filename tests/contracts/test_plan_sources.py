@@ -132,7 +132,13 @@ def read(source, stop=None):
     found, stream = [], source.plans()
     try:
         for plan, batches in stream:
-            found.append((flat(plan), [flat(own.handles) for own in batches], [flat(own.batch) for own in batches]))
+            found.append(
+                (
+                    flat(plan),
+                    [[flat(each.places) for each in own.given] for own in batches],
+                    [flat(own.batch) for own in batches],
+                )
+            )
             if len(found) == stop:
                 break
     except Exception as error:

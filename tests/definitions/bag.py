@@ -16,17 +16,17 @@ def define_pool(
     """Twin of `pool`: the j-th occurrence of every bag is added before the (j + 1)-th of any."""
     stop = len(bags) if stop is None else stop
     firsts, lengths = (part[start:stop] for part in _spans(bags))
-    handles, counted = bags.handles.reshape(-1), np.zeros(stop - start, np.float32)
+    places, counted = bags.places.reshape(-1), np.zeros(stop - start, np.float32)
     inside = slice(firsts[0], firsts[-1] + lengths[-1]) if stop > start else slice(0)
-    bad = np.flatnonzero((handles[inside] < bags.base) | (handles[inside] >= bags.base + len(slots)))
+    bad = np.flatnonzero((places[inside] < 0) | (places[inside] >= len(slots)))
     if bad.size:
         return int(inside.start + bad[0])
     pooled = np.zeros((stop - start, out.shape[1]), np.float32)
     for j in range(int(lengths.max(initial=0))):
         bag = np.flatnonzero(lengths > j)
-        bag = bag[handles[firsts[bag] + j] != bags.padding]
+        bag = bag[places[firsts[bag] + j] != bags.padding]
         occurrence = firsts[bag] + j
-        rows = cache[slots[handles[occurrence] - bags.base], column : column + out.shape[1]]
+        rows = cache[slots[places[occurrence]], column : column + out.shape[1]]
         if bags.weights is not None:
             rows = rows * bags.weights.reshape(-1)[occurrence, None]
         pooled[bag] += rows
@@ -37,25 +37,25 @@ def define_pool(
 
 def define_accumulate(grad: Floats, bags: Bags, buffer: Floats, column: int = 0) -> int:
     """Twin of `accumulate`: `np.add.at` adds occurrences one after another, in their order."""
-    handles = bags.handles.reshape(-1)
-    bad = np.flatnonzero((handles < bags.base) | (handles >= bags.base + len(buffer)))
+    places = bags.places.reshape(-1)
+    bad = np.flatnonzero((places < 0) | (places >= len(buffer)))
     if bad.size:
         return int(bad[0])
     bag = np.repeat(np.arange(len(bags)), _spans(bags)[1])
-    kept = np.flatnonzero(handles != bags.padding)
+    kept = np.flatnonzero(places != bags.padding)
     bag = bag[kept]
     added = grad[bag]
     if bags.mean:
         added = added / np.bincount(bag, minlength=len(bags)).astype(np.float32)[bag, None]
     if bags.weights is not None:
         added = added * bags.weights.reshape(-1)[kept, None]
-    np.add.at(buffer[:, column : column + grad.shape[1]], handles[kept] - bags.base, added)
+    np.add.at(buffer[:, column : column + grad.shape[1]], places[kept], added)
     return -1
 
 
 def _spans(bags: Bags) -> tuple[Any, Any]:
     """First occurrence and number of occurrences of each bag."""
     if bags.offsets is None:
-        k = bags.handles.shape[1]
+        k = bags.places.shape[1]
         return np.arange(len(bags), dtype=np.int64) * k, np.full(len(bags), k, np.int64)
-    return bags.offsets, np.diff(bags.offsets, append=bags.handles.size)
+    return bags.offsets, np.diff(bags.offsets, append=bags.places.size)

@@ -1,4 +1,4 @@
-"""What the kernels of `bagpipe.store.memory` compute, in plain Python and NumPy: tests compare them with it."""
+"""What the kernels of `bagpipe.store.chunks` compute, in plain Python and NumPy: tests compare them with it."""
 
 from __future__ import annotations
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import Facts, TableEntry
-from bagpipe.checkpoint.reading import load_rows
-from bagpipe.checkpoint.shards import write_rows
+from bagpipe.checkpoint.manifest import RunFacts, TableEntry
+from bagpipe.checkpoint.point import load_rows
+from bagpipe.checkpoint.rows import write_rows
+from bagpipe.checkpoint.tree import tree_parts
 from bagpipe.server.storage import Width
-from bagpipe.store.memory import MemoryStore
+from bagpipe.store.local import MemoryStore
 from definitions.shards import define_servers
 
 WIDTHS = {"user": 5, "wörd": 3}
@@ -19,7 +20,7 @@ TABLES = (
     TableEntry(name="user", rows=1000, dims=(4,), width=5, optimizer="rowwise_adagrad"),
     TableEntry(name="wörd", rows=None, dims=(2, 1), width=3, optimizer="sgd"),
 )
-FACTS = Facts(tables=TABLES, config={"seed": 3})
+FACTS = RunFacts(tables=TABLES, config={"seed": 3})
 DIRECTORY = Path("/checkpoints")
 
 
@@ -64,6 +65,11 @@ class _Snapshot:
         values = values.reshape(-1, width)
         for start in range(0, len(ids), rows_per_chunk):
             yield ids[start : start + rows_per_chunk], values[start : start + rows_per_chunk]
+
+
+def pack_tree(tree):
+    """The bytes of a tree, as a file has them."""
+    return b"".join(tree_parts(tree))
 
 
 def save(checkpoints, world, servers=1, facts=FACTS, full=False, **options):

@@ -22,12 +22,24 @@ from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.rows_state import Safety
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
-from bagpipe.trainer.collective import memory_groups
+from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Wait
-from bagpipe.trainer.sync import Groups
 from bagpipe.training import train_remote
-from harness.roles import Attempt, Life, Plot, Posts, ScheduledOutbox, Thread, current, give_way, in_background, living
+from harness.collectives import strict_groups
+from harness.roles import (
+    Attempt,
+    Life,
+    Plot,
+    Posts,
+    ScheduledOutbox,
+    Thread,
+    Worker,
+    current,
+    give_way,
+    in_background,
+    living,
+)
 
 RUN = bytes(range(16))
 DISK = ("create", "open", "make_directory", "rename", "unlink", "remove_directory", "sync_directory")
@@ -110,7 +122,7 @@ class Crew:
         self.current = attempt
         self.steps.append(attempt.together.steps)
         oracle = _Oracle(self, attempt, self.lives["oracle"], point.done)
-        groups = [Groups(*ends) for ends in zip(*(memory_groups(len(self.trainers)) for _ in range(3)), strict=True)]
+        groups = [Groups(*ends) for ends in zip(*(strict_groups(len(self.trainers)) for _ in range(3)), strict=True)]
         job = self.job.made(len(self.trainers))
         for rank, role in enumerate(self.trainers):
             trainer = _Trainer(self, attempt, self.lives[role], rank, oracle, job, groups[rank], point, went_on)
@@ -304,6 +316,7 @@ def mortal():
         for name in ("fsync", "fdatasync"):  # what was written outlives the death of a process without them
             stack.enter_context(patch.object(os, name, lambda _: None))
         stack.enter_context(patch("bagpipe.trainer.background.threading", SimpleNamespace(Thread=Thread)))
+        stack.enter_context(patch("bagpipe.trainer.background.Worker", Worker))
         stack.enter_context(patch("bagpipe.checkpoint.directory.pause", give_way))
         yield
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints, complete_points
-from bagpipe.checkpoint.manifest import Facts, TableEntry
+from bagpipe.checkpoint.manifest import RunFacts, TableEntry
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.rows_state import Safety
@@ -19,7 +19,7 @@ from harness.remote_world import RUN, Rows
 
 WIDTHS = {"ad": 3, "user": 2}
 NAMES = list(WIDTHS)
-FACTS = Facts(
+FACTS = RunFacts(
     tables=tuple(
         TableEntry(name=name, rows=None, dims=(width,), width=width, optimizer="sgd") for name, width in WIDTHS.items()
     )

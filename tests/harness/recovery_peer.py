@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import Facts, FileEntry, TableEntry
+from bagpipe.checkpoint.manifest import FileEntry, RunFacts, TableEntry
 from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.rows_state import Safety
@@ -19,7 +19,7 @@ from bagpipe.wire.recovery_messages import AskWork, Mark, Save, Saved, Worked
 from harness.server_peer import RUN
 
 NAMES = ["ad"]
-FACTS = Facts(tables=(TableEntry(name="ad", rows=None, dims=(1,), width=1, optimizer="sgd"),))
+FACTS = RunFacts(tables=(TableEntry(name="ad", rows=None, dims=(1,), width=1, optimizer="sgd"),))
 
 
 class Peer:

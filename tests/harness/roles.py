@@ -98,6 +98,24 @@ class Thread:
         return not self._loop.ended
 
 
+class Worker:
+    """In the place of `bagpipe.trainer.background.Worker`: each piece has a thread of its own."""
+
+    def __init__(self, name):
+        self._thread = None
+
+    def give(self, work):
+        self._thread = Thread(work)
+        self._thread.start()
+
+    def is_over(self, within_s):
+        self._thread.join()
+        return not self._thread.is_alive()
+
+    def close(self, within_s):
+        pass
+
+
 class Plot(Faults):
     """Faults that befall roles of a crew: those who reach the point, or the victims that are named for it."""
 
@@ -493,7 +511,7 @@ class ScheduledOutbox(Outbox):
 
     def has(self, trainer, iteration=DESCRIPTION):
         """Whether a request for this plan would be answered at once."""
-        with self._changed:
+        with self._lock:
             return self._find(trainer, iteration) is not None
 
 

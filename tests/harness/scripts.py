@@ -14,9 +14,9 @@ from bagpipe.store import MemoryStore
 from bagpipe.store.versioned import VersionedStore
 from bagpipe.store.views import shared_views
 from bagpipe.together import run_threads
-from bagpipe.trainer.collective import memory_groups
+from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.stages import Threads
-from bagpipe.trainer.sync import Groups
+from harness.collectives import strict_groups
 
 DEADLINE_S = 60.0
 
@@ -75,7 +75,7 @@ class Trainers:
         """This rank's end of the groups of a meeting."""
         with self._lock:
             if number not in self._groups:
-                ends = [memory_groups(self.trainers, self._notify, DEADLINE_S) for _ in range(3)]
+                ends = [strict_groups(self.trainers, self._notify, DEADLINE_S) for _ in range(3)]
                 self._groups[number] = [Groups(*of_rank) for of_rank in zip(*ends, strict=True)]
             return self._groups[number][rank]
 
@@ -85,7 +85,7 @@ class Trainers:
                 self.store = VersionedStore(MemoryStore(layouts)) if self.recorded else MemoryStore(layouts)
             if not self._views:
                 notify = [lambda rank=rank: self.drivers[rank].notify() for rank in range(self.trainers)]
-                self._views = shared_views(self.store, self.trainers, notify, DEADLINE_S)
+                self._views = shared_views(self.store, self.trainers, notify)
             return self._views[rank]
 
     def _of_rank(self, rank, script):
@@ -108,5 +108,9 @@ class Trainers:
         def here():
             return getattr(self._here, "launch", None)
 
-        with patch("bagpipe.api.current", here), patch("bagpipe.opening.current", here):
+        def driver():
+            return self.drivers[here().trainer]
+
+        found = [patch(f"bagpipe.{name}.current", here) for name in ("api", "opening")]
+        with found[0], found[1], patch("bagpipe.api.Threads", driver):
             yield

@@ -8,9 +8,9 @@ from __future__ import annotations
 from bagpipe.checkpoint import export as exporting
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.export import export
-from bagpipe.checkpoint.manifest import Facts, InitialEntry
+from bagpipe.checkpoint.manifest import InitialEntry, RunFacts
 from bagpipe.checkpoint.point import ResumePoint
-from bagpipe.checkpoint.tree import pack_tree
+from bagpipe.checkpoint.tree import tree_parts
 from bagpipe.cluster.keeper import children_of
 from bagpipe.config import load_config, parse_config
 from bagpipe.initial import Given
@@ -24,7 +24,7 @@ from bagpipe.reference import Reference
 from bagpipe.resuming import find_run, holding, note_config, open_run
 from bagpipe.store import MemoryStore
 from bagpipe.store.versioned import VersionedStore
-from bagpipe.trainer import saved
+from bagpipe.trainer import state as trainer_state
 from bagpipe.trainer.stages import Threads
 from bagpipe.training import train
 from bagpipe.types import Batch
@@ -58,7 +58,7 @@ __all__ = [
 
 SAVE = (VersionedStore, "save")
 """Writes the rows of a checkpoint: (store, done, ...)."""
-STATE_BYTES_MAX = (saved, "STATE_BYTES_MAX")
+STATE_BYTES_MAX = (trainer_state, "STATE_BYTES_MAX")
 EXPORTED_BLOCKS = (exporting.ExportedTable, "blocks")
 """The blocks of a table's rows, as an export writes them."""
 EXPORTED_BLOCK_ROWS = (exporting, "ROWS_PER_BLOCK")
@@ -131,8 +131,8 @@ def checkpoint_of_first_values(pending, table, layer, value):
     import msgspec
 
     initial = (InitialEntry(kind="constant", value=value),)
-    pending.write_blob("trainer-0", pack_tree({"parameters": {}, "buffers": {}}))
-    pending.commit(Facts(tables=(msgspec.structs.replace(table, layers=(layer,), initial=initial),)))
+    pending.write_blob("trainer-0", *tree_parts({"parameters": {}, "buffers": {}}))
+    pending.commit(RunFacts(tables=(msgspec.structs.replace(table, layers=(layer,), initial=initial),)))
 
 
 def given_reference(model, features, weights, rows: RowOptimizer, dense, trainers):

@@ -12,13 +12,13 @@ from bagpipe.oracle.service import OracleService
 from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
 from bagpipe.together import run_threads
-from bagpipe.trainer.collective import memory_groups
+from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Threads
-from bagpipe.trainer.sync import Groups
 from bagpipe.training import train_remote
 from bagpipe.wire.in_order import Patience
 from benchmarks.simulated import SimulatedNetwork
+from harness.collectives import strict_groups
 
 RUN = bytes(range(16))
 HASTY = Patience(retry_s=0.05, deadline_s=30.0)
@@ -125,7 +125,7 @@ class Served:
             for driver in drivers:
                 driver.notify()
 
-        ends = [memory_groups(trainers, notify, deadline_s=60) for _ in range(3)]
+        ends = [strict_groups(trainers, notify, deadline_s=60) for _ in range(3)]
         groups = [Groups(*of_rank) for of_rank in zip(*ends, strict=True)]
         stores = shared_views(rows, trainers, [driver.notify for driver in drivers])
 

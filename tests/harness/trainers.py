@@ -12,7 +12,7 @@ from torch import nn
 from bagpipe.api import accelerate
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpointing import Checkpointing, Saving, check_same_run, make_facts, with_marks
+from bagpipe.checkpointing import Checkpointing, Saving, make_facts, with_marks
 from bagpipe.config import Config
 from bagpipe.layers import bind
 from bagpipe.layout import RowLayout
@@ -20,6 +20,7 @@ from bagpipe.models import build_model
 from bagpipe.optim import Frozen, RowOptimizer
 from bagpipe.oracle.assign import Assigner
 from bagpipe.reference import Reference
+from bagpipe.resuming import check_same_run
 from bagpipe.state import State, of_reference, of_store
 from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
@@ -159,14 +160,13 @@ class Several:
         self.store = store
         # Together looks by itself at what has become ready.
         drivers = None if together is None else [together.driver(rank) for rank in range(world.trainers)]
-        deadline_s = 20.0 if together is None else 0.0
 
         def open_stores(layouts, notify):
             self.store = self.store or (sabotage.store or MemoryStore)(layouts)
             if self.kept is not None:
                 self.store = with_marks(self.store)
                 self.kept.restore(self.store)
-            return shared_views(self.store, world.trainers, notify, deadline_s)
+            return shared_views(self.store, world.trainers, notify)
 
         def checkpointer(store, rank):
             if self.kept is not None:

@@ -187,7 +187,7 @@ def test_a_trainer_that_is_killed_in_mid_exchange_is_named_by_the_others():
         os.kill(processes[1].pid, signal.SIGKILL)
         for process in (processes[0], processes[2]):
             found = last_line(process)
-            assert found["kind"] == "PipelineError", found
+            assert found["kind"] == "PeerLostError", found
             assert "the gradients of iteration 9" in found["message"]
             assert "trainer 1" in found["message"]
             assert "more can't be exchanged" in found["again"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import Facts, TableEntry
+from bagpipe.checkpoint.manifest import RunFacts, TableEntry
 from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.errors import StoreError, WireError
 from bagpipe.server.local import LocalServers
@@ -23,7 +23,7 @@ from bagpipe.wire.sockets import SocketNetwork
 from harness.server_process import TABLES, WIDTH, read, values
 
 IDS = np.arange(2000)
-FACTS = Facts(tables=(TableEntry(name="ad", rows=None, dims=(WIDTH,), width=WIDTH, optimizer="sgd"),))
+FACTS = RunFacts(tables=(TableEntry(name="ad", rows=None, dims=(WIDTH,), width=WIDTH, optimizer="sgd"),))
 
 
 class Run:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bagpipe.cache import RowCache
 from bagpipe.errors import BagpipeError
-from bagpipe.trainer.packing import Packing
+from bagpipe.trainer.row_sync import RowBuffers
 from harness.events import train_with_events
 from harness.examples import examples
 from harness.explorer import SYNCS, any_stages
@@ -61,13 +61,13 @@ def test_rows_go_with_their_users_whatever_happens(
 
 def counted(patch, **settings):
     """How many rows have changed their owner in a run, which ends as it must."""
-    moves, take = [], Packing.take
+    moves, take = [], RowBuffers.take
 
     def counting(packing, moved, ids, buffers):
         moves.append(len(moved))
         take(packing, moved, ids, buffers)
 
-    patch.setattr(Packing, "take", counting)
+    patch.setattr(RowBuffers, "take", counting)
     world = World(BATCHES, settings.pop("optimizer"), trainers=3)
     assert_identical(expected(world), run(world, **settings).state)
     return sum(moves)
@@ -100,19 +100,21 @@ def the_new_owner_does_not_write(patch):
 
 
 def state_stays_behind(patch):
-    take = Packing.take
+    take = RowBuffers.take
 
     def without(packing, moved, ids, buffers):
         for _, _, part in packing._tails(moved, buffers):
             part[:, :-1] = 0.5
         take(packing, moved, ids, buffers)
 
-    patch.setattr(Packing, "take", without)
+    patch.setattr(RowBuffers, "take", without)
 
 
 def a_row_is_taken_for_another(patch):
-    take = Packing.take
-    patch.setattr(Packing, "take", lambda packing, moved, ids, buffers: take(packing, moved, ids[::-1].copy(), buffers))
+    take = RowBuffers.take
+    patch.setattr(
+        RowBuffers, "take", lambda packing, moved, ids, buffers: take(packing, moved, ids[::-1].copy(), buffers)
+    )
 
 
 DEFECTS = {

@@ -171,7 +171,7 @@ def test_a_signal_during_an_update_waits_until_it_is_done(monkeypatch):
     def apply(*arguments):
         if rows.updates == 3:
             signal.raise_signal(signal.SIGINT)
-        applied(*arguments)
+        return applied(*arguments)
 
     monkeypatch.setattr(RowUpdate, "apply", apply)
     with pytest.raises(KeyboardInterrupt):

@@ -110,7 +110,7 @@ def test_batches_that_were_read_to_their_end_say_so():
 
 def test_a_wrong_mapping_is_noticed_at_the_first_look_up():
     crossed = start(make_batches(rows={"user": 20, "item": 20}), features={"item": "user", "user": "item"})
-    with pytest.raises(ModelError, match=r"'user' was mapped to 'item' and is given ids of 'user': correct"):
+    with pytest.raises(ModelError, match=r"'user' is given id \d+, .* while 'user' has it \(is the mapping right"):
         train(*crossed)
 
 
@@ -121,7 +121,10 @@ def test_ids_of_an_earlier_batch_are_refused():
         for number, batch in enumerate(loop):
             kept.append(batch)
             if number == 3:
-                with pytest.raises(ModelError, match="ids of an earlier batch"):
+                with pytest.raises(
+                    ModelError,
+                    match=r"'user' is given id \d+, .* not those of an earlier one",
+                ):
                     net(kept[2])
             step(net, batch, dense, rows)
 
@@ -131,14 +134,8 @@ def test_raw_ids_that_are_not_here_are_refused_in_the_loop():
     with loop:
         next(iter(loop))
         absent = torch.tensor([[29]])
-        with pytest.raises(ModelError, match=r"'user' is given id 29, which is not a row of this batch.*evaluate"):
+        with pytest.raises(ModelError, match=r"'user' is given id 29, which 'user' does not have .*evaluate"):
             net.user(absent)
-
-
-def test_ids_can_not_be_changed_in_place():
-    _, _, loop, _ = start()
-    with loop, pytest.raises(ModelError, match="changed in place"):
-        next(iter(loop))["item"][0, 0] = 3
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_loader_that_blocks_is_named_by_every_wait(monkeypatch):
     net, _, loop, iterator = begin(0, loader=blocking(), driver=Threads(0.3), lookahead=1)
     # With a lookahead of one the first batch is planned as soon as it is read.
     loss_of(net, next(iterator))
-    with pytest.raises(DeadlineError, match=r"waited 0 s for the rows of the next batch; the stages wait for: plan"):
+    with pytest.raises(DeadlineError, match=r"waited 0.3 s for the rows of the next batch; the stages wait for: plan"):
         for _ in iterator:
             pass
     assert loop.closed

@@ -9,8 +9,8 @@ from torch import nn
 
 import bagpipe
 from bagpipe.checkpoint.importing import import_rows
-from bagpipe.checkpointing import find_resume_point
 from bagpipe.errors import CheckpointError, ConfigError
+from bagpipe.resuming import find_resume_point
 from bagpipe.state import of_store
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bagpipe.errors import BagpipeError
-from bagpipe.trainer.sync import RowSync
+from bagpipe.trainer.row_sync import RowSync
 from bagpipe.types import Batch, Ids
 from harness.explorer import SYNCS, Together
 from harness.trainers import DESIGNS, Several, World, run, run_alone

@@ -203,5 +203,5 @@ def test_checkpoints_that_cannot_be_opened_are_not_taken_for_none(tmp_path):
     (run / "checkpoints" / "00000010").mkdir(parents=True)
     (run / "checkpoints" / "00000010" / "manifest.json").write_text('{"version": 2}')
     assert resuming.has_checkpoint(run)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints can be used: .*00000010"):
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .*checkpoints can be used .*00000010"):
         resuming.open_run(run, [])

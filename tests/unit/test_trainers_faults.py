@@ -20,7 +20,7 @@ from bagpipe.errors import (
     ValueRangeError,
 )
 from bagpipe.store import MemoryStore
-from bagpipe.trainer.packing import Packing
+from bagpipe.trainer.row_sync import RowBuffers
 from bagpipe.types import Ids
 from harness.explorer import Together
 from harness.trainers import DESIGNS, Several, World
@@ -206,8 +206,8 @@ def test_a_store_that_fails_ends_all(scheduled, call, number):
     [
         (RowCache, "insert"),
         (RowCache, "copy_out"),
-        (Packing, "gradients"),
-        (Packing, "sums"),
+        (RowBuffers, "gradients"),
+        (RowBuffers, "sums"),
         (RowCache, "mark_updated"),
     ],
 )

@@ -29,18 +29,18 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh64_hexdigest
 
-from bagpipe.checkpoint.disk import Disk, make_directories
-from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, Facts, FileEntry, Manifest, encode_manifest
-from bagpipe.checkpoint.point import ResumePoint
-from bagpipe.checkpoint.reading import (
+from bagpipe.checkpoint.disk import Bytes, Disk, make_directories
+from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, FileEntry, Manifest, RunFacts, encode_manifest
+from bagpipe.checkpoint.point import (
     BLOB_SUFFIX,
     Checkpoint,
+    ResumePoint,
     directory_name,
     open_checkpoint,
     read_manifest,
     table_differences,
 )
-from bagpipe.checkpoint.shards import write_file
+from bagpipe.checkpoint.rows import write_file
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.failpoints import reach
 from bagpipe.os_errors import failing
@@ -103,7 +103,7 @@ class Checkpoints:
             except CheckpointError as error:
                 _log.warning("the next checkpoint has all rows, since %s can't be built on: %s", done, error)
 
-    def begin(self, done: int, *, full: bool = False, retained: bool = True, token: str = "") -> Pending:
+    def begin(self, done: int, *, full: bool = False, retained: bool = True, token: str = "") -> PendingCheckpoint:
         """Start to write the checkpoint after `done` iterations: on top of the last one, or else with all rows.
 
         `retained`: the user has asked for it. `token` is that of the mark that it is made of.
@@ -112,15 +112,22 @@ class Checkpoints:
         self._remove_leftovers(done)
         base = None if full else self._find_base(done)
         reach("checkpoint.begun")
-        return Pending(self, path, done, base, retained, token)
+        return PendingCheckpoint(self, path, done, base, retained, token)
 
-    def write_state(self, done: int, name: str, data: bytes) -> None:
-        """Add the state of a trainer to a checkpoint that another one has begun, or is about to begin."""
+    def write_state(self, done: int, name: str, *parts: Bytes) -> None:
+        """Add the state of a trainer to a checkpoint that another one has begun, or is about to begin.
+
+        Nothing happens if that one gives it up meanwhile: it says why, and its reason must not be hidden by ours.
+        """
         path = self._make_pending(done)
         part, whole = path / f"{name}{_PART}", path / f"{name}{BLOB_SUFFIX}"
-        write_file(self.disk, path, FileEntry(name=part.name, bytes=len(data), checksum=xxh64_hexdigest(data)), [data])
-        with failing(CheckpointError, "name", whole):
-            self.disk.rename(part, whole)
+        try:
+            write_file(self.disk, path, part.name, parts)
+            with failing(CheckpointError, "name", whole):
+                self.disk.rename(part, whole)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
 
     def _make_pending(self, done: int) -> Path:
         path = self._unused_name(_TMP, done, self.token)
@@ -277,7 +284,7 @@ class Checkpoints:
                 _log.warning("%s, a leftover, can't be removed: %s", self.directory / name, error)
 
 
-class Pending:
+class PendingCheckpoint:
     """A checkpoint that is being written: leaving the `with` block without `commit` removes it."""
 
     def __init__(
@@ -308,11 +315,9 @@ class Pending:
         """Files that `write_rows` has written into the directory."""
         self._files += entries
 
-    def write_blob(self, name: str, data: bytes) -> None:
+    def write_blob(self, name: str, *parts: Bytes) -> None:
         """Keep bytes under a name, such as `trainer-0`; `Checkpoint.blob` gives them back."""
-        entry = FileEntry(name=f"{name}{BLOB_SUFFIX}", bytes=len(data), checksum=xxh64_hexdigest(data))
-        write_file(self._disk, self.directory, entry, [data])
-        self.add([entry])
+        self.add([write_file(self._disk, self.directory, f"{name}{BLOB_SUFFIX}", parts)])
 
     def take_states(self, names: Iterable[str], given_up: Callable[[], bool] = lambda: False) -> None:
         """Add what other trainers write with `write_state`, as soon as it is there; CheckpointError if it is not."""
@@ -329,7 +334,7 @@ class Pending:
                     file.read_into(data)
             self.add([FileEntry(name=path.name, bytes=len(data), checksum=xxh64_hexdigest(data))])
 
-    def commit(self, facts: Facts, confirm: Callable[[], None] = lambda: None) -> Checkpoint:
+    def commit(self, facts: RunFacts, confirm: Callable[[], None] = lambda: None) -> Checkpoint:
         """Give it its name, now that all its files are written, synced and read back.
 
         `confirm` is called right before, and raises if it must not get one: another generation goes on by now. If it
@@ -371,7 +376,7 @@ class Pending:
     ) -> None:
         self.abandon()
 
-    def _check_tables(self, facts: Facts) -> None:
+    def _check_tables(self, facts: RunFacts) -> None:
         """Rows of a base fill in for those that are not here, so they have to be of the same tables."""
         if self._base is None:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
@@ -17,14 +18,13 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.checkpoint.manifest import InitialEntry, TableEntry
-from bagpipe.checkpoint.reading import Checkpoint
+from bagpipe.checkpoint.point import Checkpoint
 from bagpipe.checkpoint.tensors import ITEM_BYTES, Kind, encode_header
-from bagpipe.checkpoint.tree import DTYPES, octets, tensor_kind, unpack_tree
+from bagpipe.checkpoint.tree import is_plain, octets, tensor_kind, unpack_tree
 from bagpipe.embedding import CachedLayer
 from bagpipe.errors import CheckpointError, ConfigError, ModelError, StoreError
 from bagpipe.initial import Constant, Initial, Joined, Normal, Uniform
@@ -110,7 +110,7 @@ def _dense_of_model(model: nn.Module, layers: Mapping[str, CachedLayer]) -> dict
         for layer in layers.values():
             layer.placeholders = False
     for name, value in values.items():
-        if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.layout is not torch.strided:
+        if not isinstance(value, Tensor) or not (value.is_meta or is_plain(value)):
             kind = f"{value.dtype}, {value.layout}" if isinstance(value, Tensor) else type(value).__name__
             raise ModelError(f"{name} is {kind}, which an export can't hold: convert it, or leave it out of the model")
         if value.is_meta:
@@ -247,26 +247,19 @@ def _weight(layer: str) -> str:
 
 def _write_parquet(directory: Path, tables: Sequence[ExportedTable], state: bool, error: ErrorKind) -> list[Path]:
     """One file a table; nothing if one of them fails."""
-    with nothing_left(directory):
-        return _write_tables(directory, tables, state, error)
-
-
-def _write_tables(directory: Path, tables: Sequence[ExportedTable], state: bool, error: ErrorKind) -> list[Path]:
-    with failing(error, "make", directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            raise error(f"{directory} is not empty: give a new directory")
     names, files = _file_names([table.name for table in tables]), list[Path]()
-    try:
-        for number, table in enumerate(tables):
-            path = directory / f"{names[number]}.parquet"
+    with nothing_left(directory), ExitStack() as undo:
+        with failing(error, "make", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            if any(directory.iterdir()):
+                raise error(f"{directory} is not empty: give a new directory")
+        for name, table in zip(names, tables, strict=True):
+            path = directory / f"{name}.parquet"
             with failing(error, "write", path), whole_file(path) as file:
                 _write_table(file, table, _columns(table, state))
             files.append(path)
-    except BaseException:
-        for path in files:
-            path.unlink(missing_ok=True)
-        raise
+            undo.callback(path.unlink, missing_ok=True)
+        undo.pop_all()
     return files
 
 

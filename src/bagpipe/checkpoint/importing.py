@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.export import TABLE_KEY
-from bagpipe.checkpoint.manifest import Facts, TableEntry
-from bagpipe.checkpoint.reading import Checkpoint
-from bagpipe.checkpoint.shards import Report, write_rows
+from bagpipe.checkpoint.manifest import RunFacts, TableEntry
+from bagpipe.checkpoint.point import Checkpoint
+from bagpipe.checkpoint.rows import Report, write_rows
 from bagpipe.errors import CheckpointError
 from bagpipe.kernels.idmap import IdMap
 from bagpipe.optim import RowOptimizer
@@ -174,7 +174,7 @@ def import_rows(
         names = [(table.name, table.width) for table in tables]
         pending.add(write_rows(checkpoints.disk, pending.directory, _Snapshot(tables), names, report=report))
         config = {"imported_from": [str(source) for source in sources]}
-        facts = Facts(tables=tuple(table.entry() for table in tables), config=config)
+        facts = RunFacts(tables=tuple(table.entry() for table in tables), config=config)
         return pending.commit(facts), tables, left_out
 
 
@@ -223,17 +223,14 @@ def _rename(tables: Mapping[str, list[RowFile]], renamed: Mapping[str, str]) -> 
 
 def _named(source: str | Path) -> tuple[str | None, Path]:
     """`NAME=PATH` in its parts."""
-    if isinstance(source, str) and not Path(source).exists():
-        name, equals, path = source.partition("=")
-        if equals and name:
-            source = path
-        else:
-            name = ""
-    else:
-        name = ""
-    if not Path(source).exists():
-        raise CheckpointError(f"there is no file {source}: check the path")
-    return name or None, Path(source)
+    name, path = None, Path(source)
+    if isinstance(source, str) and not path.exists():
+        before, _, after = source.partition("=")
+        if before and after:
+            name, path = before, Path(after)
+    if not path.exists():
+        raise CheckpointError(f"there is no file {path}: check the path")
+    return name, path
 
 
 def _within(directory: Path, suffixes: Sequence[str]) -> list[Path]:

@@ -115,7 +115,7 @@ class BaseEntry(_Part, frozen=True, kw_only=True):
     """Of its manifest, so that no other can take its place."""
 
 
-class Facts(_Part, frozen=True, kw_only=True):
+class RunFacts(_Part, frozen=True, kw_only=True):
     """What a run tells of itself in each of its checkpoints."""
 
     tables: tuple[TableEntry, ...]
@@ -128,7 +128,7 @@ class Facts(_Part, frozen=True, kw_only=True):
     vocabulary: tuple[VocabularyEntry, ...] = ()
 
 
-class Manifest(Facts, frozen=True, kw_only=True):
+class Manifest(RunFacts, frozen=True, kw_only=True):
     """What a checkpoint holds. Its last field in the file is `checksum`, of all bytes before it."""
 
     format: str = FORMAT
@@ -150,11 +150,11 @@ class Manifest(Facts, frozen=True, kw_only=True):
     """UTC, as in RFC 3339."""
 
     @classmethod
-    def make(cls, facts: Facts, *, files: Sequence[FileEntry], **other: Any) -> Manifest:
+    def make(cls, facts: RunFacts, *, files: Sequence[FileEntry], **other: Any) -> Manifest:
         """The manifest of a checkpoint that is about to be complete; `other` are its fields by name."""
         created = datetime.now(UTC).isoformat(timespec="microseconds")
         return cls(
-            **{name: getattr(facts, name) for name in Facts.__struct_fields__},
+            **{name: getattr(facts, name) for name in RunFacts.__struct_fields__},
             files=tuple(sorted(files, key=lambda entry: entry.name)),
             config_sha256=config_sha256(facts.config),
             created_at=created,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bagpipe.checkpoint.disk import Bytes
 from bagpipe.checkpoint.tensors import ITEM_BYTES, Kind, Placed, decode, encode_header
@@ -36,14 +37,17 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": Order
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set}
 
 
-def pack_tree(tree: Any) -> bytes:
-    """The bytes of a tree; CheckpointError names what in it can't be kept. Tensors of any device are copied."""
+def tree_parts(tree: Any) -> list[Bytes]:
+    """The bytes of a tree, one part after the other; CheckpointError names what in it can't be kept.
+
+    Numbers on the CPU are not copied: the tree must stay as it is until the parts were written.
+    """
     tensors: dict[str, tuple[Kind, Bytes]] = {}
     structure = json.dumps(_describe(tree, (), tensors), separators=(",", ":"))
     # The widest numbers first, so that all are aligned; the structure knows them by name.
     order = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0].dtype])
     header = encode_header({name: kind for name, (kind, _) in order}, {"version": VERSION, "tree": structure})
-    return b"".join((header, *(data for _, (_, data) in order)))
+    return [header, *(data for _, (_, data) in order if len(data))]
 
 
 def _describe(value: Any, path: tuple[Any, ...], tensors: dict[str, tuple[Kind, Bytes]]) -> Any:
@@ -80,19 +84,17 @@ def _describe(value: Any, path: tuple[Any, ...], tensors: dict[str, tuple[Kind, 
 def _numbers(value: Any, path: tuple[Any, ...]) -> tuple[str, tuple[Kind, Bytes]]:
     """Bytes and numbers in arrays: what they are, and how a file has them."""
     if type(value) is bytes or type(value) is bytearray:
-        return "bytes", (Kind("U8", (len(value),)), bytes(value))
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.dtype not in DTYPES or value.is_meta:
+        return "bytes", (Kind("U8", (len(value),)), value)
+    if isinstance(value, Tensor):
+        if not is_plain(value):
             raise _refusal(_shown(path), f"a {value.layout} tensor of {value.dtype} on {value.device}")
         return "tensor", (tensor_kind(value), octets(value).numpy().data)
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype not in _ARRAY_CODES:
             raise _refusal(_shown(path), f"an array of {value.dtype}")
-        label, kind = (
-            "array" if isinstance(value, np.ndarray) else "scalar",
-            Kind(_ARRAY_CODES[value.dtype], value.shape),
-        )
-        return label, (kind, np.ascontiguousarray(value).tobytes())
+        label = "array" if isinstance(value, np.ndarray) else "scalar"
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        return label, (Kind(_ARRAY_CODES[value.dtype], value.shape), data)
     raise _refusal(_shown(path), value)
 
 
@@ -107,12 +109,17 @@ def _refusal(where: str, value: object) -> CheckpointError:
     )
 
 
-def tensor_kind(tensor: torch.Tensor) -> Kind:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a file can hold it."""
+    return tensor.layout is torch.strided and tensor.dtype in DTYPES and not tensor.is_meta
+
+
+def tensor_kind(tensor: Tensor) -> Kind:
     """Type and shape of a tensor as a file tells them."""
     return Kind(DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
-def octets(tensor: torch.Tensor) -> torch.Tensor:
+def octets(tensor: Tensor) -> Tensor:
     """Its numbers as octets, row by row; they may share its memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel() < 2:  # torch calls any strides contiguous then, but does not view them as octets

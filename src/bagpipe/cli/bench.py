@@ -15,10 +15,19 @@ from bagpipe.errors import ConfigError
 
 Name = Annotated[str | None, typer.Argument(help="Which one; `all` runs them one after another.")]
 List = Annotated[bool, typer.Option("--list", help="Name the benchmarks.")]
+Against = Annotated[
+    Path | None, typer.Option(help="Another checkout, measured in turn with this one; not every benchmark can do it.")
+]
 Quick = Annotated[bool, typer.Option(help="Small enough to try out; the figures then say little.")]
 
 
-def bench(name: Name = None, list_all: List = False, quick: Quick = False, as_json: AsJson = False) -> None:
+def bench(
+    name: Name = None,
+    list_all: List = False,
+    quick: Quick = False,
+    against: Against = None,
+    as_json: AsJson = False,
+) -> None:
     """Measure one part of the system on this machine."""
     benchmarks = _load()
     if list_all:
@@ -27,7 +36,8 @@ def bench(name: Name = None, list_all: List = False, quick: Quick = False, as_js
         return
     if name is None:
         raise ConfigError(f"name a benchmark: one of {', '.join(benchmarks.MODULES)}, or all")
-    reports = [_run(benchmarks, each, quick) for each in (benchmarks.MODULES if name == "all" else (name,))]
+    names = benchmarks.MODULES if name == "all" else (name,)
+    reports = [_run(benchmarks, each, quick, against) for each in names]
     if as_json:
         print_json(reports[0] if name != "all" else reports)
         return
@@ -48,7 +58,11 @@ def _load() -> Any:
     return importlib.import_module("benchmarks")
 
 
-def _run(benchmarks: Any, name: str, quick: bool) -> dict[str, Any]:
+def _run(benchmarks: Any, name: str, quick: bool, against: Path | None) -> dict[str, Any]:
     benchmark = benchmarks.load(name)
+    if against is not None and benchmark.run_against is None:
+        able = [each for each in benchmarks.MODULES if benchmarks.load(each).run_against is not None]
+        raise ConfigError(f"benchmark {name!r} can't be run against {against}: give --against to {', '.join(able)}")
     errors.print(f"{name}: {benchmark.summary}")
-    return {"name": name, "machine": benchmarks.machine(), "results": benchmark.run(quick)}
+    results = benchmark.run(quick) if against is None else benchmark.run_against(quick, against)
+    return {"name": name, "machine": benchmarks.machine(), "results": results}

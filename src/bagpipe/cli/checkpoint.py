@@ -13,7 +13,7 @@ from bagpipe.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from bagpipe.checkpoint.directory import Checkpoints
-    from bagpipe.checkpoint.reading import Checkpoint
+    from bagpipe.checkpoint.point import Checkpoint
     from bagpipe.optim import RowOptimizer
 
 app = typer.Typer(

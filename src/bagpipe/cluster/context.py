@@ -15,24 +15,12 @@ from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.config import Config
 from bagpipe.errors import ConfigError
 from bagpipe.store.base import RowSource
-from bagpipe.trainer.sync import Groups
+from bagpipe.trainer.collective import Groups
 from bagpipe.wire.keys import Security
 
 if TYPE_CHECKING:
     from bagpipe.store.remote import RemoteStore
     from bagpipe.trainer.meeting import MeetingPoint
-    from bagpipe.trainer.process_group import TrainerGroups
-
-
-@dataclass(frozen=True)
-class OpenedGroups(Groups):
-    """Groups with the connections that they were opened over."""
-
-    opened: TrainerGroups
-
-    def close(self) -> None:
-        """Let go of all; may be called twice."""
-        self.opened.close()
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ class Launch:
         )
         if self.attempt is not None:
             self.attempt.on_end(opened.abort)
-        return OpenedGroups(opened.critical, opened.delayed, opened.dense, opened)
+        return opened
 
     def open_store(self, tables: Sequence[RowSource]) -> RemoteStore:
         """The rows of these tables, on the servers of the launch."""

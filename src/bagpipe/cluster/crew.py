@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 from bagpipe._version import __version__
 from bagpipe.checkpoint.directory import complete_points
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.cluster.member import Member
 from bagpipe.cluster.placement import Placement
@@ -35,6 +34,7 @@ from bagpipe.config import memory_bytes, store_memory_bytes
 from bagpipe.errors import BagpipeError, ClusterError
 from bagpipe.job import Job
 from bagpipe.recovery import RolesLost
+from bagpipe.resuming import CHECKPOINTS
 from bagpipe.server.process import ServerOptions
 from bagpipe.wire.endpoint import Address, parse_address
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.cluster.crew import RayCrew, ResultT, ScriptCrew, TrainingCrew
 from bagpipe.cluster.log import LogPlace
 from bagpipe.cluster.request import Request
@@ -26,7 +25,7 @@ from bagpipe.config import Config, warn_of_idle_rows
 from bagpipe.job import Job, claim, discard, open_job, prepare, with_checkpoint
 from bagpipe.recovery import Incident, Supervisor
 from bagpipe.results import Summary, joined_summary, write_summary
-from bagpipe.resuming import CONFIG_NAME, has_checkpoint, holding, note_config
+from bagpipe.resuming import CHECKPOINTS, CONFIG_NAME, has_checkpoint, holding, note_config
 
 Tell = Callable[[str], object]
 """Is given a line for people."""

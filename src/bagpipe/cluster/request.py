@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpointing import NAME as CHECKPOINTS
 from bagpipe.config import Config, Section
 from bagpipe.errors import ConfigError
 from bagpipe.policy_options import MEASURED
-from bagpipe.resuming import Resumed
+from bagpipe.resuming import CHECKPOINTS, Resumed
 
 SCRIPT_SETTINGS = frozenset(
     {

@@ -44,6 +44,8 @@ class Failure:
 
     kind: str
     message: str
+    peer: int | None = None
+    """The rank of a PeerLostError."""
 
 
 @dataclass(frozen=True)

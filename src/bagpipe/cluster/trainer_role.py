@@ -33,9 +33,9 @@ from bagpipe.config import Config, parse_config
 from bagpipe.errors import ClusterError
 from bagpipe.job import Job, open_job
 from bagpipe.results import Summary
+from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.remote_plans import RemotePlans
-from bagpipe.trainer.sync import Groups
 from bagpipe.training import train_remote
 from bagpipe.wire.sockets import SocketNetwork
 

@@ -19,7 +19,7 @@ from bagpipe import errors
 from bagpipe.cluster.log import LogPlace, Tail
 from bagpipe.cluster.member import KILLED, Member
 from bagpipe.cluster.settings import Failure, Report
-from bagpipe.errors import BagpipeError, ClusterError, DeadlineError, PipelineError
+from bagpipe.errors import BagpipeError, ClusterError, DeadlineError, PeerLostError, PipelineError
 from bagpipe.recovery import RolesLost
 
 POLL_S = 1.0
@@ -31,11 +31,6 @@ REPORT_S = 30.0
 LOST_S = 3.0
 """How long to look for a role that was lost, when another one complains."""
 STUCK_S = 30.0
-
-LOST_CONTACT = re.compile(r"see what that trainer reports|it lost the connection for")
-"""What `bagpipe.trainer.backend_group` says of a peer that has left and told no reason; all others name theirs."""
-OWN_FAULT = re.compile(r"left the training loop|is at another exchange|numbers, \d+ were expected")
-"""What makes trainers lose each other by itself, and would again."""
 
 Show = Callable[[str, str], None]
 """Told the name of a role and how it is."""
@@ -267,19 +262,9 @@ class _Following:
         cause = next((each for each in own if not isinstance(each, PipelineError)), None)
         if isinstance(error, PipelineError) and cause is not None:
             raise cause
-        if len(told) == len(self._calls) > 1 and all(map(_is_lost_contact, own)):
-            watch.end([_missed(error, failed)], f"its connection to another trainer broke and it was ended: {error}")
-
-
-def _is_lost_contact(error: BagpipeError) -> bool:
-    """Whether a trainer has only lost the connection to another; what its own script or model did is no such thing."""
-    return bool(LOST_CONTACT.search(str(error))) and not OWN_FAULT.search(str(error))
-
-
-def _missed(error: BagpipeError, failed: str) -> str:
-    """The trainer that another one complains about."""
-    found = re.search(r"(?:from|to) (trainer \d+)", str(error))
-    return failed if found is None else found[1]
+        if len(told) == len(self._calls) > 1 and all(isinstance(each, PeerLostError) for each in own):
+            missed_role = f"trainer {error.rank}" if isinstance(error, PeerLostError) else failed
+            watch.end([missed_role], f"its connection to another trainer broke and it was ended: {error}")
 
 
 def named(failure: Failure, role: str, log: Path) -> BagpipeError:
@@ -287,6 +272,8 @@ def named(failure: Failure, role: str, log: Path) -> BagpipeError:
     kind = getattr(errors, failure.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, BagpipeError)) or kind is ClusterError:
         return ClusterError(f"{failure.message}; see {log}")
+    if kind is PeerLostError and failure.peer is not None:
+        return PeerLostError(f"{role}: {failure.message}", failure.peer)
     return kind(f"{role}: {failure.message}")
 
 

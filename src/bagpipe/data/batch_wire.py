@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bagpipe.adapt import nothing
 from bagpipe.data.samples import Column
 from bagpipe.data.samples_wire import pack_column
 from bagpipe.errors import BatchError, WireError
@@ -45,11 +46,6 @@ def unpack_batch(head: BatchHead, unpacking: Unpacking, without: Collection[str]
         except BatchError as error:
             raise WireError(f"batch {head.number}, feature {feature.name!r}: {error}") from error
     return Batch(dense.reshape(head.num_samples, head.num_dense), sparse, labels, number=head.number)
-
-
-def nothing(length: int) -> Tensor:
-    """Integers that have a length and take no memory."""
-    return torch.zeros(1, dtype=torch.int64).expand(length)
 
 
 def _column(batch: Batch, name: str, ids: Ids) -> Column:

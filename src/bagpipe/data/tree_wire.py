@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bagpipe.adapt import Path, described, is_keyed, is_pair, parts_of, set_attributes
-from bagpipe.data.batch_wire import nothing
+from bagpipe.adapt import INTEGERS, Path, described, is_keyed, is_pair, nothing, parts_of, set_attributes
 from bagpipe.errors import BatchError, WireError
 from bagpipe.types import Ids
 from bagpipe.wire.tree_messages import (
@@ -149,7 +148,7 @@ class _Packer:
 
     def _add_tensor(self, value: Tensor, path: Path, left_out: bool) -> None:
         if left_out:
-            self.nodes.append(LeftOut(list(value.shape)))
+            self.nodes.append(LeftOut(_NAMES[value.dtype], list(value.shape)))
             return
         if value.dtype not in _NAMES or value.layout != torch.strided or not value.is_cpu:
             raise self._refusal(path, f"is {described(value)}, and only plain tensors of numbers on the CPU travel")
@@ -309,7 +308,10 @@ class _Unpacker:
     def _left_out(self, node: LeftOut) -> Tensor:
         if math.prod(max(1, size) for size in node.shape) >= 1 << 31:
             raise WireError(f"ids of shape {node.shape}: they are too many")
-        return nothing(math.prod(node.shape)).reshape(node.shape)
+        dtype = _DTYPES.get(node.dtype)
+        if dtype not in INTEGERS:
+            raise WireError(f"ids of type {node.dtype[:40]!r}: they are integers")
+        return nothing(math.prod(node.shape), dtype).reshape(node.shape)
 
     def _entries(self, node: Entries, depth: int) -> Any:
         parts = dict(zip(node.keys, self._parts(len(node.keys), depth), strict=True))
@@ -349,7 +351,7 @@ class _Unpacker:
         lengths, *rest = (self._next_tensor() for _ in range(1 + node.weighted + len(node.keys)))
         weights = rest.pop(0) if node.weighted else None
         _check_keyed(node, lengths, rest, weights)
-        values = torch.cat([torch.empty(0, dtype=torch.int64), *(part.reshape(-1) for part in rest)])
+        values = torch.cat([part.reshape(-1) for part in rest])
         return type(example)(keys=list(node.keys), values=values, weights=weights, lengths=lengths)
 
     def _next_tensor(self) -> Tensor:

@@ -6,12 +6,14 @@ room, and who asks too far ahead is refused (I5).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Condition
+from threading import Lock
 
 from bagpipe.errors import WireError
 from bagpipe.failpoints import reach
+from bagpipe.waits import Waits
 from bagpipe.wire.dispatch import Reply
 from bagpipe.wire.messages import Body, Message
 from bagpipe.wire.plan_messages import NotYet
@@ -51,7 +53,7 @@ class Outbox:
         self._end: Answer | None = None
         self._parked: dict[tuple[int, int], _Request] = {}
         self._closed = False
-        self._changed = Condition()
+        self._lock, self._waits = Lock(), Waits()
 
     @property
     def received(self) -> int:
@@ -65,15 +67,16 @@ class Outbox:
 
     def describe(self, answer: Answer) -> None:
         """What the plans are like, before the first one; the same for all."""
-        with self._changed:
+        with self._lock:
             self._answers[DESCRIPTION] = [answer] * len(self._received)
         self._answer_parked()
 
     def put(self, iteration: int, answers: Sequence[Answer]) -> bool:
         """Add the plan of the next iteration, a part for each trainer, once there is room; False after `close`."""
         assert len(answers) == len(self._received), "a plan has a part for each trainer"
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or iteration - self.received <= self._room)
+        # For as long as training takes; requests have deadlines.
+        self._waits.until("room for a plan", lambda: self._closed or iteration - self.received <= self._room, math.inf)
+        with self._lock:
             if self._closed:
                 return False
             if iteration > self.received:  # after a restart trainers may have it already
@@ -84,13 +87,13 @@ class Outbox:
 
     def finish(self, answer: Answer) -> None:
         """There are no more plans for anybody, and this is why."""
-        with self._changed:
+        with self._lock:
             self._end = answer
         self._answer_parked()
 
     def ask(self, trainer: int, iteration: int, received: int, message: Message, reply: Reply) -> None:
         """Answer a request now or when its plan is there; `received` are the plans that this trainer has."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             if trainer not in self._received:
@@ -111,11 +114,11 @@ class Outbox:
 
     def close(self) -> None:
         """Let whoever waits for room go; nothing is answered any more."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._parked.clear()
             self._answers.clear()
-            self._changed.notify_all()
+        self._waits.changed()
 
     def _receive(self, trainer: int, received: int) -> None:
         if received > self._received[trainer]:
@@ -124,7 +127,7 @@ class Outbox:
                 del self._answers[iteration]
             for key in [key for key in self._parked if key[0] == trainer and DESCRIPTION < key[1] <= received]:
                 del self._parked[key]
-            self._changed.notify_all()
+            self._waits.changed()
 
     def _find(self, trainer: int, iteration: int) -> Answer | None:
         if (answers := self._answers.get(iteration)) is not None:
@@ -132,7 +135,7 @@ class Outbox:
         return self._end if iteration >= self._next or iteration == DESCRIPTION else None
 
     def _answer_parked(self) -> None:
-        with self._changed:
+        with self._lock:
             found = [(key, answer) for key in self._parked if (answer := self._find(*key)) is not None]
             released = [(self._parked.pop(key), answer) for key, answer in found]
         for request, answer in released:  # not under the lock: sending may take one of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,21 @@ class RowList:
         """Ids and slots of one table."""
         start, stop = self.bounds[table], self.bounds[table + 1]
         return self.ids[start:stop], self.slots[start:stop]
+
+    def by_table(self) -> Iterator[tuple[int, Int64s, Int32s]]:
+        """The parts that are not empty: table, ids, slots."""
+        for table in np.flatnonzero(np.diff(self.bounds)).tolist():
+            yield table, *self.of_table(table)
+
+    def blocks(self, rows_max: int) -> list[RowList]:
+        """The list in blocks of at most so many rows; at least one."""
+        if len(self) <= rows_max:
+            return [self]
+        blocks = []
+        for first in range(0, len(self), rows_max):
+            part = slice(first, first + rows_max)
+            blocks.append(RowList(self.ids[part], self.slots[part], np.clip(self.bounds - first, 0, rows_max)))
+        return blocks
 
     def joined(self, other: RowList) -> RowList:
         """The rows of both, in each table those of the other behind."""

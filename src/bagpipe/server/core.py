@@ -21,13 +21,12 @@ from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import BagpipeError, StoreError, WireError
 from bagpipe.server.clients import Client
 from bagpipe.server.limits import ServerLimits
-from bagpipe.server.membership import RECOVERY, Membership
+from bagpipe.server.membership import RECOVERY, Membership, Outcome
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.rows_state import ORDERED, OrderedBody, Safety, ServerRows
 from bagpipe.server.storage import Storage, in_memory
-from bagpipe.server.watermark import Parked
 from bagpipe.server.work import Background, Work, in_a_thread
-from bagpipe.server.write_order import Outcome
+from bagpipe.store.watermark import Behind, Parked
 from bagpipe.wire.messages import (
     AskStats,
     Body,
@@ -96,8 +95,7 @@ class EmbeddingServer:
 
     def tick(self) -> None:
         """To be called now and then: sends reads away that have waited long, forgets memory of clients that left."""
-        for read, waiting in self._members.watermark.expire(self._clock()):
-            read.send_away(waiting)
+        self._members.watermark.expire(self._clock())
         self._members.clients.release_abandoned()
 
     def stats(self) -> Stats:
@@ -134,7 +132,7 @@ class EmbeddingServer:
         with self._opening:
             self._closed = True
         self._members.clients.clear()
-        self._members.count_anew()
+        self._members.watermark.begin_anew()
         self._held.stop()
         self._held.close()
 
@@ -327,11 +325,11 @@ class EmbeddingServer:
             self._guarded(answer, lambda: answer(*rows.read(body, ids, memory)))
             failpoints.reach("server.read.answered")
 
+        def send_away(behind: Behind) -> None:
+            answer(Waiting(list(behind), list(behind.values())), ())
+
         until = self._clock() + self._limits.park_s
-        admitted = self._members.watermark.admit(Parked(body.after, until, go_on, lambda waiting: answer(waiting, ())))
-        if isinstance(admitted, Waiting):
-            answer(admitted, ())
-        elif admitted:
+        if self._members.watermark.admit(Parked(body.after, until, go_on, send_away)):
             go_on()
         else:
             failpoints.reach("server.read.parked")

@@ -87,6 +87,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             checkpoints=tuple(map(Path, self.checkpoints)),
         )
 
+    def storage(self) -> Storage:
+        """Where its rows are."""
+        if self.store == "memory":
+            return in_memory(self.memory_max)
+        resident = RESIDENT_BYTES_MAX if self.resident_max is None else self.resident_max
+        directory = None if self.directory is None else Path(self.directory)
+        return in_files(directory, bytes_max=self.memory_max, resident_bytes_max=resident)
+
     def make_directory(self) -> None:
         """Look at the place of the files now, rather than when the first client comes."""
         if self.directory is not None:
@@ -120,33 +128,30 @@ def serve(
     warm_up(options.store)
     if stop.is_set():  # asked to end while kernels were compiled
         return
-    with _storage(options) as storage:
-        server = EmbeddingServer(
-            storage,
-            server=options.server,
-            servers=options.servers,
-            run=options.run,
-            generation=options.generation,
-            safety=options.safety(),
-        )
-        threads = options.threads or max(2, min(8, os.cpu_count() or 1))
-        listener = Listener(options.address, server.handle, threads, security)
-        watch(server)
-        try:
-            _log.info("server %d of %d listens at %s", options.server, options.servers, listener.address)
-            announce(Ready(listener.address, options.server, options.servers, os.getpid()))
-            while not stop.wait(TICK_S):
-                server.tick()
-                if options.parent is not None and os.getppid() != options.parent:
-                    _log.warning("server %d ends: the process that started it is gone", options.server)
-                    break
-        finally:
-            stats = server.stats()
-            listener.close()
-            server.close()
-            _log.info(
-                "server %d ends with %d rows after %d requests", options.server, sum(stats.num_rows), stats.requests
-            )
+    server = EmbeddingServer(
+        options.storage(),
+        server=options.server,
+        servers=options.servers,
+        run=options.run,
+        generation=options.generation,
+        safety=options.safety(),
+    )
+    threads = options.threads or max(2, min(8, os.cpu_count() or 1))
+    listener = Listener(options.address, server.handle, threads, security)
+    watch(server)
+    try:
+        _log.info("server %d of %d listens at %s", options.server, options.servers, listener.address)
+        announce(Ready(listener.address, options.server, options.servers, os.getpid()))
+        while not stop.wait(TICK_S):
+            server.tick()
+            if options.parent is not None and os.getppid() != options.parent:
+                _log.warning("server %d ends: the process that started it is gone", options.server)
+                break
+    finally:
+        stats = server.stats()
+        listener.close()
+        server.close()
+        _log.info("server %d ends with %d rows after %d requests", options.server, sum(stats.num_rows), stats.requests)
 
 
 @contextmanager
@@ -185,16 +190,6 @@ def warm_up(store: Literal["memory", "mapped"]) -> None:
 
 def _expect_no_failure(message: Message) -> None:
     assert not isinstance(message.body, Failed), message.body
-
-
-@contextmanager
-def _storage(options: ServerOptions) -> Iterator[Storage]:
-    resident = RESIDENT_BYTES_MAX if options.resident_max is None else options.resident_max
-    if options.store == "memory":
-        yield in_memory(options.memory_max)
-    else:
-        directory = None if options.directory is None else Path(options.directory)
-        yield in_files(directory, bytes_max=options.memory_max, resident_bytes_max=resident)
 
 
 def main() -> int:

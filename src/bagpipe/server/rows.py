@@ -7,7 +7,7 @@ only ever copied, so it could spoil none but its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 
 import numpy as np
 
@@ -25,9 +25,9 @@ Buffers = Sequence[memoryview]
 class RowAccess:
     """Reads and writes of any number of threads; no row may be in two of them at once, which plans guarantee."""
 
-    def __init__(self, store: VersionedStore, widths: Sequence[int], copying: BoundedSemaphore, bytes_max: int) -> None:
+    def __init__(self, store: VersionedStore, widths: Sequence[int], bytes_max: int) -> None:
         self.store, self.widths = store, list(widths)
-        self._copying, self._bytes_max = copying, bytes_max
+        self._bytes_max = bytes_max
         self._lock = Lock()
         self.rows_read = self.rows_written = 0
 
@@ -76,12 +76,11 @@ class RowAccess:
             values = np.frombuffer(memory[layout.rows], np.float32)[:num_floats]
             memory[layout.flags] = flags.view(np.uint8).data
         number = 0
-        with self._copying:
-            for part, rows, count in found:
-                size = count * columns_of(part, self.widths)
-                if size:
-                    rows.gather(values[number : number + size].reshape(count, -1))
-                number += size
+        for part, rows, count in found:
+            size = count * columns_of(part, self.widths)
+            if size:
+                rows.gather(values[number : number + size].reshape(count, -1))
+            number += size
         count = sum(count for _, _, count in found)
         with self._lock:
             self.rows_read += count
@@ -89,16 +88,14 @@ class RowAccess:
 
     def write(self, parts: Sequence[TablePart]) -> None:
         """All of the rows, or none."""
-        with self._copying:
-            self.store.write_many(parts)
+        self.store.write_many(parts)
         with self._lock:
             self.rows_written += sum(len(ids) for _, ids, _ in parts)
 
     def scan(self, body: Scan, memory: memoryview | None) -> tuple[Scanned, Buffers]:
         """Rows of a table in order of first write."""
         layout = self._layout([Part(body.table, body.count)])
-        with self._copying:
-            ids, values = self.store.scan(body.table, body.start, body.start + body.count, values=body.values)
+        ids, values = self.store.scan(body.table, body.start, body.start + body.count, values=body.values)
         if memory is None:
             return Scanned(len(ids)), (ids.data, values.data) if body.values else (ids.data,)
         self._within(memory, layout)

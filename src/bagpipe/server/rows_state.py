@@ -10,17 +10,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 from typing import TypeAlias
 
 import msgspec
 
 from bagpipe import failpoints
 from bagpipe.checkpoint.disk import Disk
-from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpoint.reading import check_initial_widths, directory_name
-from bagpipe.checkpoint.shards import Report
-from bagpipe.errors import CheckpointError, StoreError
+from bagpipe.checkpoint.point import START, ResumePoint, check_rows, directory_name
+from bagpipe.checkpoint.rows import Report
+from bagpipe.errors import StoreError
 from bagpipe.server.membership import Membership
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.storage import Storage
@@ -159,7 +158,7 @@ class ServerRows:
 
         def write(work: Work) -> bytes:
             failpoints.reach("server.save.begun")
-            entries = versions.save(body.done, directory, body.names, report=work.report, reader=reader)
+            entries = reader.write(directory, body.names, work.report)
             failpoints.reach("server.save.written")
             return msgspec.json.encode(entries)
 
@@ -173,7 +172,8 @@ class ServerRows:
     def _load(self, body: Load) -> Work:
         point = ResumePoint(body.done, self.checked(body.checkpoint), body.checksum)
         self._check_names(body.names)
-        self._check_tables(point, body.names)
+        tables = list(zip(body.names, self.widths or (), strict=True))
+        check_rows(point.open(self._safety.disk), tables, point.is_initial)
         return Work(f"loading {point}", lambda work: self._alone(point, body.names, work.report))
 
     def _alone(self, point: ResumePoint, names: Sequence[str], report: Report) -> bytes:
@@ -182,7 +182,7 @@ class ServerRows:
         try:
             gate.close(_REPLACING)
             self._restore(point, names, report)
-            self._members.count_anew()
+            self._members.watermark.begin_anew()
         finally:
             gate.open(_REPLACING)
         return b""
@@ -232,12 +232,12 @@ class ServerRows:
         failpoints.reach("server.loaded")
 
     def _make(self, widths: Sequence[int]) -> None:
-        made, safety = self._storage(widths), self._safety
+        safety = self._safety
         self._versions = VersionedStore(
-            made.store, rollback=safety.rollback, layer_bytes_max=safety.history_bytes_max, shard=self._number_of,
-            disk=safety.disk,
+            self._storage(widths), rollback=safety.rollback, layer_bytes_max=safety.history_bytes_max,
+            shard=self._number_of, disk=safety.disk,
         )  # fmt: skip
-        self.rows = RowAccess(self._versions, widths, BoundedSemaphore(made.copiers), self._bytes_max)
+        self.rows = RowAccess(self._versions, widths, self._bytes_max)
 
     def _opened(self) -> VersionedStore:
         assert self._versions is not None, "an open client has said how wide rows are"
@@ -246,17 +246,3 @@ class ServerRows:
     def _check_names(self, names: Sequence[str]) -> None:
         if len(names) != len(self.widths or ()):
             raise StoreError(f"{len(names)} names for {len(self.widths or ())} tables: give the name of each, in order")
-
-    def _check_tables(self, point: ResumePoint, names: Sequence[str]) -> None:
-        """CheckpointError unless there is this checkpoint, of tables with these names and our widths."""
-        checkpoint = point.open(self._safety.disk)
-        if point.is_initial:
-            check_initial_widths(checkpoint, dict(zip(names, self.widths or (), strict=True)))
-            return
-        saved = [(table.name, table.width) for table in checkpoint.manifest.tables]
-        wanted = list(zip(names, self.widths or (), strict=True))
-        if saved != wanted:
-            raise CheckpointError(
-                f"{checkpoint.directory} is of another model: it has tables with rows of {dict(saved)} floats, and "
-                f"{dict(wanted)} are asked for: use the model and row optimizer that it was made with"
-            )

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bagpipe.arrays import Floats, Int64s
-from bagpipe.store.local import LocalStore
+from bagpipe.store.local import LocalStore, MemoryStore
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX, MappedStore
-from bagpipe.store.memory import MemoryStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +23,13 @@ class Width:
         raise AssertionError("a server has no initial rows")
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A store, and how many threads may copy its rows at once."""
-
-    store: LocalStore
-    copiers: int
-
-
-Storage: TypeAlias = Callable[[Sequence[int]], Rows]
+Storage: TypeAlias = Callable[[Sequence[int]], LocalStore]
 """Makes the store of tables of these widths."""
 
 
 def in_memory(bytes_max: int | None = None) -> Storage:
     """Rows in this process's memory."""
-    return lambda widths: Rows(MemoryStore(list(map(Width, widths)), bytes_max=bytes_max), copiers=64)
+    return lambda widths: MemoryStore(list(map(Width, widths)), bytes_max=bytes_max)
 
 
 def in_files(
@@ -46,9 +37,9 @@ def in_files(
 ) -> Storage:
     """Rows in files without names, in a directory, else in that of temporary files."""
 
-    def make(widths: Sequence[int]) -> Rows:
+    def make(widths: Sequence[int]) -> LocalStore:
         store = MappedStore(list(map(Width, widths)), directory, resident_bytes_max=resident_bytes_max)
         store.bytes_in_memory_max = bytes_max
-        return Rows(store, copiers=64)
+        return store
 
     return make

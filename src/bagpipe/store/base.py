@@ -97,7 +97,7 @@ class Store(ABC):
             self.write(*part)
 
     def reached(self, after: int) -> bool:  # noqa: ARG002
-        """Whether `read_many` with this `after` would go on at once, as far as this process can know.
+        """Whether `read_many` with this `after` may be called: over servers it would wait, in one process fail.
 
         True unless trainers of this process share the store: whom else to wait for is the business of the one trainer
         that writes, or of the servers.
@@ -206,6 +206,16 @@ def check_read(tables: Sequence[RowSource], table: int, ids: Int64s, out: Floats
         )
     if not (out.flags.c_contiguous and out.flags.writeable):
         raise StoreError(f"table {table}: out is read-only or strided: give a C-contiguous array to write into")
+
+
+def fill_initial(source: RowSource, ids: Int64s, missing: Int64s, out: Floats) -> None:
+    """Fill the rows that were never written, at these places of `out`, or their first columns."""
+    if len(missing) == len(ids):
+        source.initialise(ids, out)
+    elif len(missing):
+        initial = np.empty((len(missing), out.shape[1]), np.float32)
+        source.initialise(ids[missing], initial)
+        out[missing] = initial
 
 
 def check_tables_differ(parts: Sequence[TablePart]) -> None:

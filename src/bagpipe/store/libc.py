@@ -5,12 +5,10 @@ Addresses travel as integers: they come from `array.ctypes.data`, and whoever pa
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numba import types
@@ -42,28 +40,6 @@ madvise = _c_function("madvise", _int(_address, _size, _int))
 posix_fadvise = _c_function("posix_fadvise", _int(_int, _offset, _offset, _int))
 sync_file_range = _c_function("sync_file_range", _int(_int, _offset, _offset, types.uint32))
 _errno_location = _c_function("__errno_location", _address())
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def map_file(fd: int, num_bytes: int, offset: int) -> Any:
-    """A buffer over bytes of a file for random access, mapped as long as somebody has it; OSError if that can't be.
-
-    Other than with Python's own, the file may end before, and grow later: whoever touches what is beyond gets a SIGBUS.
-    """
-    address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
-    if address == ctypes.c_void_p(-1).value:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    _libc.madvise(address, num_bytes, mmap.MADV_RANDOM)  # what lies around a row is not needed with it
-    memory = (ctypes.c_char * num_bytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, num_bytes).atexit = False  # threads may still use it then
-    return memory
 
 
 @inlined

@@ -10,18 +10,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from bagpipe.errors import BagpipeError, DeadlineError, StoreError, WireError
 from bagpipe.server.shared import OwnMemory
 from bagpipe.wire.channel import Network
 from bagpipe.wire.in_order import named_error
 from bagpipe.wire.messages import NO_ITERATION, Body, Failed, Message, Open, Opened, Unopened, Waiting
+from bagpipe.wire.recovery_messages import Worked, Working
 
 Buffers = Sequence[memoryview]
+Failures: TypeAlias = list[BagpipeError | None]
+"""Of each server, how what it was asked has failed."""
 
 _PAUSE_S = 0.05
 _RETRY_GROWTH_MAX = 8
+_WORK_PAUSE_S, _WORK_PAUSE_S_MAX = 0.01, 0.25
 _WATCH_S = 0.5
 _GRACE_S = 1.0
 """How long servers may still answer when one of them has said that we have no part in the run any more."""
@@ -163,6 +167,50 @@ class Request(ABC):
 
     def refused(self, link: Link, failed: Failed) -> None:  # noqa: B027 - most need not know
         """The server has refused it, which will be raised."""
+
+
+Answer = TypeVar("Answer", bound=Body)
+
+
+class Question(Request, Generic[Answer]):
+    """What is asked and answered without rows."""
+
+    def __init__(self, what: str, body: Body, *expected: type[Answer], needs_open: bool = True) -> None:
+        self.what, self.needs_open = what, needs_open
+        self._body, self._expected = body, expected
+        self._answer: Answer | None = None
+        self.result = b""
+        """What has come with the answer."""
+
+    @property
+    def answer(self) -> Answer:
+        """The last one."""
+        assert self._answer is not None, "it was answered, or has failed"
+        return self._answer
+
+    @property
+    def progress(self) -> int | None:
+        """How far it is, before it is answered; None afterwards."""
+        if self._answer is None:
+            return -1
+        return self._answer.progress if isinstance(self._answer, Working) else None
+
+    def compose(self, link: Link) -> tuple[Body, Buffers]:  # noqa: ARG002
+        """As it was given."""
+        return self._body, ()
+
+    def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:  # noqa: ARG002
+        """One of what is expected."""
+        if not isinstance(answer, self._expected) or (isinstance(answer, Worked) and len(buffers) != 1):
+            raise unexpected(answer, self._expected[-1].__name__)
+        self._answer, self.result = answer, b"".join(buffers)
+
+
+def unexpected(answer: Body, expected: str) -> WireError:
+    """The error of an answer that is none to what was asked."""
+    return WireError(
+        f"a server answered {type(answer).__name__} where {expected} was due: run the same release on both"
+    )
 
 
 class Asking:
@@ -327,3 +375,42 @@ def exchange(session: Session, askings: Sequence[Asking]) -> None:
     finally:
         for asking in pending:
             asking.link.stale = True
+
+
+def ask(session: Session, links: Sequence[Link], requests: Sequence[Iterator[Request]]) -> Failures:
+    """Have requests to each server answered."""
+    askings = [Asking(link, of_server) for link, of_server in zip(links, requests, strict=True)]
+    exchange(session, askings)
+    return [asking.failure for asking in askings]
+
+
+def ask_until_done(
+    session: Session,
+    questions: Sequence[Question[Answer]],
+    ask_all: Callable[[Sequence[Iterator[Request]]], Failures],
+) -> None:
+    """Ask each server again as long as it is at work, and while any of them makes progress; then raise a failure."""
+    network, deadline_s = session.network, session.patience.deadline_s
+    failures: Failures = [None] * len(questions)
+    last, pause_s = network.now(), _WORK_PAUSE_S
+    while waiting := [n for n, each in enumerate(questions) if each.progress is not None and failures[n] is None]:
+        before = [each.progress for each in questions]
+        found = ask_all([iter([each] if n in waiting else []) for n, each in enumerate(questions)])
+        failures = [old or new for old, new in zip(failures, found, strict=True)]
+        if before != [each.progress for each in questions]:
+            last, pause_s = network.now(), _WORK_PAUSE_S
+        elif network.now() - last >= deadline_s:
+            raise DeadlineError(
+                f"no progress with {questions[0].what} for {network.now() - last:.0f} s at "
+                f"{', '.join(map(session.name, waiting))}: see its log, and whether its disk answers"
+            )
+        network.wait([], pause_s)
+        pause_s = min(pause_s * 1.5, _WORK_PAUSE_S_MAX)
+    raise_first(failures)
+
+
+def raise_first(failures: Failures) -> None:
+    """Raise the failure of the first server that has failed, if any has."""
+    for failure in failures:
+        if failure is not None:
+            raise failure

@@ -18,18 +18,17 @@ What of a disk's failures is an error (I8), and what is not:
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import re
 import resource
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Condition
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +37,7 @@ from bagpipe.errors import ConfigError, StoreError
 from bagpipe.kernels import inlined, kernel
 from bagpipe.os_errors import failing, no_room, os_error
 from bagpipe.store.base import RowSource, StoreStats, check_widths
+from bagpipe.store.chunks import PAGE_BYTES, ChunkedRows, ScratchFile
 from bagpipe.store.libc import (
     DONTNEED,
     FORGET_MAPPED,
@@ -49,14 +49,11 @@ from bagpipe.store.libc import (
     WRITE_AND_WAIT,
     errno_now,
     madvise,
-    map_file,
     posix_fadvise,
     sync_file_range,
 )
 from bagpipe.store.local import LocalStore
-from bagpipe.store.memory import ChunkedRows
 
-PAGE_BYTES = mmap.PAGESIZE
 EXTENT_BYTES = 4 << 20  # holds whole pages also where the kernel uses larger ones, up to 2 MiB
 CHUNK_BYTES = 64 << 20  # a process may have 65,530 mappings: 4 TB
 RESIDENT_BYTES_MAX = 1 << 30
@@ -69,6 +66,7 @@ _GAP_PAGES = 1  # between two that are needed are read along: a larger read cost
 _ALLOCATION_BYTES_MIN, _ALLOCATION_BYTES_MAX = 1 << 20, 64 << 20
 _DOUBT_COPIES = 64
 _EINTR, _EAGAIN, _EINVAL, _EFAULT, _EIO = errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EFAULT, errno.EIO
+_NO_PAGES = np.empty(0, np.int64)
 _EARLIER_FILES = re.compile(r"table-\d{5}\.(rows|ids)")
 
 
@@ -76,17 +74,6 @@ _EARLIER_FILES = re.compile(r"table-\d{5}\.(rows|ids)")
 def _pages_of(position: int, shift: int, row_bytes: int, chunk_bytes: int) -> tuple[int, int]:
     begin = (position >> shift) * chunk_bytes + (position & ((1 << shift) - 1)) * row_bytes
     return begin // PAGE_BYTES, (begin + row_bytes - 1) // PAGE_BYTES + 1
-
-
-@kernel
-def _is_noted(noted: UInt8s, shift: int, row_bytes: int, chunk_bytes: int, positions: Int64s) -> bool:
-    for i in range(positions.shape[0]):
-        if positions[i] >= 0:
-            first, stop = _pages_of(positions[i], shift, row_bytes, chunk_bytes)
-            for page in range(first, stop):
-                if noted[page] == 0:
-                    return False
-    return True
 
 
 @kernel
@@ -311,13 +298,8 @@ class FileRows(ChunkedRows):
         super().__init__(width, chunk_bytes)
         self.path = directory
         self._table, self._residency = table, residency
-        with failing(StoreError, "make a file in", directory), tempfile.TemporaryFile(dir=directory) as file:
-            self._fd = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._fd).atexit = False  # open as long as somebody copies rows
-        self._row_bytes = width * 4
-        # A chunk is mapped from its place in the file, so it has whole pages.
-        self._chunk_bytes = -(-(self._row_bytes << self._shift) // PAGE_BYTES) * PAGE_BYTES
-        self._num_bytes = 0
+        with failing(StoreError, "make a file in", directory):
+            self._file = ScratchFile(directory)
         self._num_pages_written = 0
         """Pages beyond are new, and no use to ask the disk for; only a hint."""
         self._noted: UInt8s = np.zeros(0, np.uint8)
@@ -328,12 +310,12 @@ class FileRows(ChunkedRows):
 
     def reserve(self, num_rows: int) -> None:
         """Allocate disk for that many rows in all, or raise and change nothing."""
-        rows_per_chunk, needed = 1 << self._shift, self._end_of(num_rows)
-        if needed > self._num_bytes:
-            self._allocate(needed)
-        while len(self.chunks) * rows_per_chunk < num_rows:
-            super().reserve((len(self.chunks) + 1) * rows_per_chunk)
+        self._allocate(self._end_of(num_rows))
         super().reserve(num_rows)
+        num_new = len(self.chunks) * self._chunk_bytes // PAGE_BYTES - len(self._noted)
+        if num_new:
+            with self._residency.changed:
+                self._noted = np.append(self._noted, np.zeros(num_new, np.uint8))
 
     def gather(self, positions: Int64s, out: Floats) -> None:
         """Copy the row at each position, or its first columns, into `out`; where it is -1, leave `out` as it is."""
@@ -367,13 +349,14 @@ class FileRows(ChunkedRows):
     @property
     def bytes_on_disk(self) -> int:
         """What the file takes, what is allocated ahead included."""
-        return self._num_bytes
+        return self._file.num_bytes
 
     # What the bound on the page cache asks for, under its lock
 
     def is_noted(self, positions: Int64s) -> bool:
         """Whether all pages of these rows are noted."""
-        return _is_noted(self._noted, self._shift, self._row_bytes, self._chunk_bytes, positions)
+        count, _, _ = _note(self._noted, self._shift, self._row_bytes, self._chunk_bytes, positions, 0, 0, _NO_PAGES)
+        return count == len(positions)
 
     def note(self, positions: Int64s, num_new_max: int) -> tuple[int, int, Int64s]:
         """Note the pages of rows until so many are new: the number of rows, of new pages, and the runs to bring in."""
@@ -400,11 +383,13 @@ class FileRows(ChunkedRows):
 
     def write_out(self, extents: Int64s) -> int:
         """Begin to write extents out; 0, or the number of the error."""
-        return _write_out(self._fd, extents)
+        return _write_out(self._file.fd, extents)
 
     def drop(self, extents: Int64s) -> int:
         """Write extents out and drop them from memory; 0, or the number of the error."""
-        error = self.write_out(extents) or _drop(self._fd, self._addresses, self._chunk_bytes, self._num_bytes, extents)
+        error = self.write_out(extents) or _drop(
+            self._file.fd, self._addresses, self._chunk_bytes, self._file.num_bytes, extents
+        )
         if not error:
             for extent in extents.tolist():
                 self._noted[extent * _PAGES_PER_EXTENT : (extent + 1) * _PAGES_PER_EXTENT] = 0
@@ -412,7 +397,7 @@ class FileRows(ChunkedRows):
 
     def lost(self) -> int:
         """The number of the error if something could not be written out, else 0."""
-        return _lost(self._fd, self._num_bytes)
+        return _lost(self._file.fd, self._file.num_bytes)
 
     # Inside
 
@@ -446,7 +431,7 @@ class FileRows(ChunkedRows):
 
     def _bring(self, runs: Int64s, advice: int) -> None:
         error = _bring(
-            self._fd,
+            self._file.fd,
             self._addresses,
             self._chunk_bytes // PAGE_BYTES,
             runs,
@@ -464,31 +449,23 @@ class FileRows(ChunkedRows):
         return num_whole * self._chunk_bytes + rest * self._row_bytes
 
     def _allocate(self, needed: int) -> None:
-        step = min(max(self._num_bytes, _ALLOCATION_BYTES_MIN), _ALLOCATION_BYTES_MAX)
+        num_bytes = self._file.num_bytes
+        if needed <= num_bytes:
+            return
+        step = min(max(num_bytes, _ALLOCATION_BYTES_MIN), _ALLOCATION_BYTES_MAX)
         try:
-            self._allocate_to(max(self._num_bytes + step, needed))
+            self._file.allocate(max(num_bytes + step, needed))
         except OSError:
             try:
-                self._allocate_to(needed)
+                self._file.allocate(needed)
             except OSError as error:
                 raise no_room(f"the file of table {self._table}", self.path, needed, error) from error
 
-    def _allocate_to(self, num_bytes: int) -> None:
+    def _map(self, number: int) -> Any:
         try:
-            os.posix_fallocate(self._fd, self._num_bytes, num_bytes - self._num_bytes)
-        except OSError:
-            os.ftruncate(self._fd, self._num_bytes)  # an allocation that fails may leave a part of it behind
-            raise
-        self._num_bytes = num_bytes
-
-    def _new_chunk(self, first: bool) -> Floats:  # noqa: ARG002
-        try:
-            memory = map_file(self._fd, self._chunk_bytes, len(self.chunks) * self._chunk_bytes)
+            return self._file.map(number * self._chunk_bytes, self._chunk_bytes)
         except OSError as error:
             raise MemoryError(f"can't map {self._chunk_bytes:,} B of a file ({error.strerror})") from error
-        with self._residency.changed:
-            self._noted = np.append(self._noted, np.zeros(self._chunk_bytes // PAGE_BYTES, np.uint8))
-        return np.frombuffer(memory, np.float32, self._width << self._shift).reshape(-1, self._width)
 
 
 class MappedStore(LocalStore):

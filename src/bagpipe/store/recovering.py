@@ -6,16 +6,12 @@ No trainer is needed for it, nor what trainers know of tables.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 
 from bagpipe.checkpoint.point import ResumePoint
-from bagpipe.errors import DeadlineError
-from bagpipe.store.links import Asking, Link, Patience, Request, Session, exchange
-from bagpipe.store.recovery_requests import MarksRequest, RecoverRequest
+from bagpipe.store.links import Link, Patience, Question, Session, ask, ask_until_done, raise_first
 from bagpipe.wire.channel import Network
-from bagpipe.wire.recovery_messages import Marks
-
-_PAUSE_S = 0.05
+from bagpipe.wire.recovery_messages import AskMarks, Marks, Recover, Working
 
 
 def marks_of_servers(
@@ -23,9 +19,10 @@ def marks_of_servers(
 ) -> list[Marks]:
     """The marks and checkpoints that each server knows of."""
     session = _session(network, addresses, run, generation, patience)
-    requests = [MarksRequest() for _ in addresses]
-    _ask(session, [[request] for request in requests])
-    return [request.marks for request in requests]
+    questions = [Question("its marks", AskMarks(), Marks, needs_open=False) for _ in addresses]
+    with _linked(session) as links:
+        raise_first(ask(session, links, [iter([each]) for each in questions]))
+    return [each.answer for each in questions]
 
 
 def recover_servers(
@@ -42,19 +39,11 @@ def recover_servers(
     Returns when all are ready for trainers of that generation.
     """
     session = _session(network, addresses, run, generation, patience)
-    requests = [RecoverRequest(point) for _ in addresses]
-    last = network.now()
-    while waiting := [request for request in requests if request.marks is None]:
-        before = [request.progress for request in requests]
-        _ask(session, [[request] if request.marks is None else [] for request in requests])
-        if before != [request.progress for request in requests]:
-            last = network.now()
-        elif network.now() - last >= session.patience.deadline_s:
-            behind = ", ".join(session.name(n) for n, request in enumerate(requests) if request in waiting)
-            raise DeadlineError(
-                f"no progress with {requests[0].what} for {network.now() - last:.0f} s at {behind}: see its log"
-            )
-        network.wait([], _PAUSE_S)
+    checkpoint = None if point.checkpoint is None else str(point.checkpoint.absolute())
+    what, body = f"its rows as they were at {point}", Recover(point.done, checkpoint, point.checksum)
+    questions = [Question[Working | Marks](what, body, Working, Marks, needs_open=False) for _ in addresses]
+    with _linked(session) as links:
+        ask_until_done(session, questions, lambda requests: ask(session, links, requests))
 
 
 def _session(
@@ -63,15 +52,11 @@ def _session(
     return Session(network, list(addresses), run, generation, 0, 1, [], False, patience or Patience())
 
 
-def _ask(session: Session, requests: Sequence[Sequence[Request]]) -> None:
-    with ExitStack() as stack:
-        askings = []
-        for server, of_server in enumerate(requests):
-            link = Link(session, server)
-            stack.callback(link.close)
-            pending: Iterator[Request] = iter(of_server)
-            askings.append(Asking(link, pending))
-        exchange(session, askings)
-    for asking in askings:
-        if asking.failure is not None:
-            raise asking.failure
+@contextmanager
+def _linked(session: Session) -> Iterator[list[Link]]:
+    links = [Link(session, server) for server in range(len(session.addresses))]
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()

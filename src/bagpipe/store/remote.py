@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
 
 from bagpipe import failpoints
 from bagpipe.arrays import Floats, Int64s
-from bagpipe.errors import BagpipeError, ConfigError, StoreError
+from bagpipe.errors import CheckpointError, ConfigError, StoreError
 from bagpipe.server.shared import NUM_BYTES, regions
 from bagpipe.store.base import (
     NO_ITERATION,
@@ -33,21 +35,28 @@ from bagpipe.store.base import (
     check_widths,
     check_write,
 )
-from bagpipe.store.links import Asking, Link, Patience, Request, Session, exchange
-from bagpipe.store.remote_marks import RemoteMarks, raise_first
-from bagpipe.store.requests import (
-    Greeting,
-    ReadCall,
-    ScanRequest,
-    StatsRequest,
-    WriteRequest,
-    cut,
-)
+from bagpipe.store.links import Failures, Link, Patience, Question, Request, Session, ask, ask_until_done, raise_first
+from bagpipe.store.requests import Ordered, ReadCall, ScanRequest, WriteRequest, cut
 from bagpipe.wire.channel import Network
-from bagpipe.wire.messages import Scan, Stats
+from bagpipe.wire.messages import AskStats, Body, Read, Rows, Scan, Stats
+from bagpipe.wire.recovery_messages import (
+    AskWork,
+    Confirm,
+    Confirmed,
+    Load,
+    Mark,
+    Save,
+    Saved,
+    Worked,
+    Working,
+)
+
+if TYPE_CHECKING:
+    from bagpipe.checkpoint.manifest import FileEntry
+    from bagpipe.checkpoint.point import ResumePoint
 
 
-class RemoteStore(RemoteMarks, Store):
+class RemoteStore(Store):
     """The rows of all `addresses`, which are the servers of one run, in order.
 
     One thread may write while others read, as long as no row is in two calls. Rows can be marked.
@@ -91,8 +100,12 @@ class RemoteStore(RemoteMarks, Store):
         )
         self._on_close = on_close
         self._idle: list[list[Link]] = []
-        self._pool, self._writing = Lock(), Lock()
+        self._pool = Lock()
+        self._writing = Lock()
+        """Held while anything is sent that servers decide in order."""
         self._refusal: str | None = None
+        self._halfway: str | None = None
+        """Rows were to be replaced, and are not all; until that is done they are refused too."""
         self._closed = False
         self._bytes_max = NUM_BYTES
         try:
@@ -214,29 +227,101 @@ class RemoteStore(RemoteMarks, Store):
     def server_stats(self) -> list[Stats]:
         """What each server holds and has done."""
         self._check_usable()
-        requests = [StatsRequest() for _ in range(self.num_servers)]
-        self._ask_all([iter([request]) for request in requests])
-        return [request.stats for request in requests]
+        questions = [Question("its figures", AskStats(), Stats) for _ in range(self.num_servers)]
+        self._ask_all([iter([question]) for question in questions])
+        return [question.answer for question in questions]
+
+    # Marks: all servers do the same; `Marked` in `bagpipe.store.base` says what it means
+
+    def mark(self, done: int, token: str = "") -> None:
+        """Hold on to the rows as they are now, on all servers."""
+        self._order(f"mark {done}", lambda trainer, sequence: Mark(trainer, sequence, done, token))
+
+    def save(self, done: int, directory: Path, names: Sequence[str], *, since: int | None = None) -> list[FileEntry]:
+        """Have all servers write the rows of a mark to files in a directory; return when they are there."""
+        from bagpipe.checkpoint.manifest import FileEntry
+
+        place = str(directory.absolute())
+        what = f"files of mark {done} in {directory}"
+        begun = self._order(what, lambda trainer, sequence: Save(trainer, sequence, done, place, list(names), since))
+        written = []
+        for result in self._finish(what, begun):
+            try:
+                written += msgspec.json.decode(result, type=list[FileEntry])
+            except msgspec.MsgspecError as error:
+                raise CheckpointError(f"a server told wrongly what files it wrote in {directory}: {error}") from error
+        return written
+
+    def saved(self, done: int, checkpoint: Path) -> None:
+        """The checkpoint of a mark is complete; return when all servers know, and have let go of what came before."""
+        what = f"nothing from before the checkpoint {checkpoint}"
+        place = str(checkpoint.absolute())
+        self._finish(what, self._order(what, lambda trainer, sequence: Saved(trainer, sequence, done, place)))
+
+    def confirm(self) -> None:
+        """WireError if another generation has begun, which the first server knows."""
+        self._check_usable()
+        question = Question("whether the run goes on with this trainer", Confirm(), Confirmed)
+        self._ask_all([iter([question] if server == 0 else []) for server in range(self.num_servers)])
+
+    def restore(self, point: ResumePoint, names: Sequence[str]) -> None:
+        """Make all rows those of a checkpoint, which is then the only mark."""
+        place = str(point.checkpoint)
+        self._replace(
+            f"{point}, {place},",
+            lambda trainer, sequence: Load(trainer, sequence, point.done, place, point.checksum, list(names)),
+        )
+
+    def _order(self, what: str, make: Callable[[int, int], Body], replaces: bool = False) -> list[Ordered]:
+        """Have all servers do something once, in order with what this trainer writes."""
+        if not replaces or self._refusal is not None:
+            self._check_usable()
+        with self._writing:
+            requests = [Ordered(what, make) for _ in self._session.addresses]
+            try:
+                self._ask_all([iter([request]) for request in requests])
+            except BaseException as error:
+                self._refuse_if_unknown(requests, what, error, replaces)
+                raise
+        return requests
+
+    def _refuse_if_unknown(self, requests: Sequence[Ordered], what: str, error: BaseException, replaces: bool) -> None:
+        """The next write would have the number of what nobody knows the outcome of."""
+        if any(request.undecided or (replaces and request.written) for request in requests):
+            self._refusal = f"servers were asked for {what}, and not all have answered ({error}): start again"
+
+    def _replace(self, what: str, make: Callable[[int, int], Body]) -> None:
+        """Have all servers replace their rows."""
+        begun = self._order(what, make, replaces=True)
+        try:
+            self._finish(what, begun)
+        except BaseException as error:
+            self._halfway = f"{what} failed halfway ({error}): load a checkpoint"
+            raise
+        self._halfway = None
+
+    def _finish(self, what: str, begun: Sequence[Ordered]) -> list[bytes]:
+        """Wait until all servers are done with what takes long, or have failed; and while there is progress."""
+        questions = [Question[Working | Worked](what, AskWork(each.sequence), Working, Worked) for each in begun]
+        ask_until_done(self._session, questions, self._ask)
+        return [question.result for question in questions]
+
+    # Inside
 
     def _open(self) -> None:
         """Connect now, so that a wrong address or another run shows at once."""
-        with self._links() as links:
-            raise_first(self._ask_over(links, [iter([Greeting()]) for _ in links]))
+        first = [Question("a first sign of life", Read([]), Rows) for _ in range(self.num_servers)]
+        with self._links() as links:  # nothing is answered before the server knows the client
+            raise_first(ask(self._session, links, [iter([each]) for each in first]))
             self._bytes_max = min([NUM_BYTES, *(link.opened.bytes_max for link in links if link.opened is not None)])
 
     def _ask_all(self, requests: Sequence[Iterator[Request]]) -> None:
         """Have requests to each server answered; the first failure is raised."""
         raise_first(self._ask(requests))
 
-    def _ask(self, requests: Sequence[Iterator[Request]]) -> list[BagpipeError | None]:
-        """Have requests to each server answered; how each has failed."""
+    def _ask(self, requests: Sequence[Iterator[Request]]) -> Failures:
         with self._links() as links:
-            return self._ask_over(links, requests)
-
-    def _ask_over(self, links: Sequence[Link], requests: Sequence[Iterator[Request]]) -> list[BagpipeError | None]:
-        askings = [Asking(link, of_server) for link, of_server in zip(links, requests, strict=True)]
-        exchange(self._session, askings)
-        return [asking.failure for asking in askings]
+            return ask(self._session, links, requests)
 
     @contextmanager
     def _links(self) -> Iterator[list[Link]]:

@@ -6,21 +6,19 @@ computed here, so that they never travel and no result depends on the number of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bagpipe.arrays import Floats, Int64s
-from bagpipe.errors import WireError
 from bagpipe.server.shards import divide, pick, place
 from bagpipe.server.shared import Regions, regions
-from bagpipe.store.base import RowSource, TablePart
-from bagpipe.store.links import Buffers, Link, Request
+from bagpipe.store.base import RowSource, TablePart, fill_initial
+from bagpipe.store.links import Buffers, Link, Request, unexpected
 from bagpipe.wire.checks import check_rows, check_scanned, columns_of, totals
 from bagpipe.wire.messages import (
     ALL_COLUMNS,
-    AskStats,
     Body,
     Failed,
     Part,
@@ -28,11 +26,9 @@ from bagpipe.wire.messages import (
     Rows,
     Scan,
     Scanned,
-    Stats,
     Write,
     Written,
 )
-from bagpipe.wire.recovery_messages import Confirm, Confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +130,7 @@ class ReadCall:
     def finish(self) -> None:
         """Compute the rows that were never written."""
         for (table, ids, out), missing, num_missing in zip(self.parts, self._missing, self._num_missing, strict=True):
-            if num_missing == len(ids):
-                self._sources[table].initialise(ids, out)
-            elif num_missing:
-                chosen = missing[:num_missing]
-                initial = np.empty((num_missing, out.shape[1]), np.float32)
-                self._sources[table].initialise(ids[chosen], initial)
-                out[chosen] = initial
+            fill_initial(self._sources[table], ids, missing[:num_missing], out)
 
 
 class ReadRequest(Request):
@@ -173,22 +163,19 @@ class ReadRequest(Request):
         return flags, memory[self._piece.layout.rows][: num_floats * 4]
 
 
-class OrderedRequest(Request):
+class Ordered(Request):
     """What a server decides once and in order; its number is the same however often it is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, make: Callable[[int, int], Body]) -> None:
+        """`make(trainer, sequence)` makes the record."""
+        self.what, self._make = what, make
         self._sequence: int | None = None
         self.written = self.was_refused = False
 
     @property
-    def sent(self) -> bool:
-        """Whether a server may have it."""
-        return self._sequence is not None
-
-    @property
     def undecided(self) -> bool:
         """Whether it was sent, and nobody knows what has become of it."""
-        return self.sent and not (self.written or self.was_refused)
+        return self._sequence is not None and not (self.written or self.was_refused)
 
     @property
     def sequence(self) -> int:
@@ -196,11 +183,11 @@ class OrderedRequest(Request):
         assert self._sequence is not None, "it was not sent"
         return self._sequence
 
-    def number(self, link: Link) -> int:
-        """Its number among those of this trainer to that server."""
+    def compose(self, link: Link) -> tuple[Body, Buffers]:
+        """A few numbers and names."""
         if self._sequence is None:
             self._sequence = link.session.sequences[link.server] + 1
-        return self._sequence
+        return self._make(link.session.trainer, self._sequence), ()
 
     def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:
         """Acknowledged."""
@@ -216,17 +203,19 @@ class OrderedRequest(Request):
             link.session.sequences[link.server] = self._sequence
 
 
-class WriteRequest(OrderedRequest):
+class WriteRequest(Ordered):
     """The part of a write that one message carries."""
 
     def __init__(self, parts: Sequence[TablePart], piece: Piece, passed: int) -> None:
-        super().__init__()
-        self._parts, self._piece, self._passed = parts, piece, passed
-        self.what = f"a write of {piece.num_rows:,} rows"
+        super().__init__(
+            f"a write of {piece.num_rows:,} rows",
+            lambda trainer, sequence: Write(trainer, sequence, passed, piece.parts),
+        )
+        self._parts, self._piece = parts, piece
 
     def compose(self, link: Link) -> tuple[Body, Buffers]:
         """Ids and rows in buffers, or in shared memory."""
-        body = Write(link.session.trainer, self.number(link), self._passed, self._piece.parts)
+        body, _ = super().compose(link)
         ids = _ids_of(self._piece, self._parts, link.memory)
         layout = self._piece.layout
         if link.memory is None:
@@ -266,53 +255,6 @@ class ScanRequest(Request):
         self.ids, self.values = found.copy(), values.copy()
 
 
-class Greeting(Request):
-    """Nothing; but nothing is answered before the server knows the client."""
-
-    what = "a first sign of life"
-
-    def compose(self, link: Link) -> tuple[Body, Buffers]:  # noqa: ARG002
-        """A read of no rows."""
-        return Read([]), ()
-
-    def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:  # noqa: ARG002
-        """It is there."""
-        if not isinstance(answer, Rows):
-            raise unexpected(answer, "Rows")
-
-
-class ConfirmRequest(Request):
-    """Whether this generation still goes on."""
-
-    what = "whether the run goes on with this trainer"
-
-    def compose(self, link: Link) -> tuple[Body, Buffers]:  # noqa: ARG002
-        """Nothing more to say."""
-        return Confirm(), ()
-
-    def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:  # noqa: ARG002
-        """It does."""
-        if not isinstance(answer, Confirmed):
-            raise unexpected(answer, "Confirmed")
-
-
-class StatsRequest(Request):
-    """How a server is."""
-
-    what = "its figures"
-    stats: Stats
-
-    def compose(self, link: Link) -> tuple[Body, Buffers]:  # noqa: ARG002
-        """Nothing more to say."""
-        return AskStats(), ()
-
-    def accept(self, link: Link, answer: Body, buffers: Buffers) -> None:  # noqa: ARG002
-        """Its figures."""
-        if not isinstance(answer, Stats):
-            raise unexpected(answer, "Stats")
-        self.stats = answer
-
-
 def _ids_of(piece: Piece, parts: Sequence[TablePart], memory: memoryview | None) -> Buffers:
     """The ids of a piece in a buffer, or nothing once they are in the shared memory."""
     ids = np.empty(piece.num_rows, np.int64)
@@ -323,10 +265,3 @@ def _ids_of(piece: Piece, parts: Sequence[TablePart], memory: memoryview | None)
         np.take(parts[share.part][1], share.order, out=ids[row : row + len(share.order)], mode="clip")
         row += len(share.order)
     return () if memory is not None else (ids.data,)
-
-
-def unexpected(answer: Body, expected: str) -> WireError:
-    """The error of an answer that is none to what was asked."""
-    return WireError(
-        f"a server answered {type(answer).__name__} where {expected} was due: run the same release on both"
-    )

@@ -13,25 +13,21 @@ that the last checkpoint does not have are noted.
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, Lock
 from types import TracebackType
-from typing import TYPE_CHECKING
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bagpipe.arrays import Flags, Floats, Int32s, Int64s
+from bagpipe.arrays import Flags, Floats, Int64s
 from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import FileEntry
-from bagpipe.checkpoint.point import ResumePoint
-from bagpipe.checkpoint.reading import ALL, load_initial_rows, load_rows
-from bagpipe.checkpoint.shards import Report, write_rows
+from bagpipe.checkpoint.point import ResumePoint, load_rows
+from bagpipe.checkpoint.rows import ALL, Report, write_rows
 from bagpipe.errors import StoreError
 from bagpipe.failpoints import reach
 from bagpipe.store.base import (
@@ -44,34 +40,36 @@ from bagpipe.store.base import (
     check_chunk,
     check_read,
     check_table,
+    fill_initial,
 )
+from bagpipe.store.chunks import CHUNK_BYTES, ChunkedRows, ScratchFile
 from bagpipe.store.local import LocalStore
-from bagpipe.store.memory import CHUNK_BYTES, ChunkedRows
 
 if TYPE_CHECKING:
     from typing import Self
 
 LAYER_BYTES = 1_000_000_000
 """Of memory for layers, as `recovery.history` is unless it is set."""
-CLEAN = -1
-"""Of a row of the base: no layer that is not saved was merged into it."""
 
 
 class Layer:
     """The rows written since a mark, or since the layer below had become too large; later ones are in the next."""
 
-    def __init__(self, number: int, since: int | None, token: str, rows: LocalStore) -> None:
-        self.number, self.since, self.token, self.rows = number, since, token, rows
+    def __init__(self, rows: LocalStore, since: int | None, token: str, spare: list[LocalStore]) -> None:
+        self.rows, self.since, self.token = rows, since, token
+        self.is_saved = False
+        """The last complete checkpoint has its rows."""
         self.num_writers = 0
         """Calls that write to it just now."""
-        self.half_merged = False
-        """Some of its rows may be in the base already."""
+        self._spare = spare
         self._new: dict[int, tuple[int, Int64s]] = {}
+
+    def __del__(self) -> None:
+        self._spare.append(self.rows)  # neither the store nor a reader has it any more
 
     def new_positions(self, table: int, below: Sequence[LocalStore]) -> Int64s:
         """Where the rows are that no store below has, in order of first write."""
-        nothing = 0, np.empty(0, np.int64)
-        count, known = nothing if self.half_merged else self._new.get(table, nothing)
+        count, known = self._new.get(table, (0, np.empty(0, np.int64)))
         more = self.rows.num_rows(table)
         if more > count:
             ids, _ = self.rows.scan(table, count, more, values=False)
@@ -79,28 +77,24 @@ class Layer:
             self._new[table] = more, known
         return known
 
+    def merges(self) -> None:
+        """From now on some of its rows may be below, too."""
+        self._new.clear()
+
 
 class Found:
     """Where the rows of some ids are, as long as somebody has this: in which stores, the newest of which counts."""
 
-    there: Flags
-    """Which were ever written."""
-
-    def __init__(self, table: int, stores: Sequence[LocalStore]) -> None:
-        self.stores = stores
-        """None of which is emptied meanwhile."""
-        self._table = table
+    def __init__(self, table: int, ids: Int64s, base: LocalStore | None, layers: Sequence[Layer]) -> None:
+        self._table, self._layers = table, layers  # whose memory is not used again meanwhile
         self._lines: list[tuple[LocalStore, Int64s]] = []
-
-    def look(self, ids: Int64s) -> Found:
-        """Find them; self."""
-        self.there = np.zeros(len(ids), np.bool_)
-        for store in self.stores:
-            positions, num_missing = store.find(self._table, ids)
+        self.there: Flags = np.zeros(len(ids), np.bool_)
+        """Which were ever written."""
+        for store in _stores(base, layers):
+            positions, num_missing = store.find(table, ids)
             if num_missing < len(ids):
                 self._lines.append((store, positions))
                 self.there |= positions >= 0
-        return self
 
     def gather(self, out: Floats) -> None:
         """Copy the rows that are there, or their first columns, into `out`, without gaps."""
@@ -139,48 +133,41 @@ class VersionedStore(Store):
         """
         self.base, self.spill, self.shard = base, spill, shard
         self._rollback, self._bytes_max, self._chunk_bytes = rollback, layer_bytes_max, chunk_bytes
-        self._disk: Disk = Disk() if disk is None else disk
+        self.disk: Disk = Disk() if disk is None else disk
         self._layers: tuple[Layer, ...] = ()
         """Replaced, not changed: a reader keeps what it began with."""
         self._spare: list[LocalStore] = []
-        """Layers that are gone, emptied: fresh pages cost more than the rows that are copied to them."""
-        self._readers: WeakSet[Found] = WeakSet()
-        self._number, self._last_mark = 0, -1
-        self._saved = CLEAN
-        """The first layer that the last complete checkpoint does not have."""
-        self._saved_mark: int | None = None
-        """That checkpoint."""
-        self._changed: list[Int32s] = [np.empty(0, np.int32) for _ in base.tables]
-        """Of each row of the base the last layer merged into it."""
-        self._pins = 0
-        """Marks that are being saved."""
+        """Rows of layers that are gone: fresh pages cost more than the rows that are copied to them."""
+        self._last_mark = -1
+        self._saved: int | None = None
+        """The last complete checkpoint."""
+        self._changed: list[Flags] = []
+        """Which rows of the base, by table, it does not have. Replaced when there is another one."""
         self._to_save: int | None = None
-        """The last mark, until that begins."""
-        self._state = Condition(Lock())
-        self._merging, self._noting = Lock(), Lock()
-        self._moving = Lock()
-        """Held while some rows of a layer go to the base: who counts rows counts each once."""
+        """The last mark, until that begins or is known not to."""
+        self._pins = 0
+        """Marks that are being saved: nothing is merged."""
+        self._state = Condition()
+        self._merging = Lock()
+        """Held while rows of a layer go to the base: who counts rows counts each once."""
         self._refusal: str | None = None
 
     # Marks
 
     def mark(self, done: int, token: str = "") -> None:
         """Make the rows as they are now a point to return to, later than all others; a token tells it from others."""
-        self.check_mark(done)
-        if done > self._last_mark:
-            self._push(done, token)
-        else:
-            self._layers[-1].token = token
-        self._to_save = done
-
-    def check_mark(self, done: int) -> None:
-        """StoreError if such a mark can't be made."""
         self._check_usable()
         last = self._last_mark
-        if done < last or done < 0 or (done == last and (not self._layers or self._newest_has_rows())):
+        is_again = done == last and bool(self._layers) and not self._newest_has_rows()
+        if done < 0 or (done <= last and not is_again):
             raise StoreError(f"mark {done} comes after mark {last}: they are made in ascending order from 0 on")
         if any(layer.num_writers for layer in self._layers):
             raise StoreError("a mark while writes are under way: wait for the writers first")
+        if is_again:
+            self._layers[-1].token = token
+        else:
+            self._push(done, token)
+        self._to_save = done
 
     def marks(self) -> list[int]:
         """The marks that rows can be returned to, in ascending order."""
@@ -194,12 +181,12 @@ class VersionedStore(Store):
         """Make all rows what they were at a mark; later marks are gone."""
         self._check_usable()
         first = self._first_since(done)
+        token = self._layers[first].token
         with self._state:
-            dropped, self._layers = self._layers[first:], self._layers[:first]
-        self._spare += [layer.rows for layer in dropped]
+            self._layers = self._layers[:first]
         self._to_save = None
         reach("layer.dropped")
-        self._push(done, dropped[0].token)
+        self._push(done, token)
 
     def changes(self, done: int, *, full: bool = False) -> RowReader:
         """The rows as they were at a mark, for another thread to read: all, or those written since the last `saved`.
@@ -211,7 +198,7 @@ class VersionedStore(Store):
             layers = self._layers[: self._first_since(done)]
             self._pins += 1
             self._not_to_save(done)
-        return RowReader(self, [layer.rows for layer in layers], full=full or self._saved == CLEAN)
+        return RowReader(self, layers, None if full or self._saved is None else list(self._changed))
 
     def saved(self, done: int, checkpoint: Path | None = None) -> None:  # noqa: ARG002 - its rows are known here
         """The checkpoint of a mark is complete: what lies below it is merged, and need not be saved again.
@@ -221,12 +208,14 @@ class VersionedStore(Store):
         self._check_usable()
         if done not in self.marks():
             return
-        self._saved, self._saved_mark = self._layers[self._first_since(done)].number, done
+        with self._state:
+            self._note_saved(done)
+            for layer in self._layers[: self._first_since(done)]:
+                layer.is_saved = True
         self._not_to_save(done)
-        if self._rollback:
-            self.release(done)
-        else:
-            self._fold(done)
+        if not self._rollback:
+            self._push(None)  # what comes while all the others are merged; who writes waits only for that little one
+        self.release(done if self._rollback else done + 1)
 
     def release(self, before: int) -> None:
         """Drop the marks below `before`; what was kept for them is merged, or when no mark is being saved any more."""
@@ -247,48 +236,31 @@ class VersionedStore(Store):
         if self._pins:
             raise StoreError("rows can't be replaced while they are being saved: wait until that is over")
         self._refusal = "rows were half replaced: load a checkpoint"
-        self._spare += [layer.rows for layer in self._layers]
-        self._layers, self._saved, self._saved_mark, self._last_mark = (), CLEAN, None, -1
-        self._to_save = None
+        self._layers, self._last_mark, self._to_save = (), -1, None
+        self._note_saved(None)
         for table in range(len(self.tables)):
             self.base.truncate(table, 0)
-            self._changed[table] = np.empty(0, np.int32)
         yield self.base
         self._refusal = None
         if done is not None:
-            self._number += 1
-            self._saved, self._saved_mark, self._last_mark = self._number, done, done
+            self._note_saved(done)
+            self._last_mark = done
             if self._rollback:
                 self._push(done, token)
-                self._saved = self._number
 
     # Checkpoints
 
-    def save(
-        self,
-        done: int,
-        directory: Path,
-        names: Sequence[str],
-        *,
-        since: int | None = None,
-        report: Report | None = None,
-        reader: RowReader | None = None,
-    ) -> list[FileEntry]:
-        """Write the rows of a mark to files in a directory; `report` is told how many bytes are done.
+    def save(self, done: int, directory: Path, names: Sequence[str], *, since: int | None = None) -> list[FileEntry]:
+        """Write the rows of a mark to files in a directory.
 
-        With `since`, the checkpoint that this one builds on, only rows written after it. A `reader` of the mark may
-        have been made before, and is closed.
+        With `since`, the checkpoint that this one builds on, only rows written after it.
         """
-        tables = [(name, source.width) for name, source in zip(names, self.tables, strict=True)]
-        with reader or self.begin_save(done, directory, since) as rows:
-            return write_rows(
-                self._disk, directory, rows, tables, part=str(self.shard[0]), shard=self.shard, report=report
-            )
+        return self.begin_save(done, directory, since).write(directory, names)
 
     def begin_save(self, done: int, directory: Path, since: int | None) -> RowReader:
-        """Hold on to what `save` will write."""
+        """What `save` does, up to writing: for servers, where that is done later."""
         self.spill = self.spill or directory.parent
-        return self.changes(done, full=since is None or since != self._saved_mark)
+        return self.changes(done, full=since is None or since != self._saved)
 
     def confirm(self) -> None:
         """Rows of this process have one generation."""
@@ -300,18 +272,15 @@ class VersionedStore(Store):
         If it fails in the middle, the store refuses all work until it is done again. `report` is told how many rows
         are done.
         """
-        checkpoint = point.open(self._disk)
-        if point.is_initial:  # its rows are of no checkpoint of this run: the first one has to have them all
-            with self.replacing(None) as rows:
-                load_initial_rows(checkpoint, rows, names, shard=self.shard, report=report)
-            return
-        token = checkpoint.manifest.token
+        checkpoint = point.open(self.disk)
+        token = "" if point.is_initial else checkpoint.manifest.token
         if token and self.has_mark(point.done, token):
             self.rollback(point.done)
             self.saved(point.done)
-        else:
-            with self.replacing(point.done, token) as rows:
-                load_rows(checkpoint, rows, names, shard=self.shard, report=report)
+            return
+        # Rows to begin with are of no checkpoint of this run: its first one has to have them all.
+        with self.replacing(None if point.is_initial else point.done, token) as rows:
+            load_rows(checkpoint, rows, names, shard=self.shard, initial=point.is_initial, report=report)
 
     # Rows
 
@@ -323,49 +292,42 @@ class VersionedStore(Store):
     def find(self, table: int, ids: Int64s) -> Found:
         """Where the rows of these ids are."""
         self._check_usable()
-        with self._state:
-            found = Found(table, self._stores())
-            self._readers.add(found)
-        return found.look(ids)
+        return Found(table, ids, self.base, self._layers)
 
     def read(self, table: int, ids: Int64s, out: Floats) -> None:
         """Fill `out` with the row of each id, or its first columns: as last written, else its initial value."""
         self._check_usable()
         check_read(self.tables, table, ids, out)
-        found = self.find(table, np.ascontiguousarray(ids))
+        ids = np.ascontiguousarray(ids)
+        found = self.find(table, ids)
         found.fill(out)
         if not found.there.all():
-            missing = np.flatnonzero(~found.there)
-            initial = np.empty((len(missing), out.shape[1]), np.float32)
-            self.tables[table].initialise(ids[missing], initial)
-            out[missing] = initial
+            fill_initial(self.tables[table], ids, np.flatnonzero(~found.there), out)
 
     def write(self, table: int, ids: Int64s, values: Floats) -> None:
         """Set the rows of these ids, all different, to `values`."""
         self.write_many([(table, ids, values)])
 
-    def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:
+    def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:  # noqa: ARG002
         """Set rows of several tables, each named once: all, or none where one of them is refused."""
         self._check_usable()
         if self._layers and self.base.bytes_in_memory_max is not None:
             self._check_memory(parts)
         with self._newest() as layer:
-            if layer is None:
-                written = self.base.place(parts)
-                if self._saved != CLEAN:
-                    for table, positions in written:
-                        self._note_changed(table, positions, self._number)
+            if layer is not None:
+                layer.rows.write_many(parts)
             else:
-                layer.rows.write_many(parts, passed)
-        if self._layers and self._bytes_max is not None and self.layer_bytes > self._bytes_max and not self._pins:
+                for table, positions in self.base.place(parts):
+                    self._note_changed(table, positions)
+        if self._layers and not self._is_held and not self._has_room():
             self._give_up_marks()
 
     def num_rows(self, table: int) -> int:
         """The number of rows ever written."""
         self._check_usable()
         check_table(self.tables, table)
-        with self._moving:
-            return sum(count for _, count, _ in self._in_order(table))
+        with self._merging:
+            return sum(len(positions) for _, positions in self._in_order(table))
 
     def ids(self, table: int) -> Int64s:
         """The ids of the rows ever written, in order of first write."""
@@ -382,14 +344,10 @@ class VersionedStore(Store):
         wanted."""
         self._check_usable()
         ids, first = [np.empty(0, np.int64)], 0
-        with self._moving:
-            for store, count, new in self._in_order(table):
-                begin, end = max(0, start - first), min(count, max(0, stop - first))
-                if new is None:
-                    ids.append(store.scan(table, begin, max(begin, end), values=False)[0])
-                else:
-                    ids.append(_ids_at(store, table, new[begin:end]))
-                first += count
+        with self._merging:
+            for store, positions in self._in_order(table):
+                ids.append(_ids_at(store, table, positions[max(0, start - first) : max(0, stop - first)]))
+                first += len(positions)
         found = np.concatenate(ids)
         rows = np.empty((len(found) if values else 0, self.tables[table].width), np.float32)
         if values:
@@ -399,15 +357,15 @@ class VersionedStore(Store):
     def close(self) -> None:
         """Close the store; a second call does nothing."""
         self._refusal = "the store is closed: open another"
-        for store in [layer.rows for layer in self._layers] + self._spare:
+        for store in [*_stores(self.base, self._layers), *self._spare]:
             store.close()
-        self._layers, self._spare = (), []
-        self.base.close()
+        self._layers = ()
+        self._spare.clear()
 
     def stats(self) -> StoreStats:
         """What is held, layers included, and what it takes."""
         self._check_usable()
-        base, layers = self.base.stats(), [store.stats() for store in self._stores()[1:]]
+        base, layers = self.base.stats(), [layer.rows.stats() for layer in self._layers]
         num_rows = sum(self.num_rows(table) for table in range(len(self.tables)))
         changed = sum(changed.nbytes for changed in self._changed)
         return StoreStats(
@@ -418,38 +376,28 @@ class VersionedStore(Store):
 
     # Layers
 
-    def _stores(self) -> list[LocalStore]:
-        return [self.base, *(layer.rows for layer in self._layers)]
-
-    def _in_order(self, table: int) -> Iterator[tuple[LocalStore, int, Int64s | None]]:
-        """Of each store how many rows it has that no store below it has, and where; None: all of its rows."""
-        stores, layers = self._stores(), self._layers
-        yield self.base, self.base.num_rows(table), None
+    def _in_order(self, table: int) -> Iterator[tuple[LocalStore, range | Int64s]]:
+        """Of each store where the rows are that no store below it has, in order of first write."""
+        layers = self._layers
+        yield self.base, range(self.base.num_rows(table))
         for number, layer in enumerate(layers):
-            new = layer.new_positions(table, stores[: number + 1])
-            yield layer.rows, len(new), new
-
-    def _not_to_save(self, done: int) -> None:
-        """A mark is not to be saved any more: that has begun, or nobody will."""
-        if self._to_save == done:
-            self._to_save = None
+            yield layer.rows, layer.new_positions(table, _stores(self.base, layers[:number]))
 
     def _push(self, since: int | None, token: str = "") -> None:
-        """New writes go to a new layer, at a mark to one that is gone: nobody finds rows there any more."""
-        self._number += 1
-        rows = LocalStore(self.tables, self._make_rows)
-        if since is not None and self._spare and not self._pins:
-            with self._state:
-                found = {id(store) for reader in self._readers for store in reader.stores}
-            unused = [store for store in self._spare if id(store) not in found]
-            self._spare = []  # one is enough: marks come one at a time
-            if unused:
-                rows = unused[0]
-                for table in range(len(self.tables)):
-                    rows.truncate(table, 0)
+        """New writes go to a new layer."""
+        spare = next(filter(self._is_worth_keeping, self._spare), None)
+        self._spare.clear()  # one is enough: marks come one at a time
+        rows = LocalStore(self.tables, self._make_rows) if spare is None else spare
+        for table in range(len(self.tables)):
+            rows.truncate(table, 0)
         with self._state:
-            self._layers = (*self._layers, Layer(self._number, since, token, rows))
+            self._layers = (*self._layers, Layer(rows, since, token, self._spare))
             self._last_mark = self._last_mark if since is None else since
+
+    def _is_worth_keeping(self, spare: LocalStore) -> bool:
+        """Whether rows of a layer lie in memory, of which enough remains for those of another."""
+        stats = spare.stats()
+        return not stats.bytes_on_disk and (self._bytes_max is None or 2 * stats.bytes_in_memory < self._bytes_max)
 
     def _newest_has_rows(self) -> bool:
         return any(self._layers[-1].rows.num_rows(table) for table in range(len(self.tables)))
@@ -479,44 +427,39 @@ class VersionedStore(Store):
                     self._state.notify_all()
 
     def _merge(self) -> None:
-        """Merge the lowest layers into the base up to the first mark, in any thread, unless a mark is being saved."""
+        """Merge the lowest layers into the base up to the first mark, in any thread, unless a mark is being saved.
+
+        Where nobody goes back to marks, the last layer too: then rows are written to the base again.
+        """
         with self._merging:
             while True:
                 with self._state:
-                    if self._pins or len(self._layers) < 2 or self._layers[0].since is not None:
+                    is_last = len(self._layers) == 1
+                    if self._pins or not self._layers or self._layers[0].since is not None:
+                        return
+                    if is_last and self._rollback:
                         return
                     layer = self._layers[0]
-                    while layer.num_writers:
+                    if layer.num_writers:
                         self._state.wait()
-                    layer.half_merged = True
+                        continue
+                    if is_last:  # nobody begins to write meanwhile
+                        self._copy_down(layer)
+                        self._layers = ()
+                        return
                 self._copy_down(layer)
                 with self._state:
                     self._layers = self._layers[1:]
 
     def _copy_down(self, layer: Layer) -> None:
         """Copy the rows of the lowest layer into the base, where it still shadows them."""
+        layer.merges()
         for table in range(len(self.tables)):
             for ids, values in layer.rows.iterate(table):
-                with self._moving:
-                    positions = self.base.put(table, ids, values)
-                if layer.number >= self._saved:
-                    self._note_changed(table, positions, layer.number)
+                positions = self.base.put(table, ids, values)
+                if not layer.is_saved:
+                    self._note_changed(table, positions)
             reach("layer.merged")
-        self._spare.append(layer.rows)  # as it is: somebody may have found rows there just now
-
-    def _fold(self, done: int) -> None:
-        """Merge everything, and have rows written to the base again. What comes meanwhile goes to a layer of its own;
-        who writes waits only for that little one."""
-        self._push(None)
-        self.release(done + 1)
-        with self._merging, self._state:
-            if self._pins or len(self._layers) != 1:
-                return  # there is a later mark, which is folded in its turn
-            while self._layers[0].num_writers:
-                self._state.wait()
-            self._layers[0].half_merged = True
-            self._copy_down(self._layers[0])
-            self._layers = ()
 
     def _check_memory(self, parts: Sequence[TablePart]) -> None:
         """StoreError if the base will not have room for all rows."""
@@ -524,26 +467,36 @@ class VersionedStore(Store):
         more = [self.num_rows(table) - self.base.num_rows(table) for table in tables]
         for table, ids, _ in parts:
             if 0 <= table < len(more):
-                more[table] += int(np.count_nonzero(~_in_any(self._stores(), table, ids)))
+                more[table] += int(np.count_nonzero(~_in_any(_stores(self.base, self._layers), table, ids)))
         self.base.check_memory(tables, more)
 
-    def _note_changed(self, table: int, positions: Int64s, number: int) -> None:
-        with self._noting:
+    def _note_saved(self, done: int | None) -> None:
+        """This is the last complete checkpoint, and has all rows of the base."""
+        self._saved = done
+        self._changed = [np.empty(0, np.bool_) for _ in self.tables]
+
+    def _note_changed(self, table: int, positions: Int64s) -> None:
+        """The last complete checkpoint, if there is one, does not have these rows of the base."""
+        if self._saved is None:
+            return
+        with self._state:
             changed, num_rows = self._changed[table], self.base.num_rows(table)
             if num_rows > len(changed):
-                larger = np.full(max(num_rows, len(changed) * 3 // 2), CLEAN, np.int32)
+                larger = np.zeros(max(num_rows, len(changed) * 3 // 2), np.bool_)
                 larger[: len(changed)] = changed
                 self._changed[table] = changed = larger
-            changed[positions] = number
+            changed[positions] = True
+
+    def _not_to_save(self, done: int) -> None:
+        """A mark is not to be saved any more: that has begun, or nobody will."""
+        if self._to_save == done:
+            self._to_save = None
 
     def _give_up_marks(self) -> None:
-        """Layers take more memory than they may: merge them all, or those below a mark that is still to be saved."""
-        lost = [done for done in self.marks() if done != self._to_save]
-        if self._to_save is None:
-            self._push(None)
-        elif not lost:
-            return
-        self.release(max(lost, default=0) + 1)
+        """Layers take more memory than they may: merge them all."""
+        lost = self.marks()
+        self._push(None)
+        self.release(self._last_mark + 1)
         if lost:
             logging.getLogger("bagpipe").warning(
                 "rows changed since mark %s take more than the %s B for them: the way back in memory is given up, and "
@@ -552,30 +505,22 @@ class VersionedStore(Store):
                 f"{self._bytes_max:,}",
             )
 
-    @property
-    def layer_bytes(self) -> int:
-        """Memory that layers take."""
-        return sum(layer.rows.stats().bytes_in_memory for layer in self._layers)
-
     def _make_rows(self, _: int, width: int) -> LayerRows:
         return LayerRows(width, self._chunk_bytes, self)
 
-    def has_room(self) -> bool:
-        """Whether layers may take more memory; yes if they will be merged as soon as they take too much."""
-        wanted = self._pins or self._to_save is not None
-        return not wanted or self._bytes_max is None or self.layer_bytes < self._bytes_max
+    @property
+    def _is_held(self) -> bool:
+        """Whether a mark is being saved, or will be: until then layers that have no room in memory lie in files."""
+        return self._pins > 0 or self._to_save is not None
 
-    def has_any_changed(self, table: int) -> bool:
-        """Whether there is a row of the base that the last complete checkpoint does not have."""
-        return bool((self._changed[table] >= max(self._saved, 0)).any())
+    def _has_room(self) -> bool:
+        """Whether layers may take more memory."""
+        layer_bytes = sum(layer.rows.stats().bytes_in_memory for layer in self._layers)
+        return self._bytes_max is None or layer_bytes < self._bytes_max
 
-    def has_changed(self, table: int, positions: Int64s) -> Flags:
-        """Which rows of the base, -1: none, the last complete checkpoint does not have."""
-        changed = self._changed[table]
-        known = (positions >= 0) & (positions < len(changed))
-        found: Flags = np.zeros(len(positions), np.bool_)
-        found[known] = changed[positions[known]] >= max(self._saved, 0)
-        return found
+    def is_in_memory(self) -> bool:
+        """Whether more rows of layers go to memory; also if there is no room, where all are merged in a moment."""
+        return not self._is_held or self._has_room()
 
     def unpin(self) -> None:
         """A mark is not being saved any more."""
@@ -590,60 +535,63 @@ class VersionedStore(Store):
 
 
 class LayerRows(ChunkedRows):
-    """Rows of a layer, in memory as long as there is room for layers, else in files without names."""
+    """Rows of a layer, in memory as long as there is room for layers, else in a file."""
 
     def __init__(self, width: int, chunk_bytes: int, versions: VersionedStore) -> None:
         super().__init__(width, chunk_bytes)
-        self._versions, self._num_in_files = versions, 0
+        self._versions = versions
+        self._file: ScratchFile | None = None
 
     @property
     def bytes_in_memory(self) -> int:
-        """Memory that rows take: files hold the last ones."""
+        """Memory that rows take: a file holds the last ones."""
         return max(0, super().bytes_in_memory - self.bytes_on_disk)
 
     @property
     def bytes_on_disk(self) -> int:
-        """What the files take."""
-        return self._num_in_files * ((self._width * 4) << self._shift)
+        """What the file takes."""
+        return 0 if self._file is None else self._file.num_bytes
 
-    def _new_chunk(self, first: bool) -> Floats:
-        if self._versions.has_room():
-            return super()._new_chunk(first)
-        num_bytes = (self._width * 4) << self._shift
+    def _map(self, number: int) -> Any:
+        if self._versions.is_in_memory():
+            return super()._map(number)
+        directory = self._versions.spill
         try:
-            with tempfile.TemporaryFile(dir=self._versions.spill) as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-                memory = mmap.mmap(file.fileno(), num_bytes)
+            self._file = self._file or ScratchFile(directory)
+            begin = self._file.num_bytes
+            self._file.allocate(begin + self._chunk_bytes)
+            return self._file.map(begin, self._chunk_bytes)
         except OSError as error:
             raise StoreError(
-                f"no room for {num_bytes:,} B of rows in {self._versions.spill or tempfile.gettempdir()} while a "
+                f"no room for {self._chunk_bytes:,} B of rows in {directory or tempfile.gettempdir()} while a "
                 f"checkpoint is written ({error}): make room there, or allow more memory (recovery.history)"
             ) from error
-        self._num_in_files += 1
-        return np.frombuffer(memory, np.float32).reshape(-1, self._width)
 
 
 class RowReader:
     """The rows of a mark, all or those that changed, until it is closed. For one thread at a time, any one."""
 
-    def __init__(self, versions: VersionedStore, layers: Sequence[LocalStore], *, full: bool) -> None:
-        self._versions, self._stores, self._full = versions, [versions.base, *layers], full
+    def __init__(self, versions: VersionedStore, layers: Sequence[Layer], changed: Sequence[Flags] | None) -> None:
+        """`changed` tells which rows of the base are wanted, None: all of them."""
+        self._versions, self._layers, self._changed = versions, layers, changed
         self._is_open = True
-
-    def num_rows(self, table: int) -> int:
-        """How many rows there are."""
-        return sum(len(positions) for _, positions in self._pieces(table, ROWS_PER_CHUNK))
 
     def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
         """Rows as (ids, values), in order of first write, at most so many at a time."""
         check_chunk(table, rows_per_chunk)
-        for number, positions in self._pieces(table, rows_per_chunk):
-            store, above = self._stores[number], self._stores[number + 1 :]
+        for store, positions, above in self._pieces(table, rows_per_chunk):
             ids = _ids_at(store, table, positions)
             values = np.empty((len(ids), self._versions.tables[table].width), np.float32)
             store.gather(table, positions, values)
-            Found(table, above).look(ids).fill(values)
+            Found(table, ids, None, above).fill(values)
             yield ids, values
+
+    def write(self, directory: Path, names: Sequence[str], report: Report | None = None) -> list[FileEntry]:
+        """Write the rows to files in a directory, and close; `report` is told how many bytes are done."""
+        disk, shard = self._versions.disk, self._versions.shard
+        tables = [(name, source.width) for name, source in zip(names, self._versions.tables, strict=True)]
+        with self:
+            return write_rows(disk, directory, self, tables, part=str(shard[0]), shard=shard, report=report)
 
     def close(self) -> None:
         """Let layers be merged again; a second call does nothing."""
@@ -651,27 +599,36 @@ class RowReader:
             self._is_open = False
             self._versions.unpin()
 
-    def _pieces(self, table: int, size: int) -> Iterator[tuple[int, Int64s]]:
-        """Of each store, by number, where rows are that come with it: those that did not come with one below."""
+    def _pieces(self, table: int, size: int) -> Iterator[tuple[LocalStore, Int64s, Sequence[Layer]]]:
+        """Of each store where the rows are that come with it, as no store below has them, and the layers above it."""
         if not self._is_open:
             raise StoreError("the rows of this mark are closed: ask for them again")
-        base = self._stores[0]
-        num_in_base = base.num_rows(table) if self._full or self._versions.has_any_changed(table) else 0
+        base = self._versions.base
+        num_in_base = base.num_rows(table)
+        if self._changed is not None and not self._changed[table].any():
+            num_in_base = 0
         for start in range(0, num_in_base, size):
             positions = np.arange(start, min(start + size, num_in_base))
-            if not self._full:
-                positions = positions[self._versions.has_changed(table, positions)]
+            positions = positions[self._come_with_base(table, positions)]
             if len(positions):
-                yield 0, positions
-        for number, store in enumerate(self._stores[1:], 1):
-            for start in range(0, store.num_rows(table), size):
-                ids, _ = store.scan(table, start, start + size, values=False)
-                there = _in_any(self._stores[1:number], table, ids)
+                yield base, positions, self._layers
+        for number, layer in enumerate(self._layers):
+            for start in range(0, layer.rows.num_rows(table), size):
+                ids, _ = layer.rows.scan(table, start, start + size, values=False)
+                there = _in_any(_stores(None, self._layers[:number]), table, ids)
                 if num_in_base:
-                    at = base.find(table, ids)[0]
-                    there |= (at >= 0) if self._full else self._versions.has_changed(table, at)
+                    there |= self._come_with_base(table, base.find(table, ids)[0])
                 if not there.all():
-                    yield number, start + np.flatnonzero(~there)
+                    yield layer.rows, start + np.flatnonzero(~there), self._layers[number + 1 :]
+
+    def _come_with_base(self, table: int, positions: Int64s) -> Flags:
+        """Which rows of the base, -1: none, are wanted."""
+        found: Flags = positions >= 0
+        if self._changed is not None:
+            changed = self._changed[table]
+            found &= positions < len(changed)
+            found[found] = changed[positions[found]]
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -682,13 +639,17 @@ class RowReader:
         self.close()
 
 
-def _ids_at(store: LocalStore, table: int, positions: Int64s) -> Int64s:
+def _stores(base: LocalStore | None, layers: Sequence[Layer]) -> list[LocalStore]:
+    return [*(() if base is None else (base,)), *(layer.rows for layer in layers)]
+
+
+def _ids_at(store: LocalStore, table: int, positions: range | Int64s) -> Int64s:
     """The ids at ascending positions."""
     if not len(positions):
         return np.empty(0, np.int64)
-    ids, _ = store.scan(table, int(positions[0]), int(positions[-1]) + 1, values=False)
-    chosen: Int64s = ids[positions - positions[0]]
-    return chosen
+    first, last = int(positions[0]), int(positions[-1])
+    ids, _ = store.scan(table, first, last + 1, values=False)
+    return ids if len(ids) == len(positions) else ids[np.asarray(positions) - first]
 
 
 def _in_any(stores: Sequence[LocalStore], table: int, ids: Int64s) -> Flags:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+from torch import Tensor, nn
 
 from bagpipe.arrays import Floats
 from bagpipe.cache import RowCache
@@ -37,12 +37,11 @@ from bagpipe.trainer.interrupt import uninterrupted
 from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.read_ahead import Held
-from bagpipe.trainer.saved import check_rows, save_rows
+from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.sessions import abandon, attach
-from bagpipe.trainer.source import PlanSource, Rewritten
+from bagpipe.trainer.source import PlannedBatch, PlanSource
 from bagpipe.trainer.stages import Driver
-from bagpipe.trainer.state import Attachable, check_attachable
-from bagpipe.trainer.sync import Peers
+from bagpipe.trainer.state import Attachable, check_attachable, check_rows, save_rows
 from bagpipe.trainer.update import RowUpdate, holder_of, views_of
 
 Ids = npt.NDArray[np.int64]
@@ -73,10 +72,12 @@ class Batches:
         checkpointer: Checkpointer | None = None,
         ahead: int = 0,
         before: int = 0,
+        lookups: Lookups | None = None,
     ) -> None:
         """The rows of `ahead` plans may be on their way to the cache, if that is more than the pipeline's own.
 
-        Earlier loops over the rows had `before` iterations.
+        Earlier loops over the rows had `before` iterations. With `lookups`, those of an earlier loop, the layers of the
+        model are swapped already.
         """
         self.model, self.layouts, self.cache, self.store = model, layouts, cache, store
         self._before = 0
@@ -86,17 +87,18 @@ class Batches:
         self._checkpointer = checkpointer
         self.closed = False
         self._source, self._rows, self._threads = source, rows, threads
-        self._lookups = Lookups(layouts, self, cache.device)
+        self._lookups = lookups or Lookups(layouts, self, cache.device)
+        self._lookups.reader = self
         self._update = RowUpdate(layouts, self._lookups)
         self._checker = make_checker(layouts, cache, peers) if check else None
-        self._pipeline: Pipeline[list[Rewritten]] = Pipeline(
+        self._pipeline: Pipeline[list[PlannedBatch]] = Pipeline(
             source.plans(), cache, store, driver, depth, self._checker, [layout.dim for layout in layouts], ahead,
             before=before,
         )  # fmt: skip
         source.measure(self._pipeline.traffic)
         self._plan: Plan | None = None
         self._views: list[TableView] = []
-        self._micro: list[Rewritten] = []
+        self._micro: list[PlannedBatch] = []
         self._in_hand: list[Held | None] = []
         """Of the batches of this iteration that were given already."""
         self._stepped = self._skipped = self._warned = self._unflushed = self._ended = False
@@ -108,9 +110,11 @@ class Batches:
         self._retired = []
         """What lets gradients pass again to the weights that layers had."""
         for layer in binding.layers:
-            swap(model, layer.name, CachedLayer(layer, self._lookups))
+            if lookups is None:
+                swap(model, layer.name, CachedLayer(layer, self._lookups))
             self._retired.append(retire_weight(layer))
-        follow_requires_grad(model)
+        if lookups is None:
+            follow_requires_grad(model)
         self._joint = OwnUpdate(self._update, cache, self._pipeline)
         if peers is not None:
             joint_checker = self._checker if isinstance(self._checker, JointChecker) else None
@@ -147,14 +151,14 @@ class Batches:
                 raise
             if not more:
                 break
-            rewritten = self._micro.pop(0)
-            self._in_hand.append(rewritten.held)
+            planned = self._micro.pop(0)
+            self._in_hand.append(planned.held)
             assert self._plan is not None
             self._joint.begin_batch(self._plan, len(self._micro))
-            self._lookups.pooling.begin(rewritten.handles)
+            self._lookups.pooling.begin(planned.given)
             reach("trainer.batch.given")
-            yield rewritten.batch
-            del rewritten
+            yield planned.batch
+            del planned
         self.close()
 
     def close(self) -> None:
@@ -259,25 +263,88 @@ class Batches:
             updated = bool(scaler.step(self))
             self._trained = plan.iteration + 1
             return updated
+        updated = self.begin_step()
+        if updated:
+            self.finish_step()
+        self._trained = plan.iteration + 1
+        return updated
+
+    @property
+    def lookups(self) -> Lookups:
+        """What the layers of the model look up; they are swapped once, whatever loops follow."""
+        return self._lookups
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there is a batch in training."""
+        return self._plan is not None
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether its rows were updated."""
+        return self._stepped
+
+    def is_reached(self, table: int, column: int) -> bool:
+        """Whether a backward pass has reached a look-up of this vector of a table's rows."""
+        return self._update.is_reached(table, column)
+
+    def row_gradients(self) -> dict[int, Tensor]:
+        """The gradient of each row of the batch, table by table; whoever has them may change them in place."""
+        return self._update.collect(self._views)
+
+    def check_gradients(self) -> None:
+        """GradientError if one of them is not finite."""
+        self._update.check(self._views, self._in_iteration("step").iteration)
+
+    def drop_gradients(self, table: int, column: int) -> None:
+        """Forget those of one vector of a table's rows."""
+        self._update.drop(table, column)
+
+    def leave_gradients(self) -> None:
+        """Those that had no step are known to be dropped."""
+        self._skipped = True
+
+    def begin_step(self, problem: str | None = None) -> bool:
+        """See on all trainers whether there will be an update, of which nothing is made yet.
+
+        GradientError if a gradient of rows is not finite, or with the `problem` of another kind that there is here.
+        """
+        plan = self._in_iteration("step")
+        _refuse_overwritten(self._in_hand)
         self._skipped = True  # unless the next lines let it pass
         reach("trainer.step.begun")
-        if not self._joint.agree(plan, self._views):
-            self._trained = plan.iteration + 1
-            return False
+        return self._joint.agree(plan, self._views, problem)
+
+    def finish_step(self, dense_step: Callable[[], object] | None = None) -> None:
+        """Make the update that all have agreed upon; with that of dense parameters signals wait until both are made."""
+        plan = self._in_iteration("step")
         optimizers = {id(layout.optimizer): layout.optimizer for layout in self.layouts}
         scalars = {key: optimizer.scalars(optimizer.updates + 1) for key, optimizer in optimizers.items()}
         of_tables = [scalars[id(layout.optimizer)] for layout in self.layouts]
-        self._joint.exchange(plan, self._views, of_tables)
-        with uninterrupted():
-            self._joint.apply(self._views, of_tables)
-            for optimizer in optimizers.values():
-                optimizer.advance()
-            self._stepped = self._unflushed = True
-            self._trained = plan.iteration + 1
-            if self._checker is not None:
-                self._checker.updated(plan, self._update.tables)
-        reach("trainer.step.updated")
-        return True
+        idle = self._idle_optimizers()
+        with nullcontext() if dense_step is None else uninterrupted():
+            if dense_step is not None:
+                dense_step()
+            self._joint.exchange(plan, self._views, of_tables)
+            with uninterrupted():
+                updated = self._joint.apply(self._views, of_tables)
+                for key, optimizer in optimizers.items():
+                    if key not in idle:
+                        optimizer.advance()
+                self._stepped = self._unflushed = True
+                self._trained = plan.iteration + 1
+                if self._checker is not None:
+                    self._checker.updated(plan, updated)
+            reach("trainer.step.updated")
+
+    def _idle_optimizers(self) -> set[int]:
+        """Of one trainer those that count no update, since no backward pass has reached a table of theirs."""
+        if self.trainers > 1:
+            return set()
+        reached = {
+            id(layout.optimizer) for number, layout in enumerate(self.layouts) if self._update.is_reached(number)
+        }
+        return {id(layout.optimizer) for layout in self.layouts} - reached
 
     def zero_grad(self) -> None:
         """Drop the row gradients of this iteration: it will have no step."""
@@ -383,6 +450,15 @@ class Batches:
         self._refuse_while_training()
         self.store.write(table, ids, values)
 
+    def show_store(self, layer: str) -> None:
+        """Return when the store has every update so far, for look-ups of one trainer alone."""
+        if self.trainers > 1 and self._unflushed:
+            raise ModelError(
+                f"layer {layer!r} is given ids of another batch amid training, while other trainers have rows that the "
+                "store does not have yet: let all trainers call flush() first, then evaluate"
+            )
+        self.barrier()
+
     def _read_current(self, table: int, ids: Ids) -> Floats:
         self.barrier()
         return self.read_rows(table, ids)
@@ -436,7 +512,7 @@ class Batches:
         finally:
             self._data_wait_s += self._source.waited_s() - before
 
-    def _begin_iteration(self, plan: Plan, batches: list[Rewritten]) -> None:
+    def _begin_iteration(self, plan: Plan, batches: list[PlannedBatch]) -> None:
         self._plan, self._micro = plan, batches
         self._stepped = self._skipped = False
         self._views = views_of(plan, self.cache)

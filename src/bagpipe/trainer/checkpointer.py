@@ -1,6 +1,6 @@
 """When a training loop is saved, and how it continues: one checkpoint after the other, written beside training.
 
-At a mark all trainers flush, copy their own state, meet, let the first one have the store make the mark, meet again and
+At a mark all trainers flush, meet, copy their own state while the first one has the store make the mark, meet again and
 go on (I2). Files are written meanwhile: rows by whoever has them, the state of a trainer by itself, and the first one
 gives the checkpoint its name when all are there; what goes wrong is raised in the loop (I6). Where the first one is not
 done when the next mark is due, all meet again and again, so that nobody's wait comes to its deadline (I7).
@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bagpipe.checkpoint.directory import Checkpoints, Pending
-from bagpipe.checkpoint.manifest import Facts
+from bagpipe.checkpoint.directory import Checkpoints, PendingCheckpoint
+from bagpipe.checkpoint.manifest import RunFacts
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpoint.tree import pack_tree
+from bagpipe.checkpoint.tree import tree_parts
 from bagpipe.errors import CheckpointError
 from bagpipe.failpoints import reach
 from bagpipe.store.base import Marked
@@ -31,11 +31,11 @@ from bagpipe.trainer.state import (
     FIRST,
     Attachable,
     Attached,
+    Copies,
     Tree,
     blob_name,
     buffers_of,
     check_tensors,
-    copied,
     dense_parameters,
     generator_states,
     is_own,
@@ -124,7 +124,7 @@ class Checkpointer:
         self,
         store: Marked,
         checkpoints: Checkpoints | None,
-        facts: Facts,
+        facts: RunFacts,
         periods: Periods,
         *,
         rank: int = 0,
@@ -142,13 +142,13 @@ class Checkpointer:
         self._store, self._checkpoints, self._facts, self._rank = store, checkpoints, facts, rank
         self._periods = NEVER if checkpoints is None else periods
         self._saves_generators = rank == 0 or not shares_process
-        self._attached = Attached()
+        self._attached, self._copies = Attached(), Copies()
         self._restored: dict[str, Any] | None = None
         """States of attached objects to be restored, while the loop has not begun."""
         self._begun = self._off = False
         self._round_s = round_s
         self._writing = Background("bagpipe-checkpoint", threads=threads)
-        self._pending: Pending | None = None
+        self._pending: PendingCheckpoint | None = None
         self._given_up = threading.Event()
         self._last = resume.done if resume.checkpoint is not None else -1
         """The last one that was begun."""
@@ -214,7 +214,8 @@ class Checkpointer:
             self._off = True
         self._begun, self._restored = True, None
         if not self._off and self._checkpoints is not None:
-            pack_tree(self._captured(loop))  # what can't be saved is refused now rather than at the first mark
+            tree_parts(self._captured(loop))  # what can't be saved is refused now rather than at the first mark
+            self._writing.open()
 
     def between_iterations(self, loop: Loop) -> None:
         """An iteration is over and the next one has not begun, or the first: save the loop if that is due."""
@@ -246,31 +247,35 @@ class Checkpointer:
         try:
             yield
         except BaseException:
-            self._given_up.set()
             with suppress(Exception):
-                self._writing.wait()
+                self._end_writing()
             raise
         try:
             self._meet(loop, f"the checkpoint of {self._last} iterations to be written", self._writing)
         finally:
-            self._given_up.set()
+            self._end_writing()
+
+    def _end_writing(self) -> None:
+        self._given_up.set()
+        try:
             self._writing.wait()
+        finally:
+            self._writing.close()
 
     def _mark(self, loop: Loop, retained: bool) -> None:
         began, done = time.monotonic(), loop.done
         loop.barrier()
         reach("mark.flushed")
-        tree = self._captured(loop)
-        if self._rank:
-            self._writing.start(f"the state of trainer {self._rank}", lambda: self._add(done, tree))
         # Others have written their states when the first one has given a checkpoint its name.
         before = (self._writing,) if self._rank == 0 else ()
         self._meet(loop, f"all trainers to be done with {done} iterations", *before)
         reach("mark.met")
-        token = os.urandom(8).hex()
+        tree, token = self._captured(loop), os.urandom(8).hex()
         if self._rank == 0:
             self._store.mark(done, token)
             reach("mark.asked")
+        else:
+            self._writing.start(f"the state of trainer {self._rank}", lambda: self._add(done, tree))
         schedule, cost_s = self._schedule, time.monotonic() - began
         gap = 0 if schedule is None or self._rank else schedule.gap(done, cost_s + self._writing_s())
         told = loop.gather(float(gap), f"the mark of {done} iterations")
@@ -296,7 +301,7 @@ class Checkpointer:
     def _add(self, done: int, tree: Tree) -> None:
         assert self._checkpoints is not None
         with _failing(f"the state of trainer {self._rank} after {done} iterations can't be written"):
-            self._checkpoints.write_state(done, blob_name(self._rank), pack_tree(tree))
+            self._checkpoints.write_state(done, blob_name(self._rank), *tree_parts(tree))
         reach("mark.written")
 
     def _write(self, done: int, tree: Tree, retained: bool, token: str) -> None:
@@ -318,7 +323,7 @@ class Checkpointer:
         try:
             pending.add(self._store.save(done, pending.directory, names, since=pending.base))
             reach("checkpoint.rows.written")
-            pending.write_blob(FIRST, pack_tree(tree))
+            pending.write_blob(FIRST, *tree_parts(tree))
             pending.take_states(map(blob_name, range(1, self._facts.trainers)), self._given_up.is_set)
             return pending.commit(self._facts, self._store.confirm).directory
         except BaseException:
@@ -331,18 +336,21 @@ class Checkpointer:
         return 0 if pending is None else pending.num_files()
 
     def _captured(self, loop: Loop) -> Tree:
-        """Everything of this trainer that the next iteration depends on."""
+        """Everything of this trainer that the next iteration depends on; it stays as it is until the next mark."""
+        self._writing.wait()  # what is being written is the last mark's, which is copied over now
+        copies = self._copies
+        copies.begin()
         tree: Tree = {
             "done": loop.done,
             "generators": generator_states() if self._saves_generators else None,
-            "buffers": copied(buffers_of(loop.model)),
-            "own": self._attached.saved(own=True),
+            "buffers": copies.copied(buffers_of(loop.model)),
+            "own": self._attached.saved(copies, own=True),
         }
         if self._rank == 0:
             tree |= {
-                "parameters": copied(dense_parameters(loop.model)),
-                "attached": self._attached.saved(own=False),
-                "loop": copied(loop.progress()),
+                "parameters": copies.copied(dense_parameters(loop.model)),
+                "attached": self._attached.saved(copies, own=False),
+                "loop": copies.copied(loop.progress()),
             }
         return tree
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bagpipe.errors import ConfigError, GradientError
 from bagpipe.optim import PerTable, RowOptimizer
+from bagpipe.row_parameter import RowParameter
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.sessions import session_of
 
@@ -17,9 +19,17 @@ EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
+class Looping(Protocol):
+    """What `bagpipe.prepare` makes of a loader."""
+
+    @property
+    def loop(self) -> Batches:
+        """The iteration under way, or the last one."""
+
+
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
-    rows: RowOptimizer | PerTable | Batches,
+    rows: RowOptimizer | PerTable | Batches | Looping,
     max_norm: float,
     *,
     error_if_nonfinite: bool = False,
@@ -32,9 +42,13 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise ConfigError(f"max_norm is {max_norm!r}: give a number of at least 0")
-    batches = rows if isinstance(rows, Batches) else session_of(rows)
+    if isinstance(rows, RowOptimizer | PerTable):
+        batches = session_of(rows)
+    else:
+        batches = rows if isinstance(rows, Batches) else rows.loop
     given = [parameters] if isinstance(parameters, Tensor) else parameters
-    grads = [parameter.grad for parameter in given if parameter.grad is not None]
+    dense = [parameter.grad for parameter in given if not isinstance(parameter, RowParameter)]
+    grads = [grad for grad in dense if grad is not None]
     squares = sum(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads)
     norm = math.sqrt(squares + batches.grad_norm() ** 2)
     if error_if_nonfinite and not math.isfinite(norm):

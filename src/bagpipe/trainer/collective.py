@@ -1,23 +1,27 @@
-"""What trainers exchange with each other: the interface, its twin in memory, and sums in rank order.
+"""What trainers exchange with each other: the interface, groups in memory, and sums in rank order.
 
-Ranks issue the same exchanges in the same order, so no index, size or header travels. Sums are taken in rank order from
-+0.0, so they do not depend on timing (I1). Waits have deadlines and name what was exchanged and with whom (I7).
+Ranks issue the same exchanges in the same order and know all sizes beforehand. Sums are taken in rank order from +0.0,
+so they do not depend on timing (I1). Waits have deadlines and name what was exchanged and with whom (I7).
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from bagpipe.errors import ConsistencyError, DeadlineError, PipelineError
+from bagpipe.errors import PipelineError
 from bagpipe.kernels.rank_sum import sum_parts
 from bagpipe.trainer.stages import DEADLINE_S
 from bagpipe.types import contiguous_parts
+from bagpipe.waits import Waits
+
+CLOSED = "it has closed the group"
 
 
 class Pending(Protocol):
@@ -50,11 +54,44 @@ class Collective(Protocol):
         """Let go of the group; what this rank has sent still arrives. May be called twice."""
 
 
+@dataclass(frozen=True)
+class Groups:
+    """One end of each of the groups that trainers exchange over; as a context manager it closes them."""
+
+    critical: Collective
+    delayed: Collective
+    dense: Collective
+    on_close: Sequence[Callable[[], None]] = ()
+    """What else to let go of."""
+
+    def abort(self, reason: BaseException | str) -> None:
+        """This trainer can't go on: all waits, of others and of other threads of this one, end with an error."""
+        for group in (self.critical, self.delayed, self.dense):
+            group.abort(reason)
+
+    def close(self) -> None:
+        """Let go of all connections, threads and ports. May be called twice, and after errors."""
+        for group in (self.critical, self.delayed, self.dense):
+            group.close()
+        for close in self.on_close:
+            close()
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(error)
+        self.close()
+
+
 class RankOrderSum:
     """The first half of a sum over ranks: every rank's contributions are on their way to those who add them."""
 
     def __init__(self, group: Collective, buffer: Tensor, what: str, total: float | None) -> None:
-        self._group, self._what, self._total = group, what, total
+        self._group, self.what, self._total = group, what, total
         self._parts = [buffer[start:stop] for start, stop in contiguous_parts(len(buffer), group.size)]
         self._mine = self._parts[group.rank]
         self._contributions = buffer.new_empty((group.size, len(self._mine)))
@@ -72,7 +109,7 @@ class RankOrderSum:
         self._pending.wait()
         sums = torch.empty_like(self._mine)
         sum_parts(self._contributions, sums, self._total)
-        return self._group.exchange([sums] * self._group.size, self._parts, self._what)
+        return self._group.exchange([sums] * self._group.size, self._parts, self.what)
 
 
 def sum_in_rank_order(group: Collective, buffer: Tensor, what: str, total: float | None = None) -> RankOrderSum:
@@ -102,18 +139,26 @@ def check_exchange(group: Collective, send: Sequence[Tensor], receive: Sequence[
         )
 
 
-class Message(NamedTuple):
-    """What one rank sent to another."""
+def check_message(rank: int, what: str, expected: int, peer: int, theirs: str, count: int) -> None:
+    """Refuse what a peer has sent if it is at another exchange, or sent another size than this rank expects."""
+    if theirs != what:
+        raise PipelineError(f"trainers are out of step: trainer {rank} is at {what}, trainer {peer} at {theirs}")
+    if count != expected:
+        raise PipelineError(f"{what}: trainer {peer} sent {count} numbers, trainer {rank} expects {expected}")
+
+
+class _Post(NamedTuple):
+    """One rank's buffers of an exchange."""
 
     what: str
-    values: Tensor
+    send: Sequence[Tensor]
+    receive: Sequence[Tensor]
 
 
 class MemoryGroup:
     """A rank of a group that lives in one process, in threads or under a scheduler; made by `memory_groups`.
 
-    It is stricter than sockets, so that tests find what would go wrong there: what is to be received is NaN until it
-    was waited for, and a buffer that changes while it is being sent is an error.
+    Of two ranks the one that comes second copies what both have sent, so nothing is stored in between.
     """
 
     def __init__(self, hub: _Hub, rank: int, size: int) -> None:
@@ -122,25 +167,10 @@ class MemoryGroup:
         self._sequence = 0
 
     def exchange(self, send: Sequence[Tensor], receive: Sequence[Tensor], what: str) -> Pending:
-        """As the protocol; messages are copied when they are sent."""
+        """As the protocol."""
         check_exchange(self, send, receive, what)
-        messages = [Message(what, values.clone()) for values in send]
-        receive[self.rank].copy_(send[self.rank])
-        for peer, buffer in enumerate(receive):
-            if peer != self.rank:
-                buffer.fill_(torch.nan)
-        sequence = self._post(messages, what)
-
-        def fill(received: Sequence[Message]) -> None:
-            for sent, message in zip(send, messages, strict=True):
-                if not _same_bits(sent, message.values):
-                    raise ConsistencyError(f"{what}: trainer {self.rank} changed a buffer while it was being sent")
-            for peer, message in enumerate(received):
-                self._check(message, peer, len(receive[peer]), what)
-            for peer, message in enumerate(received):
-                receive[peer].copy_(message.values)
-
-        return _Arrival(self._hub, self, sequence, what, fill)
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        return _Arrival(self._hub, self.rank, what, self._hub.post(self.rank, sequence, _Post(what, send, receive)))
 
     def abort(self, reason: BaseException | str) -> None:
         """As the protocol."""
@@ -148,22 +178,7 @@ class MemoryGroup:
 
     def close(self) -> None:
         """As the protocol; a rank that waits for more than was sent is told."""
-        self._hub.leave(self.rank, "it has closed the group")
-
-    def _post(self, messages: Sequence[Message], what: str) -> int:
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        self._hub.send(self.rank, sequence, messages, what)
-        return sequence
-
-    def _check(self, message: Message, peer: int, expected: int, what: str) -> None:
-        if message.what != what:
-            raise PipelineError(
-                f"trainers are out of step: trainer {self.rank} is at {what}, trainer {peer} at {message.what}"
-            )
-        if len(message.values) != expected:
-            raise PipelineError(
-                f"{what}: trainer {peer} sent {len(message.values)} numbers, trainer {self.rank} expects {expected}"
-            )
+        self._hub.leave(self.rank, CLOSED)
 
 
 def memory_groups(
@@ -179,94 +194,84 @@ def memory_groups(
 
 
 class _Hub:
-    """The mailboxes of a group. `notify` is called without the lock: drivers look at `ready` under locks of theirs."""
+    """Where the ranks of a group meet. Who comes or leaves takes the lock; others look without it, as what is there
+    stays."""
 
     def __init__(self, size: int, notify: Callable[[], None], deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.changed = threading.Condition()
+        self.size, self.deadline_s = size, deadline_s
+        self._lock = threading.Lock()
+        self.waits = [Waits(f"trainer {rank}") for rank in range(size)]
         self._notify = notify
-        self._mailboxes: list[dict[tuple[int, int], Message]] = [{} for _ in range(size)]
+        self._under_way: dict[int, dict[int, _Post]] = {}
+        """The exchanges that some ranks have not come to, by their number; and who has."""
         self._aborted: tuple[int, BaseException | str] | None = None
         self._left: dict[int, BaseException | str] = {}
 
-    def send(self, rank: int, sequence: int, messages: Sequence[Message], what: str) -> None:
-        with self.changed:
+    def post(self, rank: int, sequence: int, own: _Post) -> dict[int, _Post]:
+        """A rank has come to an exchange; who else has."""
+        with self._lock:
             if self._aborted is not None:
-                raise _lost(what, *self._aborted)
+                raise lost(own.what, *self._aborted)
             if rank in self._left:
-                raise _lost(what, rank, self._left[rank])
-            for mailbox, message in zip(self._mailboxes, messages, strict=True):
-                mailbox[sequence, rank] = message
-            self.changed.notify_all()
-        self._notify()
+                raise lost(own.what, rank, self._left[rank])
+            posts = self._under_way.setdefault(sequence, {})
+            for peer, post in (*posts.items(), (rank, own)):
+                _copy(own, rank, post, peer)
+                _copy(post, peer, own, rank)
+            posts[rank] = own  # seen without the lock, so when its messages are there
+            if len(posts) == self.size:
+                del self._under_way[sequence]
+        self._changed()
+        return posts
 
     def leave(self, rank: int, reason: BaseException | str, abort: bool = False) -> None:
-        with self.changed:
+        """A rank comes to no further exchange; with `abort` what is under way fails too."""
+        with self._lock:
             if abort and self._aborted is None:
                 self._aborted = rank, reason
             self._left.setdefault(rank, reason)
-            self.changed.notify_all()
-        self._notify()
-
-    def missing(self, rank: int, sequence: int) -> list[int]:
-        mailbox = self._mailboxes[rank]
-        return [peer for peer in range(len(self._mailboxes)) if (sequence, peer) not in mailbox]
+        self._changed()
 
     def failure(self, missing: Sequence[int], rank: int, what: str) -> PipelineError | None:
-        """Why those who are missing will never send, if so."""
+        """Why those who are missing will never come, if so."""
         if self._aborted is not None:
-            return _lost(what, *self._aborted)
-        return next((_lost(what, peer, self._left[peer]) for peer in (rank, *missing) if peer in self._left), None)
+            return lost(what, *self._aborted)
+        return next((lost(what, peer, self._left[peer]) for peer in (rank, *missing) if peer in self._left), None)
 
-    def received(self, rank: int, sequence: int) -> list[Message]:
-        return [self._mailboxes[rank][sequence, peer] for peer in range(len(self._mailboxes))]
-
-    def discard(self, rank: int, sequence: int) -> None:
-        for peer in range(len(self._mailboxes)):
-            del self._mailboxes[rank][sequence, peer]
+    def _changed(self) -> None:
+        for waits in self.waits:
+            waits.changed()
+        self._notify()
 
 
 class _Arrival:
-    """The messages of one exchange on their way to one rank."""
+    """One rank's part of an exchange under way."""
 
-    def __init__(
-        self, hub: _Hub, group: MemoryGroup, sequence: int, what: str, fill: Callable[[Sequence[Message]], None]
-    ) -> None:
-        self._hub, self._rank, self._sequence, self._what = hub, group.rank, sequence, what
-        self._fill: Callable[[Sequence[Message]], None] | None = fill
+    def __init__(self, hub: _Hub, rank: int, what: str, posts: dict[int, _Post]) -> None:
+        self._hub, self._rank, self._what, self._posts = hub, rank, what, posts
 
     def ready(self) -> bool:
-        with self._hub.changed:
-            return self._settled()
+        missing = self._missing()
+        return not missing or self._hub.failure(missing, self._rank, self._what) is not None
 
     def wait(self) -> None:
-        if self._fill is None:
-            return
-        until = time.monotonic() + self._hub.deadline_s
-        with self._hub.changed:
-            while not self._settled():
-                if not self._hub.changed.wait(until - time.monotonic()) and not self._settled():
-                    missing = self._hub.missing(self._rank, self._sequence)
-                    raise DeadlineError(
-                        f"trainer {self._rank} waited {self._hub.deadline_s:g} s for {self._what} from "
-                        f"{name_trainers(missing)}: is it stuck, or has it skipped this exchange?"
-                    )
-            missing = self._hub.missing(self._rank, self._sequence)
-            if missing:
-                failure = self._hub.failure(missing, self._rank, self._what)
-                assert failure is not None
-                raise failure
-            received = self._hub.received(self._rank, self._sequence)
-        self._fill(received)
-        self._fill = None
-        with self._hub.changed:
-            self._hub.discard(self._rank, self._sequence)
+        if not self.ready():
+            self._hub.waits[self._rank].until(self._described, self.ready, self._hub.deadline_s)
+        if missing := self._missing():
+            failure = self._hub.failure(missing, self._rank, self._what)
+            assert failure is not None
+            raise failure
+        own = self._posts[self._rank]
+        for peer, post in sorted(self._posts.items()):
+            check_message(
+                self._rank, self._what, len(own.receive[peer]), peer, post.what, len(post.send[self._rank])
+            )  # fmt: skip
 
-    def _settled(self) -> bool:
-        if self._fill is None:
-            return True
-        missing = self._hub.missing(self._rank, self._sequence)
-        return not missing or self._hub.failure(missing, self._rank, self._what) is not None
+    def _missing(self) -> list[int]:
+        return [peer for peer in range(self._hub.size) if peer not in self._posts]
+
+    def _described(self) -> str:
+        return f"{self._what} from {name_trainers(self._missing())}: is it stuck, or has it skipped this exchange?"
 
 
 def name_trainers(ranks: Sequence[int]) -> str:
@@ -274,13 +279,17 @@ def name_trainers(ranks: Sequence[int]) -> str:
     return f"trainer{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
-def _lost(what: str, rank: int, reason: BaseException | str) -> PipelineError:
+def _copy(source: _Post, sender: int, target: _Post, receiver: int) -> None:
+    """Copy what one rank sends to another, unless they do not agree on it: then both waits say so."""
+    sent, room = source.send[receiver], target.receive[sender]
+    if source.what == target.what and len(sent) == len(room):
+        room.copy_(sent)
+
+
+def lost(what: str, rank: int, reason: BaseException | str) -> PipelineError:
+    """The error of an exchange with a trainer that takes no part in any more."""
     if isinstance(reason, str):
         return PipelineError(f"{what} can't be exchanged, trainer {rank} has left: {reason}")
     error = PipelineError(f"{what} can't be exchanged, trainer {rank} failed: {type(reason).__name__}: {reason}")
     error.__cause__ = reason
     return error
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.view(torch.int32), right.view(torch.int32))

@@ -4,15 +4,15 @@ g = (sum over ranks of n_i * g_i) / N, in rank order, as reference.py defines it
 every `p.grad` is the mean over the global batch, so a script needs no change. With one trainer nothing is touched.
 
 Parameters lie in buckets, in reverse order of definition, which is about the order in which gradients come. A bucket is
-exchanged by a stage, beside the backward pass, when all of its gradients are there; what is missing at the end of the
-backward pass contributes nothing. Beside its gradients a bucket holds one number a parameter: how many ranks have one.
+sent from autograd's hook when all of its gradients are there, so that it travels beside the backward pass; what is
+missing at the end of that pass contributes nothing. Beside its gradients a bucket holds one number a parameter: how
+many ranks have one.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bagpipe.errors import ModelError, PipelineError
 from bagpipe.failpoints import reach
 from bagpipe.trainer.collective import Collective, Pending, RankOrderSum, sum_in_rank_order
-from bagpipe.trainer.stages import Driver, Stage, Wait
+from bagpipe.trainer.stages import Driver, Wait
 
 BUCKET_BYTES = 1 << 20
 _DIGEST_WORDS = 8
@@ -32,8 +32,8 @@ class DenseSync:
     """The dense parameters of one trainer among several. `begin` comes before each batch; backward does the rest.
 
     Several backward passes of one batch are averaged one by one and add up, as they do for one trainer; all ranks must
-    make the same number of them. The first thing that is exchanged is a checksum of every parameter: ranks that begin
-    with different values are refused.
+    make the same number of them. The first thing that is exchanged is a checksum of all parameters: ranks that begin
+    with different values are refused in their first backward pass.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class DenseSync:
         named = {id(parameter): (name, parameter) for name, parameter in parameters}  # a shared one counts once
         self._named = list(named.values())
         self._batch = _MicroBatch(0.0, 0.0, True)
-        self._begun = self._started = self._compared = self._in_backward = self._closing = False
-        self._passes = self._done = 0
-        self._launched = 0
-        """Buckets of this pass that may be exchanged: they go in order, whatever the order of the gradients."""
+        self._frozen = [(name, parameter) for name, parameter in self._named if not parameter.requires_grad]
+        self._begun = self._started = self._in_backward = False
+        self._passes = 0
+        self._halves: list[RankOrderSum] = []
+        """Of the buckets of this pass that were sent."""
+        self._comparison: _Told | None = None
         self._buckets: list[_Bucket] = []
         self._handles: list[Any] = []
         if group.size > 1:
@@ -82,7 +84,7 @@ class DenseSync:
         self._begun = True
         if not self._started:
             self._started = True
-            self._driver.start({f"dense-{self._group.rank}": self._stage()})
+            self._start_comparing()
 
     def skip(self) -> None:
         """Take part without a backward pass in this batch: only what earlier micro-batches gave is contributed."""
@@ -92,18 +94,16 @@ class DenseSync:
 
     def close(self, reason: BaseException | str = "training has ended") -> None:
         """Leave the parameters alone from now on; ranks that wait for this one's gradients are told the reason."""
-        self._closing, self._begun = True, False
+        self._begun = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._passes > self._done:
+        if self._in_backward:
             self._group.abort(reason)
-        self._driver.notify()
 
     def leave(self) -> None:
         """Close, and let go of the group, so that ranks that go on alone are told that this one does not."""
-        if self._started:
-            self._driver.wait(Wait("dense parameters to be compared", lambda: self._compared))
+        self._compare()
         self.close()
         self._group.close()
 
@@ -144,16 +144,19 @@ class DenseSync:
         entry.contribute(grad, self._batch.weight)
         bucket.missing -= 1
         if bucket.missing == 0:
-            while self._launched < len(self._buckets) and self._buckets[self._launched].missing == 0:
-                self._launched += 1
-            self._driver.notify()
+            self._send_complete()
 
     def _open_pass(self) -> None:
+        try:
+            self._compare()
+        except Exception as error:
+            self._group.abort(error)
+            raise
         for bucket in self._buckets:
             bucket.missing = len(bucket.entries)
             for entry in bucket.entries:
                 entry.arrived = False
-        self._launched = 0
+        self._halves = []
         self._in_backward = True
         self._passes += 1
 
@@ -163,70 +166,55 @@ class DenseSync:
             for entry in bucket.entries:
                 if not entry.arrived:
                     entry.contribute_without_gradient()
-        self._launched = len(self._buckets)
-        self._driver.notify()
-        wanted = self._passes
-        self._driver.wait(Wait(f"the dense gradients of all trainers, pass {wanted}", lambda: self._done >= wanted))
+            bucket.missing = 0
+        try:
+            self._send_complete()
+            pending: list[Pending] = []
+            for half in self._halves:
+                self._driver.wait(Wait(f"{half.what} of other trainers", half.ready))
+                pending.append(half.add())
+            for half, rest in zip(self._halves, pending, strict=True):
+                self._driver.wait(Wait(f"{half.what} added up by other trainers", rest.ready))
+                rest.wait()
+        except Exception as error:
+            self._group.abort(error)
+            raise
+        reach("trainer.dense.exchanged")
         for bucket in self._buckets:
             counts = bucket.counts.tolist()
             for entry, count in zip(bucket.entries, counts, strict=True):
                 entry.settle(present=count > 0)
         self._in_backward = False
 
-    def _stage(self) -> Stage:
-        yield from self._compare()
-        self._compared = True
-        try:
-            while True:
-                yield Wait("a backward pass", lambda: self._passes > self._done or self._closing)
-                if self._closing:
-                    return
-                yield from self._average()
-                reach("trainer.dense.exchanged")
-                if not self._closing:
-                    self._done += 1
-        except Exception as error:
-            self._group.abort(error)
-            raise
-
-    def _average(self) -> Stage:
-        """Sum up the buckets. While one is added here, the next one is on its way.
-
-        The order of exchanges is the same on all ranks: s0 s1 g0 s2 g1 ... (s sends contributions, g sends sums).
-        """
-        total = self._batch.first_total
-        halves: list[RankOrderSum] = []
-        pending: list[Pending] = []
-        for number, bucket in enumerate(self._buckets):
-            yield Wait("the gradients of this trainer", partial(self._may_exchange, number))
-            if self._closing:
+    def _send_complete(self) -> None:
+        """Send buckets whose gradients are all there; in order, so that it is the same on all ranks."""
+        for number, bucket in enumerate(self._buckets[len(self._halves) :], len(self._halves) + 1):
+            if bucket.missing:
                 return
-            what = f"dense gradients of pass {self._passes}, part {number + 1} of {len(self._buckets)},"
-            halves.append(sum_in_rank_order(self._group, bucket.buffer, what, total))
-            if number:
-                yield from _second_half(halves[number - 1], pending, what)
-        if halves:
-            yield from _second_half(halves[-1], pending, what)
-        for each in pending:
-            yield Wait("the dense gradients of other trainers", each.ready)
-            each.wait()
+            what = f"dense gradients of pass {self._passes}, part {number} of {len(self._buckets)},"
+            self._halves.append(sum_in_rank_order(self._group, bucket.buffer, what, self._batch.first_total))
 
-    def _may_exchange(self, number: int) -> bool:
-        return self._launched > number or self._closing
-
-    def _compare(self) -> Stage:
-        """Refuse ranks that have other parameters, or other values, than rank 0."""
+    def _start_comparing(self) -> None:
+        """Tell the others checksums of the parameters' names and shapes, and of their values."""
         shapes = repr([(name, str(parameter.dtype), tuple(parameter.shape)) for name, parameter in self._named])
-        everyone: list[Tensor] = []
-        yield from self._gather(_digest(shapes.encode(), _DIGEST_WORDS), everyone, "the list of dense parameters")
+        checksums = [_digest(_bytes_of(parameter), 2) for _, parameter in self._named]
+        self._checksums = torch.cat([torch.empty(0, dtype=torch.int32), *checksums])
+        values = _digest(self._checksums.numpy(), _DIGEST_WORDS)
+        self._comparison = self._tell(torch.cat([_digest(shapes.encode(), _DIGEST_WORDS), values]), "checksums")
+
+    def _compare(self) -> None:
+        """Refuse ranks that have other parameters, or other values, than rank 0."""
+        if self._comparison is None:
+            return
+        everyone, self._comparison = self._heard(self._comparison), None
         for rank, words in enumerate(everyone):
-            if not torch.equal(words, everyone[0]):
+            if not torch.equal(words[:_DIGEST_WORDS], everyone[0][:_DIGEST_WORDS]):
                 raise ModelError(
                     f"trainer {rank} has other dense parameters than trainer 0: make the same model on all trainers"
                 )
-        checksums = [_digest(_bytes_of(parameter), 2) for _, parameter in self._named]
-        own = torch.cat([torch.empty(0, dtype=torch.int32), *checksums])
-        yield from self._gather(own, everyone, "checksums of dense parameters")
+        if all(torch.equal(words, everyone[0]) for words in everyone):
+            return
+        everyone = self._heard(self._tell(self._checksums, "checksums of each"))
         for number, (name, _) in enumerate(self._named):
             for rank, words in enumerate(everyone):
                 if not torch.equal(words[2 * number : 2 * number + 2], everyone[0][2 * number : 2 * number + 2]):
@@ -235,23 +223,33 @@ class DenseSync:
                         "all trainers the same weights, for example by torch.manual_seed before the model is made"
                     )
 
-    def _gather(self, words: Tensor, everyone: list[Tensor], what: str) -> Stage:
+    def _tell(self, words: Tensor, what: str) -> _Told:
         device = self._buckets[0].buffer.device if self._buckets else torch.device("cpu")
         sent = words.view(torch.float32).to(device)
         received = [torch.empty_like(sent) for _ in range(self._group.size)]
-        pending = self._group.exchange([sent] * self._group.size, received, what)
-        yield Wait(what, pending.ready)
-        pending.wait()
-        everyone[:] = [each.cpu().view(torch.int32) for each in received]
+        what = f"{what} of dense parameters"
+        return _Told(what, received, self._group.exchange([sent] * self._group.size, received, what))
+
+    def _heard(self, told: _Told) -> list[Tensor]:
+        self._driver.wait(Wait(told.what, told.pending.ready))
+        told.pending.wait()
+        return [each.cpu().view(torch.int32) for each in told.received]
 
     def _check_frozen(self) -> None:
-        watched = {id(entry.parameter) for bucket in self._buckets for entry in bucket.entries}
-        for name, parameter in self._named:
-            if parameter.requires_grad and id(parameter) not in watched:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
                 raise ModelError(
                     f"dense parameter {name!r} was frozen when training began and is trained now: with several "
                     "trainers let it require gradients from the start, and set its gradient to None while it is frozen"
                 )
+
+
+class _Told(NamedTuple):
+    """What is being told to all, and room for what they tell."""
+
+    what: str
+    received: list[Tensor]
+    pending: Pending
 
 
 class _MicroBatch(NamedTuple):
@@ -361,11 +359,6 @@ def _make_buckets(named: list[tuple[str, nn.Parameter]], bucket_bytes: int) -> l
         groups[-1].append((name, parameter))
         used += size
     return [_Bucket(group) for group in groups]
-
-
-def _second_half(half: RankOrderSum, pending: list[Pending], what: str) -> Stage:
-    yield Wait(f"{what} of other trainers", half.ready)
-    pending.append(half.add())
 
 
 def _bytes_of(parameter: nn.Parameter) -> Any:

@@ -17,10 +17,10 @@ from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.partition import Division, Partition
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.reader import CutIds
+from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.read_ahead import Held
 from bagpipe.trainer.reading import LookBack
-from bagpipe.trainer.source import Group, Ids, Plans, Rewritten, Source, rewrite
-from bagpipe.trainer.traffic import Traffic
+from bagpipe.trainer.source import Group, Ids, PlannedBatch, Plans, Source, planned_batches
 
 Divide = Callable[[Any], Sequence[tuple[Any, int]]]
 """From a batch to each trainer's part of it, and its number of samples."""
@@ -69,7 +69,7 @@ class Divided(Source):
         ids = self.adapter.extract(batch, self.features, number)
         if self._accumulate > 1:
             self._check(ids, number)
-        return _Share(self.without(batch, ids), list(ids.values()), samples)
+        return _Share(self.adapter.without(batch, self.features), list(ids.values()), samples)
 
 
 class _Share(NamedTuple):
@@ -131,13 +131,13 @@ class SharedPlans:
             self._source.close()
             self.oracle.close()
 
-    def _parts(self) -> Generator[list[tuple[Plan, list[Rewritten]]], None, None]:
+    def _parts(self) -> Generator[list[tuple[Plan, list[PlannedBatch]]], None, None]:
         source = self._source
         for division, parts in source.divided(self.oracle, self._partition):
             samples = list(zip(*(part.samples for part in parts), strict=True))
             plans = [division.part(rank, *samples) for rank in range(len(parts))]
             yield [
-                (plan, rewrite(plan, part.group, source.tables, source.adapter))
+                (plan, planned_batches(plan, part.group, source.tables, source.adapter))
                 for plan, part in zip(plans, parts, strict=True)
             ]
 
@@ -153,7 +153,7 @@ class OwnPlans:
         """All plans."""
         return self._stream
 
-    def measure(self, traffic: Traffic) -> None:
+    def measure(self, traffic: Counters) -> None:
         """What this trainer measures; the first one's counts for all."""
         if self._rank == 0:
             self._shared.oracle.measure(traffic)

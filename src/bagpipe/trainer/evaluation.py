@@ -11,7 +11,6 @@ import torch
 
 from bagpipe.adapt import Adapter
 from bagpipe.embedding import Lookups, TableView, check_range
-from bagpipe.handles import Handles, evaluation_base
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
@@ -21,7 +20,7 @@ ReadRows = Callable[[int, Ids], npt.NDArray[np.float32]]
 def private_batches(
     loader: Iterable[Any], tables: Sequence[Table], read_rows: ReadRows, device: torch.device
 ) -> Iterator[tuple[Any, list[TableView]]]:
-    """Each batch of the loader with handles for ids, and where its rows are."""
+    """Each batch of the loader, and where its rows are."""
     adapter: Adapter | None = None
     features = [name for table in tables for name in table.features]
     for number, batch in enumerate(_read(loader)):
@@ -29,19 +28,13 @@ def private_batches(
         adapter.require(features)
         ids = adapter.extract(batch, features, number)
         views: list[TableView] = []
-        handles = {}
         for table, of_table in enumerate(tables):
             parts = [ids[name] for name in of_table.features]
             check_range(of_table, parts)
-            unique, inverse = np.unique(np.concatenate(parts), return_inverse=True)
+            unique = np.unique(np.concatenate(parts))
             rows = torch.from_numpy(read_rows(table, unique)).to(device)
-            base = evaluation_base(table, number)
-            views.append(TableView(rows, np.arange(len(unique), dtype=np.int32), unique, base))
-            edges = np.cumsum([len(part) for part in parts])[:-1]
-            for name, places in zip(of_table.features, np.split(inverse.reshape(-1), edges), strict=True):
-                handles[name] = torch.from_numpy(places + base)
-        row_ids = [view.ids for view in views]
-        yield adapter.replace(batch, {name: Handles.wrap(part, row_ids) for name, part in handles.items()}), views
+            views.append(TableView(rows, np.arange(len(unique), dtype=np.int32), unique))
+        yield batch, views
 
 
 def _read(loader: Iterable[Any]) -> Iterator[Any]:

@@ -21,10 +21,11 @@ from bagpipe.layout import RowLayout
 from bagpipe.optim import Scalars
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.sync_plan import Sync
+from bagpipe.row_parameter import dense_parameters_of
 from bagpipe.trainer.dense_sync import DenseSync
 from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.row_sync import Peers, RowSync
 from bagpipe.trainer.stages import Driver
-from bagpipe.trainer.sync import Peers, RowSync
 from bagpipe.trainer.update import RowUpdate, squared_norm
 
 Views = Sequence[TableView]
@@ -49,19 +50,22 @@ class OwnUpdate:
         """Whether there can't be anything to update."""
         return not self._update.any_gradient()
 
-    def agree(self, plan: Plan, views: Views) -> bool:
-        """Whether there is an update; GradientError if a gradient is not finite."""
+    def agree(self, plan: Plan, views: Views, problem: str | None = None) -> bool:
+        """Whether there is an update; GradientError if a gradient is not finite, or there is another problem."""
         self._update.check(views, plan.iteration)
+        if problem is not None:
+            raise GradientError(problem)
         return True
 
     def exchange(self, plan: Plan, views: Views, scalars: Sequence[Scalars]) -> None:
         """Make what part of the update others take part in."""
 
-    def apply(self, views: Views, scalars: Sequence[Scalars]) -> None:
-        """Make the rest of it, which waits for nobody."""
-        self._update.apply(views, scalars)
-        for table in self._update.tables:
+    def apply(self, views: Views, scalars: Sequence[Scalars]) -> list[int]:
+        """Make the rest of it, which waits for nobody; the tables of which rows were updated."""
+        updated = self._update.apply(views, scalars)
+        for table in updated:  # also those rows that no layer looked up, whose write-back changes nothing
             self._cache.mark_updated(table, views[table].slots)
+        return updated
 
     def withdraw(self) -> None:
         """The loop is being left; a batch may be in training."""
@@ -132,7 +136,7 @@ class JointUpdate(OwnUpdate):
             cache.share(peers.rank, peers.trainers)
         self.sync = RowSync(peers, layouts, cache, driver, pipeline.updated, lambda: points.copied_out, checker)
         pipeline.add_stage("sync", self.sync.stage())
-        self._dense = DenseSync(model.named_parameters(), peers.groups.dense, driver)
+        self._dense = DenseSync(dense_parameters_of(model), peers.groups.dense, driver)
         self._agreed = self._given_up = False
         self._left = -1
 
@@ -153,9 +157,9 @@ class JointUpdate(OwnUpdate):
         """Never: others may have gradients."""
         return False
 
-    def agree(self, plan: Plan, views: Views) -> bool:
+    def agree(self, plan: Plan, views: Views, problem: str | None = None) -> bool:
         """Whether all make the update, and one of them has a gradient."""
-        problem = None
+        gradients = self._update.collect(views)
         has_gradient = _sync(plan).totals[self.rank] > 0 and self._update.any_gradient()
         try:
             if has_gradient:
@@ -163,14 +167,15 @@ class JointUpdate(OwnUpdate):
         except GradientError as error:
             problem = str(error)
         self._agreed = True
-        return self.sync.agree(plan, True, has_gradient, problem)
+        return self.sync.agree(plan, gradients, has_gradient, problem)
 
     def exchange(self, plan: Plan, views: Views, scalars: Sequence[Scalars]) -> None:
         """What the next iteration needs; the rest follows by itself."""
         self.sync.synchronise(plan, self._update.collect(views), scalars)
 
-    def apply(self, views: Views, scalars: Sequence[Scalars]) -> None:
+    def apply(self, views: Views, scalars: Sequence[Scalars]) -> list[int]:  # noqa: ARG002
         """Nothing is left: rows were updated as gradients came."""
+        return self._update.tables
 
     def withdraw(self) -> None:
         """One that goes on with a backward pass is told that this one does not."""
@@ -183,7 +188,7 @@ class JointUpdate(OwnUpdate):
         """Others are told, and rows still go to who uses them next."""
         if not self._given_up:
             if not self._agreed:
-                self.sync.agree(plan, stepped=False, has_gradient=False, problem=None)
+                self.sync.agree(plan, None, has_gradient=False, problem=None)
             self.sync.synchronise(plan, None, [])
 
     def leave(self, plan: Plan) -> None:

@@ -5,18 +5,19 @@ Waits have deadlines and name who has not come (I7); trainers that do not fit to
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed
 
 from bagpipe.cluster.interface import LOOPBACK, find_address
-from bagpipe.errors import ConfigError, DeadlineError, PipelineError
+from bagpipe.errors import ConfigError, DeadlineError, PeerLostError, PipelineError
 from bagpipe.trainer.collective import name_trainers
 
 c10d: Any = torch.distributed  # whose types leave out the names below
@@ -28,6 +29,16 @@ _SETTLE_S = 0.1
 _LOOK_S = 0.01
 _LINGER_S = 0.5
 """How long the meeting point stays open after a failure, so that others can ask for the reason."""
+
+
+class Reason(NamedTuple):
+    """Why a trainer has stopped."""
+
+    text: str
+    lost_peer: bool
+    """It only lost the connection to another one, or waited for it in vain, and does not know why."""
+    exchange: str
+    """In which it did so."""
 
 
 class MeetingPoint:
@@ -105,24 +116,33 @@ class Meeting:
                 f"{self.size}: {'is it running?' if missing else sentence(error)}"
             ) from error
 
-    def tell(self, reason: BaseException | str) -> None:
+    def tell(self, reason: BaseException | str, exchange: str = "") -> None:
         """Leave word of why this trainer stops; the first reason counts."""
-        text = describe(reason)
+        text = describe(reason).encode()[:_REASON_BYTES_MAX].decode(errors="ignore")
+        lost_peer = bool(exchange) or isinstance(reason, PeerLostError)
         self.failed = True
         with suppress(RuntimeError):
             if self._reachable() and self.store.add(f"failed/times/{self.rank}", 1) == 1:
-                self.store.set(f"failed/{self.rank}", text.encode()[:_REASON_BYTES_MAX].decode(errors="ignore"))
+                self.store.set(f"failed/{self.rank}", json.dumps(Reason(text, lost_peer, exchange)))
 
-    def reasons(self) -> dict[int, str]:
+    def reasons(self) -> dict[int, Reason]:
         """Why other trainers stopped, those that could say it."""
-        found: dict[int, str] = {}
+        found: dict[int, Reason] = {}
         self.failed = True
         time.sleep(_SETTLE_S)
         with suppress(RuntimeError):
             for rank in range(self.size) if self._reachable() else ():
                 if rank != self.rank and self.store.check([f"failed/{rank}"]):
-                    found[rank] = self.store.get(f"failed/{rank}").decode()
+                    found[rank] = Reason(*json.loads(self.store.get(f"failed/{rank}")))
         return found
+
+    def waits_too(self, rank: int, exchange: str) -> bool:
+        """Whether another trainer has failed at the same exchange; its deadline may be a little later."""
+        until = time.monotonic() + _ASIDE_S
+        while True:
+            found = self.reasons().get(rank)
+            if found is not None or time.monotonic() > until:
+                return found is not None and found.exchange == exchange
 
     def close(self) -> None:
         """Let go of the connection. May be called twice."""

@@ -24,11 +24,10 @@ from bagpipe.oracle.plan_wire import unpack_plan
 from bagpipe.store import Store
 from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.checkpointer import Checkpointer
-from bagpipe.trainer.pipeline import DEPTH
-from bagpipe.trainer.source import Group, Plans, rewrite
+from bagpipe.trainer.pipeline import DEPTH, Counters
+from bagpipe.trainer.row_sync import Peers
+from bagpipe.trainer.source import Group, Plans, planned_batches
 from bagpipe.trainer.stages import Driver, Threads
-from bagpipe.trainer.sync import Peers
-from bagpipe.trainer.traffic import Traffic
 from bagpipe.types import Batch
 from bagpipe.wire.channel import Network
 from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpected
@@ -117,12 +116,12 @@ class RemotePlans:
             self._shape = self._shape.divided_anew(plan.capacity, f"plan {iteration}")
             self._num_batches += len(group.batches)
             assert self._adapter is not None
-            yield plan, rewrite(plan, group, self._shape.tables, self._adapter)
+            yield plan, planned_batches(plan, group, self._shape.tables, self._adapter)
             iteration += 1
         if self._abandoned:
             raise PipelineError(self._abandoned)
 
-    def measure(self, traffic: Traffic) -> None:
+    def measure(self, traffic: Counters) -> None:
         """The oracle is elsewhere, and no policy there goes by it."""
 
     def waited_s(self) -> float:

@@ -21,9 +21,9 @@ from bagpipe.oracle.plan_wire import pack_plan_of, unpack_plan_of
 from bagpipe.oracle.service import ROOM
 from bagpipe.split import Splitter
 from bagpipe.trainer.divided import Divided, Part
+from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.remote_plans import RemotePlans
-from bagpipe.trainer.source import Group, Plans, rewrite
-from bagpipe.trainer.traffic import Traffic
+from bagpipe.trainer.source import Group, Plans, planned_batches
 from bagpipe.wire.arrays import TYPES, Packing, Unpacking
 from bagpipe.wire.channel import Network
 from bagpipe.wire.dispatch import Reply
@@ -63,7 +63,7 @@ class SharedLoader(Divided):
         self._splitter, self._assigner = Splitter(self.adapter, self.features, ending), assigner
         self.types = types_in(example)
         part, _ = self._splitter.divide(example, 0, Assigner("contiguous", assigner.trainers))[-1]
-        self.pack([self.without(part, self.adapter.extract(part, self.features, 0))], 0)
+        self.pack([self.adapter.without(part, self.features)], 0)
 
     def pack(self, batches: list[Any], number: int) -> memoryview:
         """Batches as bytes, but for their ids; BatchError if they are too many."""
@@ -123,7 +123,7 @@ class ServedPlans:
                 if not self._outbox.put(plans[0].iteration, answers):
                     return
                 num_plans += 1
-                yield plans[0], rewrite(plans[0], parts[0].group, source.tables, source.adapter)
+                yield plans[0], planned_batches(plans[0], parts[0].group, source.tables, source.adapter)
             self._finish(Answer(NoMorePlans(num_plans)))
         except BagpipeError as error:
             self._finish(Answer(Failed(type(error).__name__, str(error))))
@@ -150,7 +150,7 @@ class ServedPlans:
         else:
             self._outbox.ask(body.trainer - 1, DESCRIPTION, DESCRIPTION, message, reply)
 
-    def measure(self, traffic: Traffic) -> None:
+    def measure(self, traffic: Counters) -> None:
         """What this trainer measures counts for all."""
         self._oracle.measure(traffic)
 

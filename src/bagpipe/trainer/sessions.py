@@ -10,7 +10,7 @@ from bagpipe.errors import ModelError
 from bagpipe.kernels.parallel import Workers
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.trainer.pipeline import Pipeline
-from bagpipe.trainer.sync import RowSync
+from bagpipe.trainer.row_sync import RowSync
 
 if TYPE_CHECKING:
     from bagpipe.trainer.batches import Batches

@@ -1,7 +1,8 @@
-"""From a loader's batches to what the oracle reads, and from plans to batches whose ids are handles.
+"""From a loader's batches to what the oracle reads, and from plans back to the batches.
 
 The window of the oracle may hold hundreds of batches, so ids are dropped as soon as they are read: what remains is the
-plan's `inverse`, half their size. A loader that fails ends the data: what it gave before is trained, then it is raised.
+plan's `inverse`, half their size, from which they are made again. A loader that fails ends the data: what it gave
+before is trained, then it is raised.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ import numpy.typing as npt
 import torch
 
 from bagpipe.adapt import Adapter
-from bagpipe.data.batch_wire import nothing
 from bagpipe.data.loader import Loader
 from bagpipe.embedding import check_range
 from bagpipe.errors import BagpipeError, ConfigError, ValueRangeError
-from bagpipe.handles import Handles, training_base
 from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.plan import Plan
+from bagpipe.pooling import GivenIds
+from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.read_ahead import Held, ReadAhead
 from bagpipe.trainer.reading import LookBack, Reading
-from bagpipe.trainer.traffic import Traffic
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
@@ -46,17 +46,17 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
-    """A batch whose ids are handles."""
+class PlannedBatch:
+    """A batch as the loader made it, and where its rows are."""
 
     batch: Any
-    handles: list[torch.Tensor]
-    """The handles of each feature, one after the other, table by table."""
+    given: list[GivenIds]
+    """The ids of each feature, table by table."""
     held: Held | None = None
     """What tells whether the loader has overwritten it since it was read."""
 
 
-Plans = Generator[tuple[Plan, list[Rewritten]], None, None]
+Plans = Generator[tuple[Plan, list[PlannedBatch]], None, None]
 """For each iteration its plan and its batches; what went wrong with the data comes after them."""
 
 
@@ -67,7 +67,7 @@ class PlanSource(Protocol):
         """All plans; called once."""
         ...
 
-    def measure(self, traffic: Traffic) -> None:
+    def measure(self, traffic: Counters) -> None:
         """What the trainer measures, for an oracle in this process that goes by it."""
         ...
 
@@ -219,7 +219,7 @@ class Source:
                     ids = {
                         name: part.copy() for name, part in ids.items()
                     }  # the loader is asked again before their use
-                without = self.without(batch, ids)
+                without = self.adapter.without(batch, features)
                 held = self.ahead.hold(number, without)
             except Exception as error:
                 self._error = error
@@ -241,10 +241,6 @@ class Source:
         finally:
             self.ahead.unpin()
 
-    def without(self, batch: Any, ids: Mapping[str, Ids]) -> Any:
-        """A batch whose ids are dropped: only their number is left."""
-        return self.adapter.replace(batch, {name: nothing(len(part)) for name, part in ids.items()})
-
     def _check(self, ids: dict[str, Ids], number: int) -> None:
         """The oracle counts iterations; where one has several batches, it can't name the one that is wrong."""
         for table in self.tables:
@@ -263,9 +259,9 @@ class LocalPlans:
     def plans(self) -> Plans:
         """All plans."""
         for plan, group in self._source.planned(self._oracle):
-            yield plan, rewrite(plan, group, self._source.tables, self._source.adapter)
+            yield plan, planned_batches(plan, group, self._source.tables, self._source.adapter)
 
-    def measure(self, traffic: Traffic) -> None:
+    def measure(self, traffic: Counters) -> None:
         """What the trainer measures."""
         self._oracle.measure(traffic)
 
@@ -291,26 +287,28 @@ class LocalPlans:
         self._oracle.close()
 
 
-def rewrite(plan: Plan, group: Group, tables: Sequence[Table], adapter: Adapter) -> list[Rewritten]:
-    """The batches of an iteration, their ids replaced by handles."""
-    row_ids = [plan.rows.of_table(table)[0] for table in range(len(tables))]
-    features = [(name, number) for number, table in enumerate(tables) for name in table.features]
-    handles = [
-        torch.from_numpy(np.add(inverse, training_base(table, plan.iteration), dtype=np.int64))
-        for inverse, (_, table) in zip(plan.inverse, features, strict=True)
+def planned_batches(plan: Plan, group: Group, tables: Sequence[Table], adapter: Adapter) -> list[PlannedBatch]:
+    """The batches of an iteration with their ids again, in memory of their own."""
+    features = [
+        (name, number, plan.rows.of_table(number)[0]) for number, table in enumerate(tables) for name in table.features
     ]
-    places = [0] * len(handles)
-    rewritten = []
+    used = [0] * len(features)
+    batches = []
     held = group.held or [None] * len(group.batches)
     for batch, lengths, own in zip(group.batches, group.lengths, held, strict=True):
-        values, parts = {}, []
-        for position, ((name, _), length) in enumerate(zip(features, lengths, strict=True)):
-            part = handles[position][places[position] : places[position] + length]
-            values[name] = Handles.wrap(part, row_ids)
-            parts.append(part)
-            places[position] += length
-        rewritten.append(Rewritten(adapter.replace(batch, values), parts, own))
-    return rewritten
+        parts, values = [], {}
+        for position, ((name, _, ids), length) in enumerate(zip(features, lengths, strict=True)):
+            places = plan.inverse[position][used[position] : used[position] + length]
+            parts.append(places)
+            values[name] = torch.from_numpy(ids[places])
+            used[position] += length
+        given = adapter.replace(batch, values)
+        found = [
+            GivenIds(adapter.ids_in(given, name), places, number)
+            for (name, number, _), places in zip(features, parts, strict=True)
+        ]
+        batches.append(PlannedBatch(given, found, own))
+    return batches
 
 
 def _join(batches: list[tuple[Any, Held | None]], ids: list[list[Ids]]) -> tuple[list[Ids], Group]:

@@ -6,16 +6,21 @@ The training loop's waits have deadlines and say what they waited for (I7).
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from typing import NamedTuple, Protocol
 
 from bagpipe.errors import BagpipeError, DeadlineError, PipelineError
+from bagpipe.waits import Waits
 
 DEADLINE_S = 600.0
 LOADER_S = 30.0
 """How long the end of training waits for a loader that is in the middle of a batch."""
+EXIT_S = 10.0
+"""How long the end of the interpreter waits for stages that nobody has joined."""
 
 
 class Wait(NamedTuple):
@@ -49,36 +54,37 @@ class Threads:
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
-        self._changed = threading.Condition()
-        self._waiting: dict[str, str] = {}
+        self._waits = Waits()
+        self._doing: dict[str, str] = {}
+        """What each stage waits for."""
         self._threads: list[threading.Thread] = []
-        self._failure: tuple[str, BaseException] | None = None
+        self._failures: list[tuple[str, BaseException]] = []
 
     def start(self, stages: Mapping[str, Stage]) -> None:
         """Begin to run the stages."""
         for name, stage in stages.items():
             thread = threading.Thread(target=self._run, args=(name, stage), name=f"bagpipe-{name}", daemon=True)
             self._threads.append(thread)
+            _running.add(thread)
             thread.start()
 
     def wait(self, wait: Wait) -> None:
         """Return when `wait` is ready."""
-        if not wait.ready():
-            self._wait_until(wait, time.monotonic() + self.deadline_s)
+        self._waits.until(
+            lambda: f"{wait.what}; the stages wait for: {self._stages()}", self._or_failed(wait), self.deadline_s
+        )
         self._raise()
 
     def notify(self) -> None:
-        """Let the stages look again at what they wait for."""
-        with self._changed:
-            self._changed.notify_all()
+        """Wake the stages that can go on."""
+        self._waits.changed()
 
     def abort(self, error: BaseException) -> None:
         """End the stages and let the training loop's waits raise: another trainer has failed with this error."""
         ended = PipelineError(f"another trainer failed: {type(error).__name__}: {error}")
         ended.__cause__ = error
-        with self._changed:
-            self._failure = self._failure or ("other", ended)
-            self._changed.notify_all()
+        self._failures.append(("other", ended))
+        self._waits.changed()
 
     def join(self) -> None:
         """Wait until every stage has ended; the first one may be held up by a loader, which gets less time."""
@@ -88,42 +94,50 @@ class Threads:
             thread.join(max(0.0, begin + limit_s - time.monotonic()))
             if thread.is_alive():
                 raise DeadlineError(
-                    f"{thread.name} did not end within {limit_s:.0f} s; stages: {self._waiting}: does the loader block?"
+                    f"{thread.name} did not end within {limit_s:.0f} s; the stages wait for: {self._stages()}: "
+                    "does the loader block?"
                 )
         self._raise()
 
     def _run(self, name: str, stage: Stage) -> None:
         try:
             for wait in stage:
-                with self._changed:
-                    self._waiting[name] = wait.what
-                    self._changed.notify_all()
-                    while not wait.ready() and self._failure is None:
-                        self._changed.wait()
-                    self._waiting[name] = "running"
-                    if self._failure is not None:
-                        return
+                self._doing[name] = wait.what
+                # A training loop may rest for hours, in a debugger say, and its stages with it; its own waits end.
+                self._waits.until(wait.what, self._or_failed(wait), math.inf)
+                self._doing[name] = "nothing, it is running"
+                if self._failures:
+                    return
         except BaseException as error:
-            with self._changed:
-                self._failure = self._failure or (name, error)
+            self._failures.append((name, error))
         finally:
-            with self._changed:
-                self._waiting.pop(name, None)
-                self._changed.notify_all()
+            self._doing.pop(name, None)
+            self._waits.changed()
 
-    def _wait_until(self, wait: Wait, until: float) -> None:
-        with self._changed:
-            while not wait.ready() and self._failure is None:
-                if not self._changed.wait(until - time.monotonic()) and not wait.ready():
-                    stages = ", ".join(f"{name}: {what}" for name, what in self._waiting.items())
-                    raise DeadlineError(
-                        f"waited {self.deadline_s:.0f} s for {wait.what}; the stages wait for: {stages or 'nothing'}"
-                    )
+    def _or_failed(self, wait: Wait) -> Callable[[], bool]:
+        return lambda: bool(self._failures) or wait.ready()
+
+    def _stages(self) -> str:
+        return ", ".join(f"{name}: {what}" for name, what in self._doing.copy().items()) or "nothing"
 
     def _raise(self) -> None:
-        if self._failure is None:
+        if not self._failures:
             return
-        name, error = self._failure
+        name, error = self._failures[0]
         if isinstance(error, BagpipeError):
             raise error
         raise PipelineError(f"the {name} thread failed: {type(error).__name__}: {error}") from error
+
+
+_running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _join_at_exit() -> None:
+    """A thread that the interpreter ends in the middle of a call of native code would abort the process."""
+    until = time.monotonic() + EXIT_S
+    for thread in list(_running):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+# At exit the finalisers that were made last run first: loops that nobody closed are abandoned by then.
+weakref.finalize(Threads, _join_at_exit)

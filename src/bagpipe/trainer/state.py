@@ -1,14 +1,15 @@
-"""What a checkpoint has of a trainer besides rows: generators and buffers, and of the first one all that they share.
+"""Captures and restores the state of a trainer besides its rows: generators and buffers, and of the first one all that
+they share. And the rows that a `state_dict` has.
 
-It is a tree of plain values and tensors of its own, made while training rests, so that training can go on while it is
-packed and sent. What is taken over is compared with what is there first: a difference is named, and changes nothing.
+A state is a tree of plain values and tensors of its own, captured between two iterations, so that training can go on
+while it is written. It is compared with what is there before it is restored: a difference is named and changes nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,11 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from bagpipe.checkpoint.tree import unpack_tree
+from bagpipe.checkpoint.tree import is_plain, octets, unpack_tree
+from bagpipe.embedding import check_range
 from bagpipe.errors import CheckpointError, ModelError
+from bagpipe.layout import RowLayout
+from bagpipe.row_parameter import dense_parameters_of
+from bagpipe.store import Store
 
 FIRST = "trainer-0"
 """Whose blob has what all trainers share."""
+STATE_BYTES_MAX = 2 * 10**9
+"""Rows up to this size fit a state_dict."""
 
 Tree = dict[str, Any]
 
@@ -106,10 +113,10 @@ class Attached:
         self.asked = True
         self.objects.update(objects)
 
-    def saved(self, *, own: bool) -> Tree:
+    def saved(self, copies: Copies, *, own: bool) -> Tree:
         """Their states: of those that each trainer has for itself, which generators are, or of the others."""
         return {
-            name: {"kind": type(thing).__name__, "state": copied(_state(thing))}
+            name: {"kind": type(thing).__name__, "state": copies.copied(_state(thing))}
             for name, thing in self.objects.items()
             if is_own(thing) == own
         }
@@ -151,7 +158,7 @@ def generator_states() -> Tree:
     states: Tree = {
         "torch": torch.get_rng_state(),
         "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), int(place), int(has_gauss), float(gauss)],
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss_next],
+        "python": [version, torch.from_numpy(np.array(words, np.int64)), gauss_next],
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
@@ -172,20 +179,54 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint's random generator state is invalid: {error}") from error
 
 
-def copied(value: Any) -> Any:
-    """The same tree with tensors, arrays and collections of its own."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        parts = copy.copy(value)  # also of OrderedDict and Counter
-        for key, part in value.items():
-            parts[key] = copied(part)
-        return parts
-    if type(value) in (list, tuple):
-        return type(value)(copied(part) for part in value)
-    return copy.copy(value)
+class Copies:
+    """Copies of trees, in memory that is kept from one mark to the next.
+
+    Fresh memory would cost a page fault every 4 KiB, which takes longer than the copy. And tensors are copied without
+    letting go of the interpreter: whoever wants it back waits for as long as another thread likes to compute.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[Any, ...], list[Any]] = {}
+        self._used: dict[tuple[Any, ...], list[Any]] = {}
+
+    def begin(self) -> None:
+        """All copies made so far may be written over; memory that the last ones did not need is given back."""
+        self._free, self._used = self._used, {}
+
+    def copied(self, value: Any) -> Any:
+        """The same tree with tensors, arrays and collections of its own."""
+        if isinstance(value, Tensor):
+            return self._tensor(value.detach()) if is_plain(value) else value.detach().to("cpu", copy=True)
+        if isinstance(value, np.ndarray):
+            array = self._memory((np.ndarray, value.dtype, value.shape), lambda: np.empty(value.shape, value.dtype))
+            np.copyto(array, value)
+            return array
+        if isinstance(value, dict):
+            parts = copy.copy(value)  # also of OrderedDict and Counter
+            for key, part in value.items():
+                parts[key] = self.copied(part)
+            return parts
+        if type(value) in (list, tuple):
+            return type(value)(self.copied(part) for part in value)
+        return copy.copy(value)
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        found: Tensor = self._memory((Tensor, value.dtype, value.shape), lambda: torch.empty_like(
+            value, device="cpu", memory_format=torch.contiguous_format
+        ))  # fmt: skip
+        if value.device.type == "cpu" and value.is_contiguous() and value.numel() > 1:
+            # One thread, as there is no core for a second one while rows are read ahead.
+            octets(found).numpy().data[:] = octets(value).numpy().data
+        else:
+            found.copy_(value)
+        return found
+
+    def _memory(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        free = self._free.get(key)
+        found = free.pop() if free else make()
+        self._used.setdefault(key, []).append(found)
+        return found
 
 
 def check_tensors(kind: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
@@ -213,7 +254,7 @@ def set_tensors(here: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None
 def dense_parameters(model: nn.Module, without: Iterable[nn.Module] = ()) -> dict[str, Tensor]:
     """The parameters of a model by name, but for those of some of its layers."""
     left_out = {id(value) for layer in without for value in layer.parameters()}
-    found: dict[str, Tensor] = {name: value for name, value in model.named_parameters() if id(value) not in left_out}
+    found: dict[str, Tensor] = {name: value for name, value in dense_parameters_of(model) if id(value) not in left_out}
     for name, value in found.items():
         if is_lazy(value):
             raise CheckpointError(f"parameter {name!r} has no shape yet: call the model once before it is kept")
@@ -244,3 +285,41 @@ def without_rates(state: Mapping[str, Any]) -> Tree:
 def named(names: Iterable[str]) -> str:
     """For messages."""
     return ", ".join(map(repr, sorted(names))) or "nothing"
+
+
+def save_rows(layouts: Sequence[RowLayout], store: Store) -> dict[str, dict[str, Tensor]]:
+    """The touched rows of each table with their optimizer state, by name."""
+    num_bytes = sum(store.num_rows(number) * layout.width * 4 for number, layout in enumerate(layouts))
+    if num_bytes > STATE_BYTES_MAX:
+        raise ModelError(
+            f"the touched rows take {num_bytes / 1e9:.1f} GB, too many for a state_dict (at most "
+            f"{STATE_BYTES_MAX / 1e9:.0f} GB): keep the store's files with store='a/directory', or "
+            "write the weights with bagpipe.export(model, path)"
+        )
+    tables = {}
+    for number, layout in enumerate(layouts):
+        rows = torch.empty(store.num_rows(number), layout.width, dtype=torch.float32, device="cpu")
+        ids = torch.from_numpy(store.ids(number).copy())
+        store.read(number, ids.numpy(), rows.numpy())
+        tables[layout.table.name] = {"ids": ids, "rows": rows}
+    return tables
+
+
+def check_rows(layouts: Sequence[RowLayout], state: Mapping[str, Any]) -> None:
+    """ModelError if saved rows are not rows of these tables."""
+    saved = state.get("tables")
+    names = [layout.table.name for layout in layouts]
+    if not isinstance(saved, Mapping) or set(saved) != set(names):
+        found = sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__
+        raise ModelError(f"the saved state has tables {found}, the model {sorted(names)}: load it into its own model")
+    for layout in layouts:
+        name, part = layout.table.name, saved[layout.table.name]
+        ids, rows = part["ids"], part["rows"]
+        if ids.dtype != torch.int64 or rows.dtype != torch.float32 or rows.shape != (len(ids), layout.width):
+            raise ModelError(
+                f"rows of table {name!r} are {rows.dtype} of shape {tuple(rows.shape)} in the saved state, here they "
+                f"have {layout.width} floats: build the model and row optimizer that were saved"
+            )
+        if len(np.unique(ids.numpy())) < len(ids):
+            raise ModelError(f"the saved state names a row of table {name!r} twice: it is damaged")
+        check_range(layout.table, [ids.numpy()])

@@ -7,7 +7,7 @@ known to be finite. The order of additions is that of the forward pass, whatever
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from bagpipe import embedding_device
+from bagpipe.arrays import Flags
 from bagpipe.cache import RowCache
 from bagpipe.embedding import Call, Lookups, TableView
 from bagpipe.embedding_device import DeviceBags, is_host
 from bagpipe.errors import GradientError, ModelError
-from bagpipe.handles import training_base
-from bagpipe.kernels.bag import accumulate
+from bagpipe.kernels.bag import NO_PADDING, accumulate
 from bagpipe.kernels.lanes import adjacent
 from bagpipe.kernels.parallel import Task, Workers
 from bagpipe.kernels.update import first_not_finite
@@ -42,6 +42,8 @@ class RowUpdate:
         self._gradients: dict[int, Tensor] | None = None
         self._made_of: list[Tensor | None] = []
         self._opened = False
+        self._versions: list[int] = []
+        """Of the gradients when they were added up: whoever has them may change them in place."""
 
     def discard(self) -> None:
         """Forget the gradients: they have been used, or another batch begins."""
@@ -59,21 +61,41 @@ class RowUpdate:
             for call in calls:
                 call.grad = None
 
+    def drop(self, table: int, column: int) -> None:
+        """Forget those of one vector of a table's rows; a backward pass may follow."""
+        for call in self._lookups.calls[table]:
+            if call.column == column:
+                call.grad = None
+        if not self.any_gradient():
+            self._gradients, self._made_of, self._opened = None, [], False
+
     def any_gradient(self) -> bool:
         """Whether a backward pass has reached a look-up of this batch."""
         return any(call.grad is not None for calls in self._lookups.calls for call in calls)
 
+    def is_reached(self, table: int, column: int | None = None) -> bool:
+        """Whether a backward pass has reached a look-up of a table, or of one vector of its rows."""
+        return any(
+            call.grad is not None and column in (None, call.column)
+            for call in (self._lookups.calls[table] if self._lookups.calls else ())
+        )
+
     def collect(self, views: Sequence[TableView]) -> dict[int, Tensor]:
         """The gradient of each row of each table, added up once for all backward passes so far."""
         arrived = [call.grad for calls in self._lookups.calls for call in calls]
+        if self._gradients is not None and self._versions != _versions(self._gradients):
+            self._opened = True
         same = len(arrived) == len(self._made_of) and all(map(operator.is_, arrived, self._made_of))
         if self._opened and not same:
-            raise ModelError("a backward pass after the row gradients were clipped or scaled: call it before")
+            raise ModelError(
+                "a backward pass after the row gradients were clipped, scaled or zeroed in place: call it before that; "
+                "to drop gradients and go on, set them to None, as zero_grad() does"
+            )
         if self._gradients is None or not same:
             gradients = {table: self._room(table, len(views[table].slots)) for table in self.tables}
             order = sorted(self.tables, key=lambda table: -sum(len(c.bags) for c in self._lookups.calls[table]))
             self._run([partial(self._add_up, gradients[table], self._lookups.calls[table]) for table in order])
-            self._gradients, self._made_of = gradients, arrived
+            self._gradients, self._made_of, self._versions = gradients, arrived, _versions(gradients)
         return self._gradients
 
     def open(self, views: Sequence[TableView]) -> list[Tensor]:
@@ -93,20 +115,39 @@ class RowUpdate:
                     "lower the learning rate, clip gradients, or pass scaler= to step() to skip such batches"
                 )
 
-    def apply(self, views: Sequence[TableView], scalars: Sequence[Scalars]) -> None:
-        """Update the rows in their slots."""
+    def apply(self, views: Sequence[TableView], scalars: Sequence[Scalars]) -> list[int]:
+        """Update the rows in their slots; of which tables, as those stay that no backward pass has reached."""
+        tables = [table for table in self.tables if self.is_reached(table)]
         gradients = self.collect(views)
 
         def update(table: int) -> None:
-            layout, view = self._layouts[table], views[table]
+            layout, slots, grads = self._layouts[table], views[table].slots, gradients[table]
+            if not layout.optimizer.rests_at_zero:
+                reached = self._reached(table, len(slots))
+                if not reached.all():
+                    slots, grads = slots[reached], grads[torch.from_numpy(reached).to(grads.device)]
             if is_host(self._lookups.device):
-                rows, grads = view.rows.numpy(), gradients[table].numpy()
-                layout.optimizer.apply_in_cache(rows, view.slots, grads, layout.dims, scalars[table])
+                rows = views[table].rows.numpy()
+                layout.optimizer.apply_in_cache(rows, slots, grads.numpy(), layout.dims, scalars[table])
             else:
-                embedding_device.apply(layout, view.rows, view.slots, gradients[table], scalars[table])
+                embedding_device.apply(layout, views[table].rows, slots, grads, scalars[table])
 
-        self._run([partial(update, table) for table in sorted(self.tables, key=lambda t: -len(views[t].slots))])
+        self._run([partial(update, table) for table in sorted(tables, key=lambda t: -len(views[t].slots))])
         self.discard()
+        return tables
+
+    def _reached(self, table: int, num_rows: int) -> Flags:
+        """Which rows a backward pass has reached: those of the batch that no layer looked up keep their momentum."""
+        reached = np.zeros(num_rows, np.bool_)
+        for call in self._lookups.calls[table]:
+            if call.grad is None:
+                continue
+            if isinstance(call.bags, DeviceBags):
+                reached[call.bags.places.cpu().numpy()] = True
+            else:
+                places = call.bags.places.reshape(-1)
+                reached[places if call.bags.padding == NO_PADDING else places[places != call.bags.padding]] = True
+        return reached
 
     def _run(self, tasks: Sequence[Task]) -> None:
         workers: Workers | None = self._lookups.workers
@@ -138,7 +179,7 @@ class RowUpdate:
                 vectors = of_bags.numpy()
                 vectors = vectors if adjacent(vectors) else np.ascontiguousarray(vectors)
                 bad = accumulate(vectors, call.bags, grads.numpy(), call.column)
-                assert bad < 0, "the forward pass has checked every handle"
+                assert bad < 0, "the forward pass has checked every place"
 
 
 def views_of(plan: Plan, cache: RowCache) -> list[TableView]:
@@ -146,7 +187,7 @@ def views_of(plan: Plan, cache: RowCache) -> list[TableView]:
     views = []
     for table, group in enumerate(cache.group):
         ids, slots = plan.rows.of_table(table)
-        views.append(TableView(cache.data[group], slots, ids, training_base(table, plan.iteration)))
+        views.append(TableView(cache.data[group], slots, ids))
     return views
 
 
@@ -160,6 +201,10 @@ def holder_of(grads: Tensor) -> Tensor:
 def squared_norm(gradients: Sequence[Tensor]) -> float:
     """Sum of squares in float64, the same for any number of threads."""
     return float(sum(np.square(part.cpu().numpy(), dtype=np.float64).sum() for part in gradients))
+
+
+def _versions(gradients: Mapping[int, Tensor]) -> list[int]:
+    return [grads._version for grads in gradients.values()]
 
 
 def _first_not_finite(grads: Tensor) -> int:

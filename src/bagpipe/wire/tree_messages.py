@@ -35,8 +35,9 @@ class ArrayNode(Value, frozen=True, tag=1):
 
 
 class LeftOut(Value, frozen=True, tag=2):
-    """Ids, which the plan has: only their shape travels."""
+    """Ids, which the plan has: only their type and shape travel."""
 
+    dtype: Name
     shape: Shape
 
 

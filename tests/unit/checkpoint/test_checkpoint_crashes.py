@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from bagpipe.checkpoint.reading import directory_name
+from bagpipe.checkpoint.point import directory_name
 from bagpipe.errors import CheckpointError
 from harness.checkpointed import DIRECTORY, World, load, opened, save
 from harness.disk import Fault, SimulatedDisk

@@ -12,8 +12,8 @@ import pytest
 from xxhash import xxh64_hexdigest
 
 from bagpipe.checkpoint.directory import Checkpoints, complete_points
-from bagpipe.checkpoint.manifest import Facts, decode_manifest
-from bagpipe.checkpoint.reading import directory_name
+from bagpipe.checkpoint.manifest import RunFacts, decode_manifest
+from bagpipe.checkpoint.point import directory_name
 from bagpipe.errors import CheckpointError, ConfigError
 from harness.checkpointed import DIRECTORY, FACTS, TABLES, World, load, opened, save
 from harness.disk import SimulatedDisk
@@ -197,7 +197,7 @@ def test_one_of_other_tables_can_not_build_on_it():
     other = msgspec.structs.replace(TABLES[0], optimizer="sgd")
     world.train(20)
     with pytest.raises(CheckpointError, match=r"can't build on .*00000010.* has optimizer rowwise_adagrad in"):
-        save(checkpoints, world, facts=Facts(tables=(other, TABLES[1])))
+        save(checkpoints, world, facts=RunFacts(tables=(other, TABLES[1])))
     assert numbers(checkpoints) == [10]
     assert save(checkpoints, world).chain == [10, 20]
 
@@ -401,3 +401,30 @@ def test_points_are_found_by_name_and_by_listing():
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=f"checkpoint.{next(iter(options))}"):
         Checkpoints(DIRECTORY, **options)
+
+
+@pytest.mark.parametrize("moment", ["open", "rename"])
+def test_a_state_that_comes_to_a_checkpoint_that_was_given_up_is_no_error_of_its_trainer(tmp_path, moment):
+    """The first trainer says what went wrong, and is not outrun by one that only finds the directory gone."""
+    first, other = (Checkpoints(tmp_path / "checkpoints", token="0123abcd") for _ in range(2))
+    pending, inner = first.begin(10, full=True), getattr(other.disk, moment)
+
+    def given_up_before(*arguments):
+        pending.abandon()
+        return inner(*arguments)
+
+    setattr(other.disk, moment, given_up_before)
+    other.write_state(10, "trainer-1", b"one")
+    assert first.numbers() == []
+
+
+def test_a_state_that_can_not_be_written_is_an_error(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with checkpoints.begin(10, full=True):
+        checkpoints.disk.rename = full
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.write_state(10, "trainer-1", b"one")

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bagpipe
-from bagpipe.checkpoint import shards
+from bagpipe.checkpoint import rows as row_files
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.export import export_checkpoint, initial_of
-from bagpipe.checkpoint.manifest import Facts, InitialEntry, TableEntry
-from bagpipe.checkpoint.tree import pack_tree
+from bagpipe.checkpoint.manifest import InitialEntry, RunFacts, TableEntry
+from bagpipe.checkpoint.tree import tree_parts
 from bagpipe.checkpointing import Checkpointing
 from bagpipe.errors import CheckpointError, ConfigError, ModelError, StoreError
 from bagpipe.initial import Constant, Normal, Uniform
@@ -81,10 +81,10 @@ def saved(directory, ids, entry=ENTRY, dense=DENSE, dones=(5, 6)):
         with checkpoints.begin(done) as pending:
             tables = [(entry.name, entry.width)]
             rows = Rows(ids, values)
-            pending.add(shards.write_rows(checkpoints.disk, pending.directory, rows, tables))
+            pending.add(row_files.write_rows(checkpoints.disk, pending.directory, rows, tables))
             if dense is not None:
-                pending.write_blob("trainer-0", pack_tree(dense))
-            checkpoint = pending.commit(Facts(tables=(entry,)))
+                pending.write_blob("trainer-0", *tree_parts(dense))
+            checkpoint = pending.commit(RunFacts(tables=(entry,)))
         ids = ids[::2]
     return checkpoint, expected
 
@@ -277,8 +277,8 @@ def test_first_values_are_those_of_the_layout():
 
 @pytest.mark.parametrize("state", [True, False])
 def test_parquet_has_the_rows_that_were_trained(tmp_path, state, monkeypatch):
-    monkeypatch.setattr(shards, "FILE_BYTES", 600)
-    monkeypatch.setattr(shards, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(row_files, "FILE_BYTES", 600)
+    monkeypatch.setattr(row_files, "CHUNK_BYTES", 200)
     checkpoint, expected = saved(tmp_path / "c", range(1, 40, 2))
     (path,) = export_checkpoint(checkpoint, tmp_path / "out", format="parquet", state=state)
     assert path == tmp_path / "out" / "item.parquet"

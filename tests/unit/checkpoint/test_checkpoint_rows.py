@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from bagpipe.checkpoint import shards
+from bagpipe.checkpoint import rows as row_files
 from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import RowCount
-from bagpipe.checkpoint.reading import load_rows, table_differences
-from bagpipe.checkpoint.shards import check_file, read_rows, write_rows
+from bagpipe.checkpoint.point import load_rows, table_differences
+from bagpipe.checkpoint.rows import check_file, read_rows, write_rows
 from bagpipe.errors import CheckpointError
 from bagpipe.server.storage import Width
-from bagpipe.store.memory import MemoryStore
+from bagpipe.store.local import MemoryStore
 from harness.checkpointed import FACTS, TABLES, WIDTHS, World, by_rows, load, opened, save
 
 
@@ -59,7 +59,7 @@ def test_only_files_that_can_hold_a_shard_are_read(tmp_path, monkeypatch):
     checkpoint = save(checkpoints, world, servers=4)
     read = []
     monkeypatch.setattr(
-        "bagpipe.checkpoint.reading.read_rows",
+        "bagpipe.checkpoint.rows.read_rows",
         lambda disk, directory, entry, tables: read.append(entry.name) or read_rows(disk, directory, entry, tables),
     )
     for shard, expected in (((1, 4), "1"), ((0, 2), "01"), ((1, 2), "23"), ((1, 3), "12"), ((0, 1), "0123")):
@@ -69,8 +69,8 @@ def test_only_files_that_can_hold_a_shard_are_read(tmp_path, monkeypatch):
 
 
 def test_files_are_cut_at_a_size_and_plain_safetensors(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "FILE_BYTES", 1000)
-    monkeypatch.setattr(shards, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(row_files, "FILE_BYTES", 1000)
+    monkeypatch.setattr(row_files, "CHUNK_BYTES", 300)
     world = World(rows=200)
     world.train(1, share=1)
     reported = []

@@ -138,8 +138,8 @@ def test_rows_are_read_some_at_a_time(tmp_path, monkeypatch):
     path = tmp_path / "ad.parquet"
     table = pa.table({"id": ids, "vector": pa.array(list(vectors), pa.list_(pa.float32(), 3))})
     pq.write_table(table, path, row_group_size=700)
-    monkeypatch.setattr("bagpipe.checkpoint.shards.CHUNK_BYTES", 5_000)
-    monkeypatch.setattr("bagpipe.checkpoint.shards.FILE_BYTES", 20_000)
+    monkeypatch.setattr("bagpipe.checkpoint.rows.CHUNK_BYTES", 5_000)
+    monkeypatch.setattr("bagpipe.checkpoint.rows.FILE_BYTES", 20_000)
     checkpoint = import_rows([path], tmp_path / "new", optimizer=SGD(0.1))[0]
     assert len(checkpoint.manifest.files) > 3
     assert_rows(rows_of(checkpoint, "ad"), dict(zip(ids.tolist(), vectors, strict=True)))

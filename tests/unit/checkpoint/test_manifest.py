@@ -12,18 +12,18 @@ from xxhash import xxh64_hexdigest
 from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import (
     BaseEntry,
-    Facts,
     FileEntry,
     InitialEntry,
     Manifest,
     RowCount,
+    RunFacts,
     ShardOf,
     TableEntry,
     config_sha256,
     decode_manifest,
     encode_manifest,
 )
-from bagpipe.checkpoint.shards import write_file
+from bagpipe.checkpoint.rows import write_file
 from bagpipe.errors import CheckpointError
 
 PATH = Path("runs/1/manifest.json")
@@ -47,11 +47,11 @@ FILES = (
     FileEntry(name="rows-1-0.safetensors", bytes=5, checksum=SUM, rows=(), shard=ShardOf(1, 2)),
     FileEntry(name="trainer-0.safetensors", bytes=3, checksum=SUM),
 )
-FACTS = Facts(tables=TABLES, trainers=2, servers=2, config={"seed": 0, "lr": 0.1, "a": [1, None]}, data="f00")
+FACTS = RunFacts(tables=TABLES, trainers=2, servers=2, config={"seed": 0, "lr": 0.1, "a": [1, None]}, data="f00")
 
 
 def made(**changes):
-    facts = {name: changes.pop(name) for name in list(changes) if name in Facts.__struct_fields__}
+    facts = {name: changes.pop(name) for name in list(changes) if name in RunFacts.__struct_fields__}
     options = {"done": 100, "base": BaseEntry(done=50, checksum=SUM), "files": FILES, **changes}
     return Manifest.make(msgspec.structs.replace(FACTS, **facts), **options)
 
@@ -70,7 +70,7 @@ def record(**changes):
 
 @pytest.mark.parametrize(("data", "sum_of"), [(b"", "ef46db3751d8e999"), (b"abc", "44bc2cf5ad770999")])
 def test_checksums_of_files_are_xxh64(tmp_path, data, sum_of):
-    write_file(Disk(), tmp_path, FileEntry(name="blob", bytes=len(data), checksum=sum_of), [data])
+    assert write_file(Disk(), tmp_path, "blob", [data]) == FileEntry(name="blob", bytes=len(data), checksum=sum_of)
 
 
 def test_a_manifest_comes_back_as_it_was_and_is_plain_json():

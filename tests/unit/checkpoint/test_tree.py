@@ -17,8 +17,9 @@ from safetensors.torch import load
 
 from bagpipe.checkpoint import tensors
 from bagpipe.checkpoint.tensors import Kind, encode_header
-from bagpipe.checkpoint.tree import pack_tree, unpack_tree
+from bagpipe.checkpoint.tree import unpack_tree
 from bagpipe.errors import CheckpointError
+from harness.checkpointed import pack_tree
 from harness.examples import examples
 
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]

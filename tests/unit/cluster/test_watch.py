@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +15,6 @@ from bagpipe.cluster.settings import Failure, Introduction, Report
 from bagpipe.cluster.watch import Watch, reason
 from bagpipe.errors import BagpipeError, ClusterError, DataError, PipelineError, StoreError
 from bagpipe.recovery import RolesLost
-from bagpipe.trainer.gloo_group import GlooGroup
 from harness.fake_ray import Actor, Call, Played, RayError, members, reports
 
 DIED = """The actor died unexpectedly before finishing this task.
@@ -244,24 +242,25 @@ def test_where_all_only_missed_another_the_first_one_tells_it(watch):
         watch.follow(calls, "server 0")
 
 
-BROKE = (
-    "trainer {} can't exchange gradients of iteration 40 from trainer {}: Connection closed by peer [10.0.0.1]:439: "
-    "see what that trainer reports"
-)
-BROKE_THERE = "trainer {} can't exchange rows from trainer {}: trainer 0 has stopped: it lost the connection for rows"
+BROKE = "trainer {} can't exchange gradients of iteration 40: the connection to trainer {} broke: 10.0.0.1:439"
+
+
+def broke(here, there):
+    """What one of two trainers says of the connection between them."""
+    return Failure("PeerLostError", BROKE.format(here, there), there)
+
+
 OVER = "server 0 is not waited for, since generation 3 is over"
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize(
-    "other", [("PipelineError", BROKE), ("PipelineError", BROKE_THERE), ("StoreError", OVER), ("PipelineError", OVER)]
-)
+@pytest.mark.parametrize("other", ["PeerLostError", "StoreError", "PipelineError"])
 def test_where_only_the_connection_of_two_trainers_broke_the_one_that_is_missed_is_lost(watch, first, other):
     quiet_trainers(watch, 2)
     last = 1 - first
     calls = {
-        f"trainer {first}": Call(Failure("PipelineError", BROKE.format(first, last)), after=3),
-        f"trainer {last}": Call(Failure(other[0], other[1].format(last, first)), after=9),
+        f"trainer {first}": Call(broke(first, last), after=3),
+        f"trainer {last}": Call(broke(last, first) if other == "PeerLostError" else Failure(other, OVER), after=9),
     }
     actor = watch.members[f"trainer {last}"].actor
     with pytest.raises(RolesLost, match=rf"^trainer {last} was lost: its connection to another trainer broke .*439"):
@@ -278,32 +277,19 @@ def test_where_only_the_connection_of_two_trainers_broke_the_one_that_is_missed_
         (Failure("PipelineError", "the fetch-0 thread failed: KeyError: 3"), r"^trainer 0: trainer 0 can't exchange"),
         (Failure("PipelineError", "trainer 1 left the training loop after iteration 4 and did not meet the others: " +
                  BROKE.format(1, 0)), r"^trainer 0: trainer 0 can't exchange"),
-        (Failure("PipelineError", "that trainer is at another exchange: see what that trainer reports"), r"^trainer 0"),
+        (Failure("PipelineError", "trainers are out of step: trainer 1 is at iteration 4"), r"^trainer 0"),
         (3, r"^trainer 0: trainer 0 can't exchange"),
     ],
 )  # fmt: skip
 def test_what_a_trainer_itself_did_ends_the_run_though_the_other_has_lost_contact(watch, other, told):
     quiet_trainers(watch, 2)
     calls = {
-        "trainer 0": Call(Failure("PipelineError", BROKE.format(0, 1)), after=3),
+        "trainer 0": Call(broke(0, 1), after=3),
         "trainer 1": Call(other, after=9),
     }
     with pytest.raises(BagpipeError, match=told):
         watch.follow(calls, "server 0", generation=3, heed=False)
     assert {"trainer 0", "trainer 1"} <= set(watch.members)
-
-
-def test_what_a_group_says_of_a_broken_connection_is_known_as_that():
-    told = []
-    meeting = SimpleNamespace(rank=0, size=2, tell=told.append, reasons=dict)
-    group = SimpleNamespace(_failure=None, rank=0, deadline_s=9.0, _meeting=meeting, disconnect=lambda: None)
-    error = GlooGroup.fail(group, "rows from trainer 1", RuntimeError("Connection reset by peer"), 0.0)
-    meeting.reasons = lambda: {0: told[0]}
-    there = SimpleNamespace(_failure=None, rank=1, deadline_s=9.0, _meeting=meeting, disconnect=lambda: None)
-    for each in (error, GlooGroup.fail(there, "rows from trainer 0", RuntimeError("Socket closed"), 0.0)):
-        assert isinstance(each, PipelineError)
-        assert module.LOST_CONTACT.search(str(each))
-        assert not module.OWN_FAULT.search(str(each))
 
 
 def test_what_roles_elsewhere_printed_is_in_their_logs_and_echoed_while_they_work(watch):

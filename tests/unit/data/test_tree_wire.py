@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.adapt import Adapter
-from bagpipe.data.batch_wire import nothing
 from bagpipe.data.tree_wire import pack_trees, types_in, unpack_trees
 from bagpipe.errors import BatchError, WireError
 from bagpipe.types import Ids
@@ -77,7 +76,7 @@ def test_ids_that_the_plan_has_travel_as_their_shape_only(kind):
     adapter.choose(names)
     adapter.require(names)
     found = adapter.extract(batch, names, 0)
-    dropped = adapter.replace(batch, {name: nothing(len(ids)) for name, ids in found.items()})
+    dropped = adapter.without(batch, list(found))
     types = types_in(batch)
     buffer = pack_trees([dropped], [adapter.paths[name] for name in names], types)
     arrived = unpack_trees(buffer, types)[0]
@@ -246,7 +245,9 @@ def raw(parts, tail=b""):
         raw([nodes.Items(1, False), nodes.ArrayNode("<U1", [1], False)], b"\xff\xff\xff\x7f"),
         raw([nodes.Items(1, False), nodes.ArrayNode("|b1", [1], False)], b"\x07"),
         raw([nodes.Items(1, False), nodes.ArrayNode("<f4", [1], True)], b"1234"),
-        raw([nodes.Items(1, False), nodes.LeftOut([2**30, 2**10])]),
+        raw([nodes.Items(1, False), nodes.LeftOut("int64", [2**30, 2**10])]),
+        raw([nodes.Items(1, False), nodes.LeftOut("float32", [3])]),
+        raw([nodes.Items(1, False), nodes.LeftOut("object", [3])]),
         raw([nodes.Items(1, False), nodes.Again(0)]),
         raw([nodes.Items(1, False), nodes.Entries(["a", "a"], None), nodes.Plain(1), nodes.Plain(1)]),
         raw([nodes.Items(1, False), nodes.Entries(["a"], "os.environ"), nodes.Plain(1)]),
@@ -256,7 +257,7 @@ def raw(parts, tail=b""):
         raw([nodes.Items(1, False), nodes.Fields("keyed.KeyedJagged", ["a"]), nodes.Plain(1)]),
         raw([nodes.Items(1, False), nodes.Keyed("shapes.Pair", ["a"], False), nodes.Plain(1), nodes.Plain(1)]),
         raw([nodes.Items(1, False), nodes.Keyed("keyed.KeyedJagged", ["a"], False), *[nodes.Plain(1)] * 2]),
-        raw([nodes.Items(1, False), nodes.Keyed("keyed.KeyedJagged", ["a"], False), *[nodes.LeftOut([3])] * 2]),
+        raw([nodes.Items(1, False), nodes.Keyed("keyed.KeyedJagged", ["a"], False), *[nodes.LeftOut("int8", [3])] * 2]),
         raw([nodes.Items(1, False)] * 200 + [nodes.Plain(1)]),
         raw([[77, 1]]),
     ],

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.errors import BatchError, ModelError
-from bagpipe.kernels.bag import Bags, accumulate, pool
+from bagpipe.kernels.bag import Bags, accumulate, are_at, pool
 from definitions.bag import define_accumulate, define_pool
 from harness.examples import examples
-
-BASE = (3 << 48) | (7 << 32)
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -43,9 +41,9 @@ def make(
         shape: tuple[int, ...] = (int(lengths.sum()),)
     else:
         shape = (num_bags, k)
-    handles = BASE + rng.integers(0, unique, shape)
+    places = rng.integers(0, unique, shape, dtype=np.int32)
     weights = values(rng, shape) if kind == "weighted" else None
-    return Bags(handles, BASE, offsets, weights, kind == "mean", BASE + 1 if padding else -1), slots
+    return Bags(places, offsets, weights, kind == "mean", 1 if padding else -1), slots
 
 
 CASES = {
@@ -107,27 +105,27 @@ def test_sums_start_at_positive_zero_and_go_in_batch_order() -> None:
     cache = np.array([[-0.0], [big], [small], [-big]], np.float32)
     slots = np.arange(4, dtype=np.int32)
     out = np.empty((3, 1), np.float32)
-    bags = Bags(np.array([[0, 0, 0], [1, 2, 3], [1, 3, 2]]), 0)
+    bags = Bags(np.array([[0, 0, 0], [1, 2, 3], [1, 3, 2]], np.int32))
     assert pool(cache, slots, bags, 0, out) == -1
     assert not np.signbit(out[0, 0]), "-0.0 added to +0.0 is +0.0"
     assert out[1, 0] == 0.0, "2**24 + 1 rounds to 2**24, so the order shows"
     assert out[2, 0] == 1.0
-    single = Bags(np.array([[0], [1], [2]]), 0)
+    single = Bags(np.array([[0], [1], [2]], np.int32))
     assert pool(cache, slots, single, 0, out) == -1
     assert not np.signbit(out[0, 0])
     buffer = np.zeros((1, 1), np.float32)
-    assert accumulate(np.array([[big], [small], [-big]], np.float32), Bags(np.zeros((3, 1), np.int64), 0), buffer) == -1
+    assert accumulate(np.array([[big], [small], [-big]], np.float32), Bags(np.zeros((3, 1), np.int32)), buffer) == -1
     assert buffer[0, 0] == 0.0
 
 
 @pytest.mark.parametrize("k", [1, 3, None])
-@pytest.mark.parametrize("wrong", [BASE - 1, BASE + 6, 0, -1, 2**63 - 1, -(2**63)])
-def test_the_first_handle_of_another_table_is_reported_and_not_followed(k: int | None, wrong: int) -> None:
+@pytest.mark.parametrize("wrong", [6, -1, 2**31 - 1, -(2**31)])
+def test_the_first_place_that_no_row_has_is_reported_and_not_followed(k: int | None, wrong: int) -> None:
     rng = np.random.default_rng(1)
     bags, slots = make(rng, unique=6, num_bags=30, k=k, kind="sum", padding=False)
-    handles, position = bags.handles.copy(), bags.handles.size // 2
-    handles.reshape(-1)[[position, -1]] = wrong
-    bad = Bags(handles, BASE, bags.offsets)
+    places, position = bags.places.copy(), bags.places.size // 2
+    places.reshape(-1)[[position, -1]] = wrong
+    bad = Bags(places, bags.offsets)
     cache, grad = values(rng, (24, 16)), values(rng, (30, 16))
     for run in (pool, define_pool):
         assert run(cache, slots, bad, 0, np.empty((30, 16), np.float32)) == position
@@ -138,10 +136,10 @@ def test_the_first_handle_of_another_table_is_reported_and_not_followed(k: int |
 def test_bags_outside_a_range_are_neither_read_nor_written() -> None:
     rng = np.random.default_rng(2)
     bags, slots = make(rng, unique=6, num_bags=30, k=2, kind="mean", padding=False)
-    handles = bags.handles.copy()
-    handles[:10], handles[20:] = -1, -1
+    places = bags.places.copy()
+    places[:10], places[20:] = -1, -1
     out = np.full((30, 16), 7.0, np.float32)
-    assert pool(values(rng, (24, 16)), slots, Bags(handles, BASE, mean=True), 0, out, 10, 20) == -1
+    assert pool(values(rng, (24, 16)), slots, Bags(places, mean=True), 0, out, 10, 20) == -1
     assert (out[:10] == 7).all()
     assert (out[20:] == 7).all()
 
@@ -149,12 +147,12 @@ def test_bags_outside_a_range_are_neither_read_nor_written() -> None:
 @pytest.mark.parametrize("offsets", [[1, 2], [0, 3, 2], [0, 9], [0, -1], []])
 def test_offsets_that_lead_astray_are_refused(offsets: list[int]) -> None:
     with pytest.raises(BatchError, match=r"offsets\[\d\] is .* offsets start at 0, never decrease"):
-        Bags(np.zeros(4, np.int64), 0, np.array(offsets, np.int64))
+        Bags(np.zeros(4, np.int32), np.array(offsets, np.int64))
 
 
 def test_weighted_means_are_refused_as_torch_refuses_them() -> None:
     with pytest.raises(ModelError, match="mode='sum' only"):
-        Bags(np.zeros((2, 2), np.int64), 0, None, np.ones((2, 2), np.float32), True)
+        Bags(np.zeros((2, 2), np.int32), None, np.ones((2, 2), np.float32), True)
 
 
 @pytest.mark.parametrize("padding", [False, True])
@@ -168,10 +166,10 @@ def test_forward_and_backward_are_those_of_embedding_bag(kind: str, jagged: bool
     slots = np.arange(9, dtype=np.int32)
     weights: Any = None
     if kind == "weighted":
-        weights = rng.random(bags.handles.shape).astype(np.float32)
-        bags = Bags(bags.handles, BASE, bags.offsets, weights, padding=bags.padding)
-    ids = torch.from_numpy(bags.handles - BASE)
-    offsets = None if bags.offsets is None else torch.from_numpy(bags.offsets)
+        weights = rng.random(bags.places.shape).astype(np.float32)
+        bags = Bags(bags.places, bags.offsets, weights, padding=bags.padding)
+    ids = torch.from_numpy(bags.places)
+    offsets = None if bags.offsets is None else torch.from_numpy(bags.offsets.astype(np.int32))
     expected = layer(ids, offsets, None if weights is None else torch.from_numpy(weights))
     out = np.empty((50, 24), np.float32)
     assert pool(cache, slots, bags, 0, out) == -1
@@ -191,11 +189,26 @@ def test_an_embedding_with_padding_looks_the_row_up_and_gives_it_no_gradient() -
     ids = np.array([[0], [2], [5], [2], [0]])
     slots, out, buffer = np.arange(6, dtype=np.int32), np.empty((5, 16), np.float32), np.zeros((6, 16), np.float32)
     expected = layer(torch.from_numpy(ids[:, 0]))
-    assert pool(layer.weight.detach().numpy(), slots, Bags(ids, 0), 0, out) == -1
+    assert pool(layer.weight.detach().numpy(), slots, Bags(ids.astype(np.int32)), 0, out) == -1
     assert np.array_equal(out, expected.detach().numpy())
     grad = np.random.default_rng(0).standard_normal((5, 16)).astype(np.float32)
     expected.backward(torch.from_numpy(grad))
-    assert accumulate(grad, Bags(ids, 0, padding=2), buffer) == -1
+    assert accumulate(grad, Bags(ids.astype(np.int32), padding=2), buffer) == -1
     assert layer.weight.grad is not None
     assert np.array_equal(buffer, layer.weight.grad.numpy())
     assert (buffer[2] == 0).all()
+
+
+def test_ids_are_those_of_the_rows_at_their_places_or_not() -> None:
+    rows = np.array([7, -3, 2**62], np.int64)
+    ids, places = np.array([2**62, 7, 7, -3], np.int64), np.array([2, 0, 0, 1], np.int32)
+    assert are_at(ids, places, rows)
+    assert are_at(ids[:0], places[:0], rows[:0])
+    for position in range(4):
+        other = ids.copy()
+        other[position] += 1
+        assert not are_at(other, places, rows)
+        for place in (3, -1):
+            outside = places.copy()
+            outside[position] = place
+            assert not are_at(ids, outside, rows)

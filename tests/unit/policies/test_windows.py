@@ -23,10 +23,8 @@ from bagpipe.policies import PolicyOptions
 from bagpipe.policies.windowed import WindowedPolicy
 from bagpipe.policies.windows import WINDOW, WINDOW_MAX, Windows
 from bagpipe.store import MemoryStore
-from bagpipe.trainer.fetching import READERS
-from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.pipeline import READERS, Counters, Pipeline
 from bagpipe.trainer.stages import Threads
-from bagpipe.trainer.traffic import Traffic
 from bagpipe.types import Table
 from harness.wire import until
 from harness.world import (
@@ -41,7 +39,7 @@ from harness.world import (
 
 
 @dataclass(slots=True)
-class Timed(Traffic):
+class Timed(Counters):
     """Whose time passes when it trains."""
 
     now: float = 0.0
@@ -202,8 +200,8 @@ def test_rows_of_so_many_plans_are_read_before_one_is_trained(ahead: int) -> Non
     store = MemoryStore([RowLayout(Table("only"), (2,), optim.SGD(0.1), Constant(0.0))])
     pipeline = Pipeline(plans, RowCache([2], [200], torch.device("cpu")), store, Threads(60), 1, ahead=ahead)  # type: ignore[arg-type]
     assert pipeline.wait()
-    fetching, handed_on = pipeline._fetching, 1  # the first is ready; the second is in its slots and waits for its turn
-    until(lambda: fetching._taken == handed_on + 1 + ahead, 60)
+    # The first is ready; the second is in its slots and waits for its turn.
+    until(lambda: pipeline._num_taken == 2 + ahead, 60)
     while pipeline.wait():
         pipeline.updated(pipeline.take()[0])
     pipeline.close()
@@ -217,4 +215,4 @@ def test_the_stale_mode_of_a_script_reads_a_window_ahead() -> None:
             cache=200,
         )  # fmt: skip
         with loop:
-            assert loop._pipeline._fetching._ahead == ahead
+            assert loop._pipeline._ahead == ahead

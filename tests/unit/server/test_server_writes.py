@@ -46,7 +46,7 @@ def test_a_write_without_room_changes_nothing_and_a_late_copy_stays_refused(tmp_
     assert "20,000 are allowed" in refused(answer)
     assert peer.read([1, 2]) == {1: 1.0}
     assert server.stats().num_rows == [1, 0]
-    rows.store.bytes_in_memory_max = None
+    rows.bytes_in_memory_max = None
     assert peer.ask(Write(0, 2, 5, parts), ids, values) == answer  # its sender was told that nothing has changed
     assert server.stats().num_rows == [1, 0]
     assert peer.write(3, [2], 3.0) == Written(3)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from bagpipe.errors import WireError
-from bagpipe.server.write_order import REFUSALS_KEPT, WriteOrder
+from bagpipe.server.membership import REFUSALS_KEPT, WriteOrder
 from bagpipe.wire.messages import Failed, Written
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from bagpipe.errors import StoreError
 from bagpipe.store import MappedStore, MemoryStore, Store
+from bagpipe.store.chunks import ChunkedRows
 from bagpipe.store.local import LocalStore
 from bagpipe.store.mapped import FileRows
-from bagpipe.store.memory import ChunkedRows
 from bagpipe.store.versioned import VersionedStore
 
 INITIAL = -7.0

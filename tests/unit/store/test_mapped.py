@@ -24,6 +24,7 @@ import pytest
 from bagpipe.errors import ConfigError, StoreError
 from bagpipe.store import MappedStore
 from bagpipe.store import mapped as module
+from bagpipe.store.chunks import ScratchFile
 from bagpipe.store.mapped import _GAP_PAGES, PAGE_BYTES, FileRows, Residency, _join, _note
 from definitions.pages import define_note, define_runs, pages_of
 
@@ -53,15 +54,15 @@ def contents(store: MappedStore) -> list[tuple[list[int], bytes]]:
 
 
 def files_of(store: MappedStore) -> list[FileRows]:
-    return [part.backing for part in store._tables]
+    return [part.chunks for part in store._tables]
 
 
 def pages_in_cache(file: FileRows) -> int:
     """How many pages of the file the kernel holds, by mincore."""
-    num_bytes = os.fstat(file._fd).st_size
+    num_bytes = os.fstat(file._file.fd).st_size
     if not num_bytes:
         return 0
-    with mmap.mmap(file._fd, num_bytes) as mapping:
+    with mmap.mmap(file._file.fd, num_bytes) as mapping:
         flags = (ctypes.c_ubyte * -(-num_bytes // PAGE_BYTES))()
         address = ctypes.c_void_p(ctypes.addressof(view := ctypes.c_char.from_buffer(mapping)))
         assert libc.mincore(address, ctypes.c_size_t(num_bytes), flags) == 0
@@ -293,14 +294,14 @@ def test_an_allocation_that_fails_changes_nothing(tmp_path: Path, monkeypatch: p
 
     with MappedStore(TABLES, tmp_path) as store:
         store.write(0, np.arange(1000), values(0, 1000))
-        before, disk_before = contents(store), os.fstat(files_of(store)[0]._fd).st_blocks
+        before, disk_before = contents(store), os.fstat(files_of(store)[0]._file.fd).st_blocks
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", fails)
             with pytest.raises(StoreError, match=str(tmp_path)) as caught:
                 store.write(0, np.arange(990, 9000), values(1, 8010))
             assert caught.value.errno == number
             assert contents(store) == before
-            assert os.fstat(files_of(store)[0]._fd).st_blocks == disk_before
+            assert os.fstat(files_of(store)[0]._file.fd).st_blocks == disk_before
             store.write(0, np.arange(1000), values(2, 1000))  # needs no room
         store.write(0, np.arange(990, 9000), values(1, 8010))
         assert store.num_rows(0) == 9000
@@ -324,8 +325,8 @@ def test_space_is_allocated_ahead_in_steps_that_grow(tmp_path: Path) -> None:
     sizes = []
     for num_rows in (1, 1024, 1025, 2049, 5000, 100_000):
         file.reserve(num_rows)
-        sizes.append(os.fstat(file._fd).st_size >> 10)
-        assert file.bytes_on_disk == os.fstat(file._fd).st_size
+        sizes.append(os.fstat(file._file.fd).st_size >> 10)
+        assert file.bytes_on_disk == os.fstat(file._file.fd).st_size
     assert sizes == [1024, 1024, 2048, 4096, 8192, 100_000]
 
 
@@ -336,7 +337,7 @@ def test_a_process_without_room_for_mappings_is_told_so(tmp_path: Path, monkeypa
     with MappedStore(TABLES, tmp_path, chunk_bytes=1 << 16) as store:
         store.write(0, np.arange(100), values(0, 100))
         before = contents(store)
-        monkeypatch.setattr(module, "map_file", fails)
+        monkeypatch.setattr(ScratchFile, "map", fails)
         with pytest.raises(StoreError, match="table 0: no memory for 5,000 rows"):
             store.write(0, np.arange(5000), values(0, 5000))
         assert contents(store) == before
@@ -347,12 +348,13 @@ def test_dropping_pages_touches_no_memory_beyond_the_chunks_that_are_mapped(tmp_
     with MappedStore(TABLES, tmp_path, chunk_bytes=1 << 16) as store:
         store.write(0, np.arange(10), values(0, 10))
         file = files_of(store)[0]
-        assert file._num_bytes > len(file.chunks) * file._chunk_bytes
+        assert file._file.num_bytes > len(file.chunks) * file._chunk_bytes
         others = mmap.mmap(-1, 1 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         others.write(b"x" * (1 << 21))
         place = np.frombuffer(others, np.uint8).ctypes.data
         addresses = np.array([*file._addresses, *[place] * 64], np.int64)
-        assert module._drop(file._fd, addresses[:1], file._chunk_bytes, file._num_bytes, np.zeros(1, np.int64)) == 0
+        none, size = np.zeros(1, np.int64), file._file.num_bytes
+        assert module._drop(file._file.fd, addresses[:1], file._chunk_bytes, size, none) == 0
         assert others[:] == b"x" * (1 << 21)
 
 
@@ -426,7 +428,7 @@ try:
             except StoreError:
                 pass
     else:
-        store._tables[0].backing.reserve(len(ids))  # allocated, and then the disk below has no room
+        store._tables[0].chunks.reserve(len(ids))  # allocated, and then the disk below has no room
         with open(other, "wb", buffering=0) as file:
             try:
                 while True:

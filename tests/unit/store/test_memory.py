@@ -10,7 +10,7 @@ import pytest
 
 from bagpipe.errors import StoreError
 from bagpipe.store import MemoryStore
-from bagpipe.store.memory import ChunkedRows
+from bagpipe.store.chunks import ChunkedRows
 from definitions.memory import define_gather, define_scatter
 
 

@@ -176,7 +176,7 @@ def test_waiting_for_a_trainer_has_an_end_that_names_it(worlds) -> None:
     world = worlds(1, limits=ServerLimits(parked_max=1, park_s=1))
     store = world.store(trainer=0, trainers=2)
     watermark = world.servers[0]._members.watermark
-    watermark.admit = lambda _: watermark._behind(7)
+    watermark.admit = lambda read: read.send_away(watermark.behind(7))
     store.write_many([], passed=9)
     with pytest.raises(DeadlineError, match=r"2 rows after iteration 7 and waited 3 s for trainers 1 \(at none\)"):
         read(store, ids(1, 2), after=7)

@@ -100,7 +100,7 @@ def step(store, model, chance, value, done):
                 found = contents(reader.iterate(table, chance.choice([1, 4, 50])))
                 assert dict(found).items() >= expected.items(), "whatever has changed is there"
                 assert dict(found).items() <= model.marks[mark][table].items()
-                assert len(dict(found)) == len(found) == reader.num_rows(table)
+                assert len(dict(found)) == len(found)
         if what == "saved":
             store.saved(mark)
             model.saved = model.marks[mark]
@@ -222,9 +222,9 @@ def test_a_merge_that_fails_anywhere_changes_no_row_and_is_done_again(store, mon
     store.mark(3)
     with store.changes(3) as reader:
         assert contents(reader.iterate(0)) == [(2, 40)]
-        assert reader.num_rows(1) == 0
+        assert contents(reader.iterate(1)) == []
     with pytest.raises(StoreError, match="closed: ask for them again"):
-        reader.num_rows(0)
+        next(reader.iterate(0))
 
 
 def test_layers_that_take_too_much_memory_are_merged_and_their_rows_still_count_as_changed(tmp_path: Path, caplog):

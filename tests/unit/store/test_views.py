@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import Facts, TableEntry
+from bagpipe.checkpoint.manifest import RunFacts, TableEntry
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.errors import ConfigError, DeadlineError, StoreError
+from bagpipe.errors import ConfigError, StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import NO_ITERATION
 from bagpipe.store.versioned import VersionedStore
 from bagpipe.store.views import shared_views
+from bagpipe.trainer.stages import Threads, Wait
 
 
 class Zeros:
@@ -89,42 +90,12 @@ def test_what_is_called_on_a_write_may_use_the_store():
     assert found == [[3.0]]
 
 
-def test_a_read_waits_for_the_slowest_trainer():
-    first, second = shared_views(MemoryStore(TABLES), 2, deadline_s=60)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(read(first, [1], after=1)))
-    first.write_many([], passed=1)
-    second.write_many([rows(0, [1], 1)], passed=0)
-    thread.start()
-    thread.join(0.05)
-    assert found == []
-    second.write_many([rows(0, [1], 2)], passed=1)
-    thread.join(60)
-    assert found == [[2.0]]
-
-
-def test_a_read_that_waits_too_long_names_who_is_behind():
-    views = shared_views(MemoryStore(TABLES), 3, deadline_s=0)
+def test_a_read_that_comes_too_early_is_refused_and_names_who_is_behind():
+    views = shared_views(MemoryStore(TABLES), 3)
     views[1].write_many([], passed=7)
     views[2].write_many([], passed=6)
-    with pytest.raises(DeadlineError, match=r"trainer 1 .* after iteration 7; .*: trainer 0 \(-1\), trainer 2 \(6\)"):
+    with pytest.raises(StoreError, match=r"trainer 1 .* iteration 7, .*: trainer 0 \(-1\), trainer 2 \(6\)"):
         read(views[1], [1], after=7)
-
-
-def test_closing_a_view_ends_its_wait():
-    view, _ = shared_views(MemoryStore(TABLES), 2, deadline_s=60)
-    caught = []
-
-    def wait():
-        with pytest.raises(StoreError, match="trainer 0's view of the store is closed"):
-            read(view, [1], after=0)
-        caught.append(True)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    view.close()
-    thread.join(60)
-    assert caught == [True]
 
 
 def test_the_store_is_closed_with_the_last_view():
@@ -150,7 +121,8 @@ def test_a_store_for_no_trainers_is_refused():
 def test_threads_that_write_and_read_at_once_lose_nothing(kind, tmp_path: Path):
     """Each trainer writes its own rows of two tables, and waits for its neighbour's of the same iteration."""
     trainers, iterations, count = 3, 40, 300
-    views = shared_views(MAKERS[kind](tmp_path), trainers, deadline_s=60)
+    drivers = [Threads(60) for _ in range(trainers)]
+    views = shared_views(MAKERS[kind](tmp_path), trainers, [driver.notify for driver in drivers])
     failures = []
 
     def train(rank):
@@ -160,6 +132,7 @@ def test_threads_that_write_and_read_at_once_lose_nothing(kind, tmp_path: Path):
             for x in range(iterations):
                 half = slice(x % 2, None, 2)
                 views[rank].write_many([rows(table, mine[half], x + 1 + table) for table in (0, 1)], passed=x)
+                drivers[rank].wait(Wait("the neighbour", lambda x=x: views[rank].reached(x)))
                 found = read(views[rank], other[half], x, table=rank % 2)
                 assert found == [x + 1 + rank % 2] * len(found), (rank, x)
                 turn.wait(60)
@@ -183,7 +156,7 @@ def test_threads_that_write_and_read_at_once_lose_nothing(kind, tmp_path: Path):
 
 
 NAMES = ["a", "b"]
-FACTS = Facts(tables=tuple(TableEntry(name=name, rows=None, dims=(2,), width=2, optimizer="sgd") for name in NAMES))
+FACTS = RunFacts(tables=tuple(TableEntry(name=name, rows=None, dims=(2,), width=2, optimizer="sgd") for name in NAMES))
 
 
 def test_trainer_0_marks_saves_and_restores_for_all(tmp_path: Path):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.manifest import Facts
+from bagpipe.checkpoint.disk import Disk
+from bagpipe.checkpoint.manifest import RunFacts
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpoint.tree import pack_tree, unpack_tree
+from bagpipe.checkpoint.tree import unpack_tree
 from bagpipe.errors import CheckpointError, DeadlineError, StoreError, WireError
 from bagpipe.trainer.background import Background
 from bagpipe.trainer.checkpointer import Checkpointer, Periods, Schedule, resumed_states
-from bagpipe.trainer.state import copied, generator_states, set_generator_states
+from bagpipe.trainer.state import Copies, generator_states, set_generator_states
+from harness.checkpointed import pack_tree
 
-FACTS = Facts(tables=())
+FACTS = RunFacts(tables=())
 
 
 class Loop:
@@ -83,7 +86,7 @@ def iterate(checkpointer, loop, iterations):
 
 def made(path, log, periods, *, attach=True, store=None, trainers=1, checkpoints=None, **options):
     """A checkpointer, with what it saves to."""
-    facts = Facts(tables=(), trainers=trainers)
+    facts = RunFacts(tables=(), trainers=trainers)
     store = Store(log) if store is None else store
     checkpoints = Checkpoints(path, keep=100, token="0000000a") if checkpoints is None else checkpoints
     checkpointer = Checkpointer(store, checkpoints, facts, periods, **{"threads": False} | options)
@@ -156,7 +159,7 @@ def test_a_failure_beside_training_is_raised_at_the_next_iteration_and_once(tmp_
     checkpointer = made(tmp_path, [], Periods(checkpoints=2), store=Store([], "save"), threads=True)
     loop = Loop([])
     iterate(checkpointer, loop, 2)
-    checkpointer._writing._thread.join()
+    assert checkpointer._writing._worker.is_over(30)
     loop.done += 1
     with pytest.raises(CheckpointError, match="StoreError: no save; the one before is still there"):
         checkpointer.between_iterations(loop)
@@ -252,7 +255,7 @@ def test_scalers_and_schedulers_of_all_kinds_are_restored(tmp_path):
     checkpointer.restore(Loop([]))
     checkpointer.attach(after)
     for name, thing in before.items():
-        assert pack_tree(copied(thing.state_dict())) == pack_tree(copied(after[name].state_dict())), name
+        assert pack_tree(thing.state_dict()) == pack_tree(after[name].state_dict()), name
 
 
 def test_a_trainer_that_is_new_continues_as_the_first_one_but_with_generators_of_its_own(tmp_path):
@@ -331,11 +334,11 @@ def test_a_state_that_lacks_something_is_refused_before_anything_changes(tmp_pat
     tree.pop(part)
     blobs[name] = pack_tree(tree if value is ... else tree | {part: value})
     loop = Loop([], rank=1)
-    before = pack_tree(copied(loop.model.state_dict()))
+    before = pack_tree(loop.model.state_dict())
     point = with_states(tmp_path / "b", 5, blobs)
     with pytest.raises(CheckpointError, match=r": use another checkpoint|: build the model that was trained"):
         made(tmp_path / "b", [], Periods(), rank=1, resume=point).restore(loop)
-    assert pack_tree(copied(loop.model.state_dict())) == before
+    assert pack_tree(loop.model.state_dict()) == before
     assert loop.went_on is None
 
 
@@ -396,13 +399,186 @@ def test_all_trainers_save_where_the_first_one_says(tmp_path):
 
 def test_a_copy_shares_nothing_with_what_it_was_made_from():
     tensor, inner = torch.ones(2, requires_grad=True), {"a": [1, (2.5, None)]}
-    copy = copied({"t": tensor, "x": inner})
+    copy = Copies().copied({"t": tensor, "x": inner})
     inner["a"].append(3)
     with torch.no_grad():
         tensor += 1
     assert copy["x"] == {"a": [1, (2.5, None)]}
     assert copy["t"].tolist() == [1, 1]
     assert not copy["t"].requires_grad
+
+
+class Counts:
+    """Attached: something of each kind, as many as there were iterations, so that shapes change too."""
+
+    def __init__(self):
+        self.array, self.plain, self.same = np.zeros(3), {"seen": [0]}, torch.zeros(5)
+
+    def state_dict(self):
+        return {
+            "array": self.array, "plain": self.plain, "same": self.same, "growing": torch.full(self.array.shape, 2.0),
+            "number": torch.tensor(float(self.plain["seen"][0])), "nothing": torch.zeros(0, 2),
+        }  # fmt: skip
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+class HeldDisk(Disk):
+    """A file of a trainer is begun when it may be, one at a time; `failing` ones fail then."""
+
+    def __init__(self):
+        self.may_write, self.failing = threading.Semaphore(0), False
+
+    def create(self, path):
+        if path.name.startswith("trainer-"):
+            assert self.may_write.acquire(timeout=30)
+            if self.failing:
+                raise OSError(5, "the disk is broken")
+        return super().create(path)
+
+
+class Changing(Loop):
+    """Every tensor of it tells after how many iterations it was saved."""
+
+    def __init__(self, log, rank=0):
+        super().__init__(log, rank)
+        self.model = nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        self.counts = Counts()
+        for value in self.model.parameters():
+            self.optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
+
+    def iterate(self):
+        """All is changed in place, where it was."""
+        self.done += 1
+        done, counts = self.done, self.counts
+        with torch.no_grad():
+            moments = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+            for value in (*self.model.parameters(), *self.model.buffers(), *moments, counts.same):
+                value.fill_(done)
+        counts.plain["seen"][0] = done
+        counts.array = np.full(done % 3 + 2, float(done))
+        self.optimizer.param_groups[0]["lr"] = float(done)
+
+    @staticmethod
+    def check(tree, done):
+        """This is the state after so many iterations, in all that it has."""
+        count = tree["attached"]["counts"]["state"]
+        dense = tree["attached"]["dense"]["state"]
+        moments = [state["momentum_buffer"] for state in dense["state"].values()]
+        assert len(moments) == 4
+        for value in (*tree["parameters"].values(), *tree["buffers"].values(), *moments, count["same"]):
+            assert (value == done).all()
+        assert count["array"].tolist() == [done] * (done % 3 + 2)
+        assert count["growing"].tolist() == [2.0] * (done % 3 + 2)
+        assert (count["plain"], count["number"].item(), count["nothing"].shape) == ({"seen": [done]}, done, (0, 2))
+        assert dense["param_groups"][0]["lr"] == done
+        assert tree["loop"]["optimizer"] == {"updates": done}
+
+
+def held(path, rank=0, trainers=1, **options):
+    """A checkpointer after every iteration, its loop, and the disk that holds it up."""
+    disk, loop = HeldDisk(), Changing([], rank)
+    checkpoints = Checkpoints(path, keep=100, token="0000000a", disk=disk)
+    periods = Periods(checkpoints=1)
+    checkpointer = made(
+        path, [], periods, attach=False, checkpoints=checkpoints, rank=rank, trainers=trainers, threads=True, **options
+    )
+    checkpointer.attach({"dense": loop.optimizer, "counts": loop.counts})
+    checkpointer.between_iterations(loop)
+    return checkpointer, loop, disk
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_written_is_the_state_of_its_mark_however_long_that_takes(tmp_path, monkeypatch, rank):
+    """Copies lie in the same memory at every mark: the next one must wait until the files of this one are written."""
+    checkpointer, loop, disk = held(tmp_path, rank, rank + 1, round_s=0.01)
+    written, monkeypatched = [], Checkpoints.write_state
+
+    def note(checkpoints, done, name, *parts):
+        monkeypatched(checkpoints, done, name, *parts)
+        written.append((done, unpack_tree(b"".join(parts))))
+
+    monkeypatch.setattr(Checkpoints, "write_state", note)
+    for done in range(1, 6):
+        loop.iterate()
+        if done > 1:  # only in the next mark may the one before be written, after all that it was copied from changed
+            release = threading.Timer(0.03, disk.may_write.release)
+            release.start()
+        checkpointer.between_iterations(loop)
+    loop.iterate()
+    disk.may_write.release()
+    with checkpointer.ending(loop):
+        pass
+    if rank == 0:
+        written = [
+            (done, resumed_states(ResumePoint.of(Checkpoints(tmp_path).open(done)), 0)[0]) for done in range(1, 6)
+        ]
+    assert [done for done, _ in written] == [1, 2, 3, 4, 5]
+    for done, tree in written:
+        if rank == 0:
+            Changing.check(tree, done)
+        else:
+            assert all((value == done).all() for value in tree["buffers"].values())
+
+
+def test_a_write_that_fails_leaves_earlier_and_later_checkpoints_as_they_are(tmp_path):
+    checkpointer, loop, disk = held(tmp_path, round_s=0.01)
+    for done in range(1, 7):
+        disk.failing = done in (2, 3, 5)
+        disk.may_write.release()
+        loop.iterate()
+        checkpointer.between_iterations(loop)
+        if disk.failing:
+            with pytest.raises(CheckpointError, match="check the disk"):
+                checkpointer._writing.wait()
+        else:
+            checkpointer._writing.wait()
+    loop.iterate()
+    checkpointer._end_writing()
+    assert Checkpoints(tmp_path).numbers() == [1, 4, 6]
+    for done in (1, 4, 6):
+        Changing.check(resumed_states(ResumePoint.of(Checkpoints(tmp_path).open(done)), 0)[0], done)
+
+
+def test_copies_are_made_in_the_same_memory_again_and_what_is_not_needed_is_given_back():
+    copies, random = Copies(), np.random.default_rng(0)
+    tensor = torch.ones(4, 3)
+    kinds = [
+        lambda n: torch.full((n,), float(n)), lambda n: torch.arange(6 * n).reshape(2, 3 * n).T,
+        lambda n: torch.full((n, 2), n, dtype=torch.bfloat16), lambda n: torch.tensor(n),
+        lambda n: torch.zeros(0, n), lambda n: np.full((2, n), n), lambda n: np.array(n), lambda n: np.float32(n),
+        lambda n: np.arange(8.0 * n).reshape(4, -1)[::2, ::2], lambda n: torch.nn.Parameter(torch.full((2, n), 7.0)),
+        lambda _: tensor, lambda n: torch.tensor([True, False] * n), lambda n: "text" * n,
+    ]  # fmt: skip
+    for _ in range(50):
+        chosen = [(kind, int(random.integers(1, 5))) for kind in random.choice(kinds, 18)]
+        tree = {number: [kind(size), (kind(size),)] for number, (kind, size) in enumerate(chosen)}
+        before = pack_tree(tree)
+        copies.begin()
+        copy = copies.copied(tree)
+        assert pack_tree(copy) == before
+        values = [value for one, (other,) in copy.values() for value in (one, other)]
+        used = places(values)
+        assert len(set(used)) == len(used)
+        kept = sum(map(len, copies._used.values()))
+        assert kept == sum(isinstance(value, torch.Tensor | np.ndarray) for value in values)
+        tensor += 1
+    copies.begin()
+    again = [value for one, (other,) in copies.copied(tree).values() for value in (one, other)]
+    assert sorted(places(again)) == sorted(used)
+
+
+def places(values):
+    """Where in memory these are."""
+    found = [value.data_ptr() for value in values if isinstance(value, torch.Tensor) and value.numel()]
+    return found + [value.ctypes.data for value in values if isinstance(value, np.ndarray)]
+
+
+def test_sparse_tensors_are_refused_by_name_when_they_are_packed():
+    with pytest.raises(CheckpointError, match=r"\['x'\] is a torch.sparse_coo tensor"):
+        pack_tree(Copies().copied({"x": torch.eye(2).to_sparse()}))
 
 
 def test_generators_survive_being_packed():
@@ -424,6 +600,24 @@ def test_work_beside_training_is_done_one_piece_after_the_other():
     background.wait()
     assert done == ["slow", "quick"]
     background.wait()
+    background.close()
+    assert not named("bagpipe-test")
+
+
+def test_the_thread_of_work_ends_with_whoever_holds_it():
+    background = Background("bagpipe-test")
+    background.start("nothing", lambda: None)
+    background.wait()
+    assert len(named("bagpipe-test")) == 1
+    (thread,) = named("bagpipe-test")
+    del background
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def named(name):
+    return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 def test_work_that_hangs_is_named_when_its_time_is_over():
@@ -431,8 +625,8 @@ def test_work_that_hangs_is_named_when_its_time_is_over():
     background.start("the checkpoint of iteration 7", end.wait)
     with pytest.raises(DeadlineError, match=r"the checkpoint of iteration 7 made no progress for 0\.02 s"):
         background.wait()
+    (thread,) = named("bagpipe-test")
+    background.close()
     end.set()
-    until = time.monotonic() + 10
-    while threading.active_count() > 1 and any(t.name == "bagpipe-test" for t in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    thread.join(10)
+    assert not thread.is_alive()

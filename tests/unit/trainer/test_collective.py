@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bagpipe.errors import ConsistencyError, DeadlineError, PipelineError, StoreError
 from bagpipe.trainer.collective import memory_groups, sum_in_rank_order
 from bagpipe.trainer.stages import Threads, Wait
+from harness.collectives import strict_groups
 from harness.examples import examples
 from harness.explorer import Seeded
 
@@ -85,7 +86,7 @@ def test_bits_travel_as_they_are():
 
 
 def test_what_is_to_be_received_can_not_be_read_before_it_was_waited_for():
-    groups = memory_groups(2)
+    groups = strict_groups(2)
     received = torch.zeros(3)
     groups[1].exchange([torch.ones(3), torch.ones(0)], [torch.empty(0)] * 2, "x")
     pending = groups[0].exchange([torch.ones(0)] * 2, [torch.empty(0), received], "x")
@@ -96,7 +97,7 @@ def test_what_is_to_be_received_can_not_be_read_before_it_was_waited_for():
 
 
 def test_a_buffer_that_changes_while_it_is_sent_is_found():
-    group = memory_groups(1)[0]
+    group = strict_groups(1)[0]
     sent = torch.ones(2)
     pending = group.exchange([sent], [torch.empty(2)], "the vectors")
     sent[0] = 5

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagpipe.trainer.exact_sum import Bins
+from bagpipe.trainer.row_sync import ExactSum
 from harness.examples import examples
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -21,11 +21,11 @@ def total(*parts):
     """What several trainers find together."""
     packed = []
     for part in parts:
-        bins = Bins()
+        bins = ExactSum()
         for block in part:
             bins.add_squares(np.array(block, np.float32))
         packed.append(bins.packed())
-    return Bins.total(packed)
+    return ExactSum.total(packed)
 
 
 @examples(80)

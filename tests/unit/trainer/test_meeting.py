@@ -80,8 +80,8 @@ def test_a_reason_is_left_once_and_found_by_others(point):
     first.tell("another")
     reasons = second.reasons()
     assert list(reasons) == [0]
-    assert reasons[0].startswith("ValueError: äää")
-    assert len(reasons[0].encode()) <= 2000
+    assert reasons[0].text.startswith("ValueError: äää")
+    assert len(reasons[0].text.encode()) <= 2000
     second.close()
     assert second.reasons() == {}
     second.tell("too late")

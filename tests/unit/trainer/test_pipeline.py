@@ -17,8 +17,7 @@ from bagpipe.layout import RowLayout
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.store import MemoryStore
-from bagpipe.trainer.fetching import READERS, Fetching
-from bagpipe.trainer.pipeline import Pipeline
+from bagpipe.trainer.pipeline import READERS, Pipeline
 from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
 from harness.explorer import WRITES_BACK, Seeded
@@ -117,7 +116,7 @@ def test_large_fetches_and_write_backs_come_in_blocks_of_bounded_size(policy, mo
     monkeypatch.setattr(MemoryStore, "read_many", reading)
     monkeypatch.setattr(MemoryStore, "write_many", writing)
     for staged in (1, 2, 3, 4):
-        monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", staged)
+        monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", staged)
         reads.clear()
         writes.clear()
         for seed in range(5):
@@ -130,7 +129,7 @@ def test_large_fetches_and_write_backs_come_in_blocks_of_bounded_size(policy, mo
 
 
 def test_victims_of_a_plan_leave_block_by_block_as_the_store_takes_them(monkeypatch):
-    monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 2)
+    monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", 2)
     left = []
     copy_out = Pipeline._copy_out
 
@@ -157,14 +156,14 @@ def test_victims_of_a_plan_leave_block_by_block_as_the_store_takes_them(monkeypa
 
 def test_rows_are_read_while_the_victims_of_their_plan_are_still_in_use(monkeypatch):
     early = 0
-    read = Fetching.read
+    read = Pipeline._read
 
-    def noting(fetching, plan, parts, after):
+    def noting(pipeline, plan, parts, after):
         nonlocal early
-        early += fetching._points.updated < plan.victims.evict_after
-        return read(fetching, plan, parts, after)
+        early += pipeline.points.updated < plan.victims.evict_after
+        return read(pipeline, plan, parts, after)
 
-    monkeypatch.setattr(Fetching, "read", noting)
+    monkeypatch.setattr(Pipeline, "_read", noting)
     for seed in range(10):
         run(seed, "lfu")
     assert early > 0
@@ -172,17 +171,17 @@ def test_rows_are_read_while_the_victims_of_their_plan_are_still_in_use(monkeypa
 
 def test_rows_that_the_store_has_are_read_while_others_of_their_plan_are_still_to_be_written(monkeypatch):
     early = dict.fromkeys(("lookahead", "lru", "nocache"), 0)
-    read = Fetching.read
+    read = Pipeline._read
 
-    def noting(fetching, plan, parts, after):
+    def noting(pipeline, plan, parts, after):
         asked = np.concatenate([ids for _, ids, _, _ in parts]) if parts else []
         waits = plan.fetch.after[np.isin(plan.fetch.ids, asked)]
         assert (waits <= after).all()
-        assert fetching._points.acknowledged >= after
+        assert pipeline.points.acknowledged >= after
         early[policy] += len(waits) < len(plan.fetch)
-        return read(fetching, plan, parts, after)
+        return read(pipeline, plan, parts, after)
 
-    monkeypatch.setattr(Fetching, "read", noting)
+    monkeypatch.setattr(Pipeline, "_read", noting)
     for policy in early:
         for seed in range(10):
             found, expected = run(seed, policy)
@@ -268,23 +267,23 @@ def test_the_rows_of_two_plans_are_read_at_once_and_trained_in_order():
 def test_no_plan_is_read_before_the_rows_of_the_one_that_its_reader_had_are_in_their_slots(monkeypatch):
     """I5: what is on its way is bounded, however slow the insertions are."""
     under_way = most = 0
-    read = Fetching.read
+    read = Pipeline._read
 
     def gone(num_rows):
         nonlocal under_way
         under_way -= num_rows
 
-    def reading(fetching, plan, parts, after):
+    def reading(pipeline, plan, parts, after):
         nonlocal under_way, most
-        fetched = read(fetching, plan, parts, after)
+        fetched = read(pipeline, plan, parts, after)
         for rows, slots in fetched:
             under_way += len(slots)
             weakref.finalize(rows.values, gone, len(slots))
         most = max(most, under_way)
         return fetched
 
-    monkeypatch.setattr(Fetching, "read", reading)
-    monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 2 * READERS)
+    monkeypatch.setattr(Pipeline, "_read", reading)
+    monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", 2 * READERS)
     for seed in range(20):
         run(seed, "lookahead")
     assert under_way == 0

@@ -27,7 +27,7 @@ def test_large_write_backs_come_in_blocks_of_bounded_size(design, policy, seed, 
         write_many(view, parts, passed)
 
     monkeypatch.setattr(StoreView, "write_many", noting)
-    monkeypatch.setattr("bagpipe.trainer.staging.STAGED_ROWS", 4)
+    monkeypatch.setattr("bagpipe.trainer.pipeline.STAGED_ROWS", 4)
     world = World(BATCHES, trainers=3)
     schedule, loop = SCHEDULES[seed], train_with_events(BARRIERS)
     found = run(world, seed, 2.0, schedule, loop, design=design, cache=60, policy=policy)

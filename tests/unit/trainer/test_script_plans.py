@@ -103,7 +103,7 @@ def test_each_trainer_gets_its_part_of_every_batch():
     assert [plan.iteration for plan, _ in first] == [plan.iteration for plan, _ in second] == list(range(5))
     for (_, (own,)), (_, (others,)), batch in zip(first, second, make_batches(), strict=True):
         assert torch.equal(torch.cat([own.batch["y"], others.batch["y"]]), batch["y"])
-        assert torch.equal(torch.cat([own.batch["user"].ids(), others.batch["user"].ids()]), batch["user"])
+        assert torch.equal(torch.cat([own.batch["user"], others.batch["user"]]), batch["user"])
 
 
 def test_a_trainer_that_asks_after_the_first_one_has_left_is_told_so():

@@ -86,7 +86,7 @@ def test_work_may_take_longer_than_its_deadline_while_it_moves_on(monkeypatch, m
         with pytest.raises(DeadlineError, match=r"the checkpoint of iteration 7 made no progress for 150 s"):
             background.wait()
         end.set()
-        background._thread.join(30)
+        background._worker.is_over(30)
     background.wait()
     assert clock.looks >= 5 if moves else clock.looks == 3
 
@@ -98,5 +98,5 @@ def test_a_disk_that_hangs_at_a_look_holds_nobody_up():
     with pytest.raises(DeadlineError, match=r"the checkpoint of iteration 7 made no progress for 0\.02 s"):
         background.wait()
     end.set()
-    background._thread.join(30)
+    background._worker.is_over(30)
     background.wait()

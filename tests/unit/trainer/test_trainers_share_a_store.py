@@ -64,11 +64,11 @@ def train(part, view, driver):
     return pipeline.traffic.iterations
 
 
-def run(seed, drivers, run_loops, deadline_s):
+def run(seed, drivers, run_loops):
     """How often each row was used, and how often the store says."""
     uses = uses_of(seed)
     store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
-    views = shared_views(store, TRAINERS, [driver.notify for driver in drivers], deadline_s)
+    views = shared_views(store, TRAINERS, [driver.notify for driver in drivers])
     parts = fan_out(plans(uses), TRAINERS)
     with views[0], views[1], views[2]:
         trained = run_loops([lambda given=given: train(*given) for given in zip(parts, views, drivers, strict=True)])
@@ -80,7 +80,7 @@ def run(seed, drivers, run_loops, deadline_s):
 
 def run_seeded(seed):
     together = Together(seed, eagerness=(0.0, 0.5, 3.0)[seed % 3], last=LASTS[seed // 3 % len(LASTS)])
-    return run(seed, [together.driver(rank) for rank in range(TRAINERS)], together.run, 0)
+    return run(seed, [together.driver(rank) for rank in range(TRAINERS)], together.run)
 
 
 def test_every_use_is_counted_under_any_schedule():
@@ -91,7 +91,7 @@ def test_every_use_is_counted_under_any_schedule():
 
 def test_every_use_is_counted_in_threads():
     for seed in range(20):
-        found, expected = run(seed, [Threads(60) for _ in range(TRAINERS)], run_threads, 60)
+        found, expected = run(seed, [Threads(60) for _ in range(TRAINERS)], run_threads)
         assert found == expected, seed
 
 
@@ -99,9 +99,11 @@ def test_every_use_is_counted_in_threads():
     "reached",
     [
         pytest.param(lambda view, after: True, id="nobody is waited for"),
-        pytest.param(lambda view, after: view._shared.reached >= after - 1, id="one iteration too early"),
-        pytest.param(lambda view, after: sorted(view._shared._passed)[1] >= after, id="the slowest is left out"),
-        pytest.param(lambda view, after: view._shared._passed[view._trainer] >= after, id="only itself"),
+        pytest.param(lambda view, after: view._watermark.reached >= after - 1, id="one iteration too early"),
+        pytest.param(
+            lambda view, after: sorted(view._watermark._passed.values())[1] >= after, id="the slowest is left out"
+        ),
+        pytest.param(lambda view, after: view._watermark._passed[view._trainer] >= after, id="only itself"),
     ],
 )
 def test_a_read_before_everyone_has_passed_is_found(monkeypatch, reached):
@@ -153,7 +155,7 @@ def test_a_trainer_that_fails_ends_all_in_threads():
                 driver.abort(error)
 
         with pytest.raises(StoreError, match="the disk of trainer 1 is full"):
-            run(seed, drivers, lambda loops, abort=abort: run_threads(loops, 60, abort), 60)
+            run(seed, drivers, lambda loops, abort=abort: run_threads(loops, 60, abort))
         for driver in drivers:
             with pytest.raises(BagpipeError, match="trainer 1 is full"):
                 driver.join()

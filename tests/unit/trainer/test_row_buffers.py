@@ -12,7 +12,7 @@ from bagpipe.initial import Constant
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Routes
-from bagpipe.trainer.packing import Packing
+from bagpipe.trainer.row_sync import RowBuffers
 from bagpipe.types import Table
 
 DIMS = (3, 2, 5)
@@ -30,7 +30,7 @@ def make():
     random = np.random.default_rng(0)
     for data in cache.data:
         data.copy_(torch.from_numpy(random.standard_normal(tuple(data.shape)).astype(np.float32)))
-    return Packing(layouts, cache), cache
+    return RowBuffers(layouts, cache), cache
 
 
 def lists(*of_ranks):

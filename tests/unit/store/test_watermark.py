@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from bagpipe.server.watermark import Parked, Watermark
-from bagpipe.wire.messages import Waiting
+from bagpipe.store.watermark import Parked, Watermark
 
 
-def parked(after: int, until: float = 1e9) -> Parked:
-    return Parked(after, until, lambda: None, lambda _: None)
+def parked(after: int, until: float = 1e9, told=None) -> Parked:
+    return Parked(after, until, lambda: None, lambda behind: None if told is None else told.append(behind))
 
 
 def test_a_read_goes_on_exactly_when_the_last_trainer_has_passed() -> None:
@@ -44,17 +43,21 @@ def test_one_read_too_many_is_told_whom_it_waits_for() -> None:
     watermark.advance(2, 3)
     assert watermark.admit(parked(4)) is False
     assert watermark.admit(parked(4)) is False
-    assert watermark.admit(parked(4)) == Waiting([0, 2], [-1, 3])
-    assert watermark.num_parked == 2
+    told = []
+    assert watermark.admit(parked(4, told=told)) is False
+    assert (told, watermark.num_parked) == ([{0: -1, 2: 3}], 2)
 
 
 def test_reads_that_have_waited_long_are_sent_away() -> None:
     watermark = Watermark(2, parked_max=5)
-    early, late = parked(1, until=10.0), parked(1, until=20.0)
+    told = []
+    early, late = parked(1, until=10.0, told=told), parked(1, until=20.0, told=told)
     watermark.admit(early)
     watermark.admit(late)
-    assert watermark.expire(9.9) == []
-    assert watermark.expire(10.0) == [(early, Waiting([0, 1], [-1, -1]))]
+    watermark.expire(9.9)
+    assert (told, watermark.num_parked) == ([], 2)
+    watermark.expire(10.0)
+    assert (told, watermark.num_parked) == ([{0: -1, 1: -1}], 1)
     assert watermark.advance(0, 1) == []
     assert watermark.advance(1, 1) == [late]
 
@@ -63,10 +66,18 @@ def test_trainers_that_stay_keep_what_they_have_passed() -> None:
     watermark = Watermark(2, parked_max=5)
     watermark.advance(0, 7)
     watermark.advance(1, 4)
-    read = parked(6)
-    watermark.admit(read)
-    assert watermark.keep_for(1) == [read]
-    assert watermark.reached == 7
+    told = []
+    watermark.admit(parked(6, told=told))
+    watermark.keep_for(1)
+    assert (told, watermark.reached, watermark.num_parked) == ([{}], 7, 0)
     assert watermark.advance(1, 9) == []  # it is gone
-    assert watermark.keep_for(2) == []
+    watermark.keep_for(2)
     assert watermark.reached == -1
+
+
+def test_when_iterations_are_counted_anew_who_waits_is_to_ask_again() -> None:
+    watermark, told = Watermark(2, parked_max=5), []
+    watermark.advance(0, 7)
+    watermark.admit(parked(6, told=told))
+    watermark.begin_anew()
+    assert (told, watermark.reached, watermark.num_parked) == ([{}], -1, 0)

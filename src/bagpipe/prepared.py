@@ -1,0 +1,885 @@
+"""`bagpipe.prepare`: a model, its optimizer and its loader in, the same three out, the embedding tables out of the way.
+
+The optimizer stays the object that the user built, with a class whose `step` updates dense parameters and rows, both or
+neither. The loader is iterated once an epoch, and again; its batches are the user's own. Everything that can't be done
+exactly is refused, by name, before the model is touched or before anything moves (I1, I8).
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import itertools
+import random
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from bagpipe import optim
+from bagpipe.api import PlanChoice, Training
+from bagpipe.arrays import Int64s
+from bagpipe.embedding import ROWS_PER_BLOCK, WEIGHT_BYTES_MAX, CachedLayer, RowReader
+from bagpipe.errors import BatchError, ConfigError, GradientError, ModelError
+from bagpipe.initial import Initial
+from bagpipe.layers import FeatureMap
+from bagpipe.opening import OpenStore
+from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
+from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, kind_of, translate
+from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.interrupt import uninterrupted
+from bagpipe.trainer.pipeline import DEPTH
+from bagpipe.trainer.reading import Positioned
+from bagpipe.types import Table
+
+Model = TypeVar("Model", bound=nn.Module)
+Optimizers = TypeVar("Optimizers", bound="torch.optim.Optimizer | Sequence[torch.optim.Optimizer]")
+DRAWS = (
+    "the loader draws from torch's global random generator while it reads a batch, and it is read ahead of training: "
+    "if the model draws from it too, as dropout does, both see other numbers than in plain training. Let the data be "
+    "read by a process of its own (num_workers=1), or draw from a torch.Generator of its own"
+)
+EXIT_DEADLINE_S = 10.0
+"""For what is under way when the interpreter exits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The rows on the device, and what is known of their future."""
+
+    size: int | str = "1GB"
+    """A number of rows, bytes such as "2GB", optimizer state included, or a share of all rows such as "1.5%"."""
+    lookahead: int | Literal["auto"] = "auto"
+    """How many batches the oracle reads ahead, the current one included: a row whose next use is among them stays.
+    "auto" reads as far as fills the cache, and lets rows go only when their place is needed."""
+    policy: str = "lookahead"
+    """What is kept; docs/policies.md tells which to choose."""
+    options: PolicyOptions | Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    """Settings of the policy, such as {"sample": 32}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """All rows in files without names, which end with the process: what outlives it is in checkpoints and exports."""
+
+    path: str | Path | None = None
+    """A directory; None: that of temporary files."""
+    memory: str | None = None
+    """How much of them the operating system may keep in memory, such as "4GB"; 1 GiB unless given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is rarely set."""
+
+    device: torch.device | str | None = None
+    """Where the cache is; by default where the model's other parameters are."""
+    seed: int = 0
+    """Fixes the first values of tables on the meta device."""
+    initial: Callable[[Table], Initial] | None = None
+    """Makes them; by default N(0, 1), as PyTorch."""
+    keep: Collection[str] = ()
+    """Layers to leave as they are."""
+    threads: int | None = None
+    """For kernels; as torch uses by default."""
+    depth: int = DEPTH
+    """How many plans may be ready before they are trained."""
+    check: bool = False
+    """Follow every row and stop at the first wrong value; slow."""
+
+
+def prepare(
+    model: Model,
+    optimizer: Optimizers,
+    loader: Iterable[Any],
+    *,
+    rows: optim.RowOptimizer | optim.PerTable | None = None,
+    cache: int | str | Cache = "1GB",
+    store: str | Path | Files | OpenStore = "memory",
+    features: FeatureMap | Sequence[Table] | None = None,
+    accumulate: int = 1,
+    options: Options | None = None,
+) -> tuple[Model, Optimizers, PreparedLoader]:
+    """Move the embedding tables of a model out of the way; train as before, with exactly the same result.
+
+    The model and the optimizer come back as the objects that they are; iterate over the loader that comes back. Its
+    batches are those of the loader that was given, and their rows are on the device. `optimizer.step()` updates dense
+    parameters and rows. To evaluate, call the model under `torch.no_grad()` with any batch.
+
+    Args:
+        model: Has `nn.EmbeddingBag` or `nn.Embedding` layers; those on the meta device take no memory.
+        optimizer: One of torch's, or a list, built from the model's parameters before. The update of embedding weights
+            is translated where it moves no row that a batch does not name: SGD, Adagrad and SparseAdam, without
+            momentum and weight decay.
+        loader: Yields batches of any shape (dicts, tuples, dataclasses, KeyedJaggedTensors), each in tensors of its
+            own; it is read ahead, by another thread.
+        rows: One of `bagpipe.optim` for the embedding rows instead, which has the last param group: rowwise Adagrad,
+            lazy Adam, or a `PerTable`.
+        cache: Its size on the device: a number of rows, bytes such as "2GB", or a share of all rows such as "1.5%"; or
+            a `bagpipe.Cache`.
+        store: Where all rows live: "memory", a directory for files or a `bagpipe.Files`, or a function that opens a
+            `bagpipe.store.Store` for the layouts of rows that it is given.
+        features: Which layer or layers each feature feeds, where names do not tell, as a mapping; or names and sizes of
+            the data's tables.
+        accumulate: Batches an iteration: `optimizer.step()` follows every so many, and the last.
+        options: What is rarely set: a `bagpipe.Options`.
+    """
+    options = options or Options()
+    cache = cache if isinstance(cache, Cache) else Cache(cache)
+    files = store if isinstance(store, Files) else None
+    place: str | Path | OpenStore = store if not isinstance(store, Files) else store.path or "mapped"
+    given: Any = optimizer
+    optimizers: list[torch.optim.Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
+    _refuse_optimizers(optimizers, rows)
+    _refuse_prepared(model)
+    epochs = Epochs(loader)
+    training = Training(
+        model, epochs.first(), PlanChoice(cache.size, cache.lookahead, cache.policy, as_options(cache.options)), place,
+        None if files is None else files.memory, device=options.device, accumulate=accumulate, epochs=1,
+        seed=options.seed, check=options.check, depth=options.depth, threads=options.threads, driver=None,
+    )  # fmt: skip
+    mapping, tables = (features, ()) if features is None or isinstance(features, Mapping) else (None, features)
+    binding = training.bind(mapping, tables, options.keep)
+    parameters = {
+        layer.name: RowParameter(layer.module.weight, layer.name, training.device) for layer in binding.layers
+    }
+    seats = _seats(optimizers, {id(layer.module.weight): layer.name for layer in binding.layers})
+    if rows is None:
+        for layer in binding.layers:
+            seat = seats.get(layer.name)
+            parameters[layer.name].rows = (
+                optim.SGD(0.0) if seat is None else translate(seat.optimizer, seat.group, layer.name)
+            )  # what is in no optimizer has gradients all the same
+        groups = {name: id(seat.group) for name, seat in seats.items()}
+        training.lay_out(OfLayers(parameters, groups), options.initial, frozen=False)
+    else:
+        training.lay_out(rows, options.initial, frozen=False)
+        for layer in binding.layers:
+            parameters[layer.name].rows = training.layouts[layer.table].optimizer
+    prepared = PreparedLoader(training, epochs, parameters, rows is not None)
+    prepared.join(optimizers, seats)
+    return model, optimizer, prepared
+
+
+class Seat(NamedTuple):
+    """Where an optimizer has the weight of an embedding layer."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    place: int
+
+
+def _seats(optimizers: Sequence[torch.optim.Optimizer], weights: Mapping[int, str]) -> dict[str, Seat]:
+    """Where each weight is; ConfigError where that can't be taken over."""
+    seats: dict[str, Seat] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for place, weight in enumerate(group["params"]):
+                if id(weight) not in weights:
+                    continue
+                if any(other.optimizer is not optimizer for other in seats.values()):
+                    raise ConfigError("embedding weights are in two optimizers: put them all into one")
+                if float(optimizer.state.get(weight, {}).get("step", 0)):
+                    raise ConfigError(
+                        f"the weight of layer {weights[id(weight)]!r} was trained by this optimizer already: prepare "
+                        "model and optimizer before training, and load a state by optimizer.load_state_dict() after it"
+                    )
+                seats[weights[id(weight)]] = Seat(optimizer, group, place)
+    return seats
+
+
+def _refuse_optimizers(optimizers: Sequence[object], rows: object) -> None:
+    if not optimizers:
+        raise ConfigError("no optimizer is given: build one from model.parameters() and give it to bagpipe.prepare")
+    if rows is not None and not isinstance(rows, optim.RowOptimizer | optim.PerTable):
+        raise ConfigError(
+            f"rows is a {type(rows).__name__}: give one of bagpipe.optim, such as bagpipe.optim.Adam(0.01)"
+        )
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ConfigError(f"the optimizer is a {type(each).__name__}: give one of torch.optim, or a list of them")
+        if isinstance(each, PreparedOptimizer):
+            raise ConfigError(f"this {kind_of(each).__name__} was prepared already: build a new one for a new model")
+        if isinstance(each, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS makes several passes over a batch within a step, with rows that move in between: use another"
+            )
+        step = vars(each).get("step")
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            raise ConfigError(
+                f"the step of this {type(each).__name__} was replaced by something else: prepare it before that"
+            )
+        if rows is not None and any("initial_lr" in group for group in each.param_groups):
+            raise ConfigError(
+                "rows= adds a param group, and a scheduler has counted those that there are: build schedulers after "
+                "bagpipe.prepare"
+            )
+
+
+def _refuse_prepared(model: object) -> None:
+    for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(part, CachedLayer):
+            raise ModelError(
+                f"layer {name!r} was prepared already: iterate over the loader that bagpipe.prepare gave, as often as "
+                "you like; to train on other data, build the model anew and load its weights"
+            )
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """What the class of a prepared optimizer begins with: its `step` is that of dense parameters and rows."""
+
+    kind: type[torch.optim.Optimizer]
+    dense_step: Callable[[], object]
+    _bagpipe: PreparedLoader
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update dense parameters and rows, both or neither."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._opt_called = True  # by which schedulers know that they come after
+        self._bagpipe.step(self)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of dense parameters and rows."""
+        for parameter in self._bagpipe.parameters_of(self):
+            parameter.zero(set_to_none)
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain PyTorch would have it, with the state of all rows in the place of their weight's."""
+        found = super().state_dict()
+        found["state"] |= {
+            place: self._bagpipe.state_of(parameter)
+            for place, parameter in self._row_places()
+            if parameter.rows.updates or issubclass(self.kind, torch.optim.Adagrad)  # which has one from its beginning
+        }
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """From this, or from plain PyTorch; refused amid an epoch."""
+        states = dict(state_dict["state"])
+        of_rows = [(parameter, states.pop(place)) for place, parameter in self._row_places() if place in states]
+        self._bagpipe.check_states(of_rows)
+        super().load_state_dict({**state_dict, "state": states})
+        for parameter, state in of_rows:
+            self._bagpipe.load_state_of(parameter, state)
+
+    def _row_places(self) -> list[tuple[int, RowParameter]]:
+        places = enumerate(each for group in self.param_groups for each in group["params"])
+        return [(place, each) for place, each in places if isinstance(each, RowParameter)]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelError("a prepared optimizer can't be copied or pickled: keep optimizer.state_dict()")
+
+
+_PREPARED: dict[type[torch.optim.Optimizer], type[PreparedOptimizer]] = {}
+
+
+def _prepared_class(kind: type[torch.optim.Optimizer]) -> type[PreparedOptimizer]:
+    """A class of the same name, whose hooks and profile see one step."""
+    if kind not in _PREPARED:
+        step: Any = torch.optim.Optimizer.profile_hook_step(PreparedOptimizer._step)
+        # torch wraps the step of a class once, and a scheduler that of an instance, unless they see these.
+        step.hooked = step._wrapped_by_lr_sched = True
+        dense_step = getattr(kind.step, "__wrapped__", kind.step)
+        parts = {"step": step, "dense_step": dense_step, "kind": kind, "__module__": kind.__module__}
+        _PREPARED[kind] = type(kind.__name__, (PreparedOptimizer, kind), parts)
+    return _PREPARED[kind]
+
+
+class PreparedLoader:
+    """The loader that was given, once an epoch and again; the rows of each of its batches are on the device.
+
+    `for batch in loader` is one iteration, which ends with its last batch, by `break` or an exception, or when the next
+    one begins: then every row is in the store, and nothing is left running. What goes wrong while it ends is raised
+    by the next use, if nobody is there to be told.
+    """
+
+    def __init__(
+        self, training: Training, epochs: Epochs, parameters: Mapping[str, RowParameter], rows_given: bool
+    ) -> None:
+        self._training, self._epochs, self._parameters, self._rows_given = training, epochs, parameters, rows_given
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._owner: torch.optim.Optimizer | None = None
+        self._settings: dict[str, tuple[Any, ...]] = {}
+        """Of each layer's group, as they were at the last step."""
+        self._error: Exception | None = None
+        self._checked = -1
+        """The iteration whose gradients of all optimizers were found to be finite."""
+        self._loop = training.open()
+        self._lookups = self._loop.lookups
+        self._loop.close()
+        for name, parameter in parameters.items():
+            layer = training.model.get_submodule(name)
+            layer.register_parameter("weight", parameter)
+            parameter.owner = self
+        held = weakref.ref(self)
+        atexit.register(lambda: None if (loader := held()) is None else loader._close_at_exit())
+
+    def join(self, optimizers: list[torch.optim.Optimizer], seats: Mapping[str, Seat]) -> None:
+        """Take over the optimizers; nothing of this can fail."""
+        self._optimizers = optimizers
+        self._owner = next((seat.optimizer for seat in seats.values()), optimizers[0])
+        for name, seat in seats.items():
+            seat.optimizer.state.pop(seat.group["params"][seat.place], None)  # of Adagrad as large as the table
+            seat.group["params"][seat.place] = self._parameters[name]
+        if self._rows_given:
+            for group in self._owner.param_groups:
+                group["params"] = [each for each in group["params"] if not isinstance(each, RowParameter)]
+            of_rows: dict[int, list[RowParameter]] = {}
+            for parameter in self._parameters.values():
+                of_rows.setdefault(id(parameter.rows), []).append(parameter)
+            for several in of_rows.values():
+                self._owner.add_param_group({"params": several, "lr": _rate(several[0].rows)})
+        for optimizer in optimizers:
+            vars(optimizer).pop("step", None)  # of a scheduler, which calls that of the former class
+            optimizer.__class__ = _prepared_class(type(optimizer))
+            cast("PreparedOptimizer", optimizer)._bagpipe = self
+
+    # Iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        self._end_iteration()
+        training = self._training
+        training.read(self._epochs.next())
+        if training.source.empty:
+            return iter(())
+        training.bind_again()
+        self._loop = training.open(earlier=self._loop, lookups=self._lookups)
+        self._checked = -1
+        return self._batches(self._loop, threading.current_thread())
+
+    def __len__(self) -> int:
+        return len(self._epochs.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._epochs.loader, name)  # its dataset, its sampler, its batch_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise  # otherwise the loop's own error says more than what it led to
+
+    def close(self) -> None:
+        """End the iteration: write every row back, stop the background work. The model still evaluates, and the next
+        `for` begins anew."""
+        self._end_iteration()
+
+    def flush(self) -> None:
+        """Return when the store has every update so far; with several trainers all call it."""
+        self._raise_error()
+        self._loop.barrier()
+
+    def stats(self) -> dict[str, Any]:
+        """What the iteration under way, or the last one, has moved so far, and how long training waited for it."""
+        return self._loop.stats()
+
+    @property
+    def loop(self) -> Batches:
+        """The iteration under way, or the last one."""
+        return self._loop
+
+    @property
+    def rank(self) -> int:
+        """Which of the trainers this is, counted from 0."""
+        return self._loop.rank
+
+    @property
+    def trainers(self) -> int:
+        """How many trainers share the batches; 1 but under `bagpipe launch --trainers N`."""
+        return self._loop.trainers
+
+    @property
+    def step_due(self) -> bool:
+        """Whether the current batch is the last of its iteration, so that `optimizer.step()` follows it."""
+        return self._loop.step_due
+
+    def _batches(self, loop: Batches, thread: threading.Thread) -> Iterator[Any]:
+        batches = iter(loop)
+        try:
+            while True:
+                if self._loop is not loop:
+                    raise ModelError(
+                        "another iteration of this loader has begun, which ended this one: use one at a time"
+                    )
+                batch = next(batches, _END)
+                if batch is _END:
+                    return
+                self._epochs.given()
+                yield batch
+                self._after_batch(loop)
+        except GeneratorExit:  # a break, an exception in the body of the loop, or the collector, in any thread
+            if threading.current_thread() is thread:
+                self._after_batch(loop)
+                try:
+                    loop.close()
+                except Exception as error:  # Python would drop it here
+                    self._error = error
+                    self._lookups.reader = cast("RowReader", _Untold(self))
+                self._epochs.broken_off()
+            raise
+
+    def _after_batch(self, loop: Batches) -> None:
+        """Plain PyTorch would go on having the gradients that nobody zeroed."""
+        if loop.is_training and loop.step_due:
+            self._leave_over(self._reached())
+            loop.leave_gradients()
+
+    def _end_iteration(self) -> None:
+        """What was not ended where it could be told is ended now."""
+        under_way = not self._loop.closed
+        try:
+            self._loop.close()
+        finally:
+            if under_way:
+                self._epochs.broken_off()
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _close_at_exit(self) -> None:
+        """A loader may block, and others may wait for us: both as long as this, and no longer."""
+        closing = threading.Thread(target=self._close_quietly, name="bagpipe-exit", daemon=True)
+        closing.start()
+        closing.join(EXIT_DEADLINE_S)
+
+    def _close_quietly(self) -> None:
+        with suppress(Exception):
+            self._loop.close()
+
+    # The step
+
+    def step(self, optimizer: PreparedOptimizer) -> None:
+        """Update the dense parameters of an optimizer, and the rows if they are its own."""
+        self._raise_error()
+        loop, reached = self._loop, self._reached()
+        shared = loop.trainers > 1 and loop.is_training
+        if any(parameter.is_unzeroed for parameter in self.parameters_of(optimizer)):
+            raise ModelError(
+                "gradients of an earlier batch or step were not zeroed: plain PyTorch would use them once more. Call "
+                "optimizer.zero_grad() once for each step; to add up the gradients of several batches, give "
+                "accumulate=N to bagpipe.prepare"
+            )
+        if optimizer is self._owner and (reached or shared):
+            self._check_rows(optimizer)
+            problem = self._problem(optimizer)
+            if not shared and problem is not None:
+                loop.check_gradients()  # rows are named first, as they say more
+            if loop.begin_step(problem):
+                loop.finish_step(lambda: self._step_dense(optimizer, reached))
+                self._leave_over(reached)
+            return
+        problem = self._problem(optimizer)
+        if problem is not None:
+            raise GradientError(problem)
+        with uninterrupted():
+            self._step_dense(optimizer)
+
+    def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[RowParameter]:
+        """The weights of embedding layers that it has."""
+        return list(self._parameters.values()) if optimizer is self._owner else []
+
+    def _check_rows(self, optimizer: torch.optim.Optimizer) -> None:
+        """Everything that can be refused before anything moves, and what the groups say now."""
+        loop = self._loop
+        if not loop.step_due:
+            raise ModelError(
+                "step() before the last batch of this iteration: with accumulate=N it follows every Nth batch and the "
+                "last one, when loader.step_due is true"
+            )
+        if loop.trainers > 1 and loop.is_stepped:
+            raise ModelError("step() twice for one batch: with several trainers call it once, after the backward pass")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, RowParameter):
+                    self._follow(optimizer, group, parameter)
+
+    def _follow(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: RowParameter) -> None:
+        """Let rows be updated by what their group says now: schedulers and users may have changed it."""
+        rows = parameter.rows
+        if self._rows_given:
+            if not callable(rows.lr):
+                rows.lr = float(group["lr"])
+            elif float(group["lr"]) != self._settings.setdefault(parameter.layer, (_rate(rows),))[0]:
+                raise ConfigError(
+                    f"the learning rate of the rows of {parameter.layer!r} follows a schedule, and its param group was "
+                    "set to another: give rows a number, or leave the group alone"
+                )
+            else:
+                group["lr"] = _rate(rows)
+                self._settings[parameter.layer] = (group["lr"],)
+            return
+        now = tuple(
+            float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+        )
+        if self._settings.get(parameter.layer) != now:
+            fresh = translate(optimizer, group, parameter.layer)
+            for name in ("lr", *fresh.settings):
+                setattr(rows, name, getattr(fresh, name))
+            self._settings[parameter.layer] = now
+
+    def _problem(self, optimizer: PreparedOptimizer) -> str | None:
+        """What is wrong with gradients of dense parameters; those of all optimizers are looked at by the first."""
+        iteration = self._loop.done
+        several = [optimizer] if self._checked == iteration else self._optimizers
+        self._checked = iteration
+        for each in several:
+            for group in each.param_groups:
+                for parameter in group["params"]:
+                    if not isinstance(parameter, RowParameter) and not _is_finite(parameter.grad):
+                        return (
+                            f"the gradient of a dense parameter of shape {tuple(parameter.shape)} is not finite; "
+                            "neither dense parameters nor rows were updated: lower the learning rate, clip gradients, "
+                            "or use a torch.amp.GradScaler, which skips such batches"
+                        )
+        return None
+
+    def _step_dense(self, optimizer: PreparedOptimizer, reached: Collection[RowParameter] = ()) -> None:
+        """The step of the optimizer as its author wrote it, which sees no row.
+
+        It would count the step of a weight whose gradient was zeroed in place, and not reached since, too.
+        """
+        counted = {id(parameter.rows) for parameter in reached}
+        for parameter in [] if self._rows_given or self._loop.trainers > 1 else self.parameters_of(optimizer):
+            if parameter.leftover is not None and id(parameter.rows) not in counted:
+                counted.add(id(parameter.rows))
+                parameter.rows.advance()
+        groups = [(group, group["params"]) for group in optimizer.param_groups]
+        try:
+            for group, parameters in groups:
+                group["params"] = [each for each in parameters if not isinstance(each, RowParameter)]
+            with torch.no_grad():
+                optimizer.dense_step()
+        finally:
+            for group, parameters in groups:
+                group["params"] = parameters
+
+    # Gradients of rows
+
+    def _layer(self, parameter: RowParameter) -> CachedLayer:
+        layer = self._training.model.get_submodule(parameter.layer)
+        assert isinstance(layer, CachedLayer)
+        return layer
+
+    def _reached(self) -> list[RowParameter]:
+        """The weights that a backward pass has reached in this iteration."""
+        if not self._loop.is_training:
+            return []
+        layers = [(parameter, self._layer(parameter)) for parameter in self._parameters.values()]
+        return [each for each, layer in layers if self._loop.is_reached(layer.table, layer.column)]
+
+    def _leave_over(self, parameters: Iterable[RowParameter]) -> None:
+        for parameter in parameters:
+            parameter.leave_over()
+
+    def row_gradient(self, parameter: RowParameter) -> Tensor | None:
+        """The gradient of each row of the batch."""
+        layer, loop = self._layer(parameter), self._loop
+        if not loop.is_training or not loop.is_reached(layer.table, layer.column):
+            return None
+        if loop.trainers > 1:
+            return Unshared.of(parameter)
+        return loop.row_gradients()[layer.table][:, layer.column : layer.column + layer.embedding_dim]
+
+    def drop_row_gradient(self, parameter: RowParameter) -> None:
+        """Forget it."""
+        layer = self._layer(parameter)
+        if self._loop.is_training:
+            self._loop.drop_gradients(layer.table, layer.column)
+
+    # The state of rows, as torch's optimizer would have it
+
+    def state_of(self, parameter: RowParameter) -> dict[str, Any]:
+        """Of all rows."""
+        steps = parameter.rows.updates
+        if not steps and type(parameter.rows) is optim.Adagrad:
+            first = torch.tensor(parameter.rows.initial_accumulator_value)
+            return {"step": torch.tensor(0.0), "sum": first.expand(parameter.shape)}
+        if not steps:
+            return {}
+        self.flush()
+        parts: dict[str, list[Tensor]] = {}
+        for ids, columns in self._state_blocks(parameter):
+            rows = self._loop.read_rows(self._layer(parameter).table, ids)
+            for name, part in columns.items():
+                parts.setdefault(name, []).append(torch.from_numpy(rows[:, part].copy()))
+        step: dict[str, Any] = {"step": torch.tensor(float(steps)) if type(parameter.rows) is optim.Adagrad else steps}
+        return ({} if type(parameter.rows) is optim.SGD else step) | {
+            name: torch.cat(part) for name, part in parts.items()
+        }
+
+    def check_states(self, states: Iterable[tuple[RowParameter, Mapping[str, Any]]]) -> None:
+        """ModelError if these can't be the states of rows."""
+        self._refuse_iterating("optimizer.load_state_dict()")
+        for parameter, state in states:
+            names = self._state_columns(parameter)
+            missing = [name for name in names if name not in state]
+            if missing:
+                raise ModelError(
+                    f"the saved state of layer {parameter.layer!r} has {', '.join(map(repr, state)) or 'nothing'}, and "
+                    f"{', '.join(map(repr, missing))} is missing: load that of a {type(parameter.rows).__name__}"
+                )
+            for name, columns in names.items():
+                wanted = (parameter.shape[0], columns.stop - columns.start)
+                if tuple(state[name].shape) != wanted:
+                    raise ModelError(
+                        f"{name!r} of layer {parameter.layer!r} has shape {tuple(state[name].shape)} in the saved "
+                        f"state, and {wanted} here: load that of the same model"
+                    )
+
+    def load_state_of(self, parameter: RowParameter, state: Mapping[str, Any]) -> None:
+        """Set that of all rows."""
+        if not parameter.rows.updates and _is_first(parameter.rows, state):
+            return  # as they are, however many
+        table = self._layer(parameter).table
+        for ids, columns in self._state_blocks(parameter):
+            rows = self._loop.read_rows(table, ids)
+            for name, part in columns.items():
+                rows[:, part] = state[name][ids[0] : ids[-1] + 1].detach().to("cpu", torch.float32).numpy()
+            self._loop.write_rows(table, ids, rows)
+        parameter.rows.resume(int(state.get("step", 0)))
+
+    def _state_columns(self, parameter: RowParameter) -> dict[str, slice]:
+        """Where in a row each part of the state is."""
+        layer = self._layer(parameter)
+        layout = self._training.layouts[layer.table]
+        names = STATE_NAMES.get(type(parameter.rows))
+        if names is None:  # of rows=: all that is kept of a row, also for layers that share it
+            return {"rows": slice(layout.dim, layout.width)} if layout.width > layout.dim else {}
+        starts = {name: (number + 1) * layout.dim + layer.column for number, name in enumerate(names)}
+        return {name: slice(start, start + layer.embedding_dim) for name, start in starts.items()}
+
+    def _state_blocks(self, parameter: RowParameter) -> Iterator[tuple[Int64s, dict[str, slice]]]:
+        columns, num_rows = self._state_columns(parameter), parameter.shape[0]
+        num_bytes = num_rows * 4 * sum(part.stop - part.start for part in columns.values())
+        if num_bytes > WEIGHT_BYTES_MAX:
+            raise ModelError(
+                f"the optimizer has {num_bytes / 1e9:.1f} GB of state for layer {parameter.layer!r}, too many for a "
+                f"state_dict (at most {WEIGHT_BYTES_MAX / 1e9:.0f} GB)"
+            )
+        for start in range(0, num_rows, ROWS_PER_BLOCK) if columns else ():
+            yield np.arange(start, min(start + ROWS_PER_BLOCK, num_rows), dtype=np.int64), columns
+
+    def _refuse_iterating(self, what: str) -> None:
+        if not self._loop.closed:
+            raise ModelError(f"{what} amid an epoch, with rows in the cache: call it before the loop, or after it")
+
+
+_END = object()
+
+
+class _Untold:
+    """Between layers and the rows while nobody was told of an error: whoever reads rows next is."""
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        loader = self._loader
+        loader._lookups.reader = loader._loop
+        loader._raise_error()
+        return getattr(loader._loop, name)
+
+
+class Unshared(Tensor):
+    """Stands for the gradients of rows before trainers have shared them: to be zeroed, and nothing else."""
+
+    parameter: RowParameter
+
+    @staticmethod
+    def of(parameter: RowParameter) -> Unshared:
+        """Those of this weight."""
+        made = torch.empty(0, parameter.shape[1]).as_subclass(Unshared)
+        made.parameter = parameter
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.__name__
+        if name in ("zero_", "_foreach_zero_"):
+            for each in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                each.parameter.grad = None
+            return args[0]
+        if name in ("__get__", "__set__", "detach_", "requires_grad_", "__hash__"):
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        raise ModelError(
+            f"{name} of the gradient of rows with several trainers, which share it when they step: clip by "
+            "bagpipe.clip_grad_norm_(model.parameters(), loader, max_norm)"
+        )
+
+
+class Epochs:
+    """A loader that is read once an epoch, after its first batch was looked at."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        if not isinstance(loader, Iterable):
+            raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
+        self.loader = loader
+        self._rest: Iterator[Any] | None = loader if isinstance(loader, Iterator) else None
+        self._looked_at: list[Any] = []
+        self._num_given = 0
+        self._generators: list[torch.Generator] = []
+        self._states: deque[list[Tensor]] = deque()
+        """Of these, after the last batch that was given, and after each that was read ahead of it."""
+
+    def _noted(self) -> Iterator[Any]:
+        self._states.clear()
+        for batch in self.loader:
+            self._states.append([generator.get_state() for generator in self._generators])
+            yield batch
+
+    def given(self) -> None:
+        """The next of the batches that were read is given."""
+        if len(self._states) > 1 and self._num_given:
+            self._states.popleft()
+        self._num_given += 1
+
+    def broken_off(self) -> None:
+        """What was read ahead is read no more: generators of the loader's own are where the last batch left them."""
+        if self._num_given and self._states:
+            for generator, state in zip(self._generators, self._states[0], strict=True):
+                generator.set_state(state)
+        self._states.clear()
+
+    def first(self) -> list[Any]:
+        """The first batch, if there is one; nothing of what the loader will give, and no random number, is used up."""
+        if self._rest is not None:
+            self._looked_at = list(itertools.islice(self._rest, 1))
+            return self._looked_at
+        if isinstance(self.loader, Positioned):
+            example = self.loader.peek()
+            return [] if example is None else [example]
+        with _as_it_was(self.loader):
+            looking = iter(_only_looked_at(self.loader))
+            first = list(itertools.islice(looking, 1))
+            before = torch.get_rng_state()  # a sampler has drawn its seed, if it does
+            next(looking, None)
+            in_another_process = isinstance(self.loader, DataLoader) and self.loader.num_workers
+            if not in_another_process and not torch.equal(before, torch.get_rng_state()):
+                warnings.warn(DRAWS, stacklevel=3)
+            return first
+
+    def next(self) -> Iterable[Any]:
+        """Those of the next epoch."""
+        if not isinstance(self.loader, Iterator):
+            self._generators, self._num_given = _own_generators(self.loader), 0
+            return self._noted() if self._generators else self.loader
+        if self._rest is None:
+            raise BatchError(
+                "the loader is an iterator, which can be read once: give a list, a DataLoader, or another object whose "
+                "iter() begins anew"
+            )
+        rest, self._rest = self._rest, None
+        return itertools.chain(self._looked_at, rest)
+
+
+def _own_generators(loader: object) -> list[torch.Generator]:
+    """Those that a DataLoader and its samplers draw from, and nobody else."""
+    if not isinstance(loader, DataLoader):
+        return []
+    parts = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    own = {id(each): each for each in (getattr(part, "generator", None) for part in parts)}
+    return [each for each in own.values() if isinstance(each, torch.Generator)]
+
+
+def _only_looked_at(loader: Iterable[Any]) -> Iterator[Any]:
+    """Batches of a loader, without starting the worker processes of a DataLoader, which may be kept for its epochs."""
+    if not isinstance(loader, DataLoader):
+        return iter(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return iter(copy.copy(loader))
+    if loader.batch_sampler is None:
+        return (loader.collate_fn(loader.dataset[index]) for index in loader.sampler)
+    fetch = getattr(loader.dataset, "__getitems__", None) or (
+        lambda indices: [loader.dataset[each] for each in indices]
+    )
+    return (loader.collate_fn(fetch(indices)) for indices in loader.batch_sampler)
+
+
+@contextmanager
+def _as_it_was(loader: Iterable[Any]) -> Iterator[None]:
+    """Give back what reading a loader may change: all random generators, and what it and its parts keep for
+    themselves, such as the number of the epoch or an order that they shuffle."""
+    parts = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
+    parts += [getattr(part, "sampler", None) for part in parts[1:]]
+    kept = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
+    values = list({id(value): value for _, attributes in kept for value in attributes.values()}.values())
+    orders = [(value, copy.copy(value)) for value in values if _is_order(value)]
+    generators = [value for value in [torch.default_generator, *values] if isinstance(value, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    of_own = [(value, value.getstate()) for value in values if isinstance(value, random.Random)]
+    of_arrays = [value.bit_generator for value in values if isinstance(value, np.random.Generator)]
+    states_of_arrays = [each.state for each in of_arrays]
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what data sets draw from
+    try:
+        yield
+    finally:
+        for now, before in kept:
+            if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
+                now.clear()
+                now.update(before)
+        for order, before in orders:
+            order[:] = before
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        for own, was in of_own:
+            own.setstate(was)
+        for bits, of_bits in zip(of_arrays, states_of_arrays, strict=True):
+            bits.state = of_bits
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def _is_order(value: object) -> bool:
+    """Whether this may be an order of samples or batches, to be shuffled in place."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "iu" and value.flags.writeable
+    return isinstance(value, list)
+
+
+def _is_finite(grad: Tensor | None) -> bool:
+    if grad is None:
+        return True
+    values = grad._values() if grad.is_sparse else grad
+    # A sum is many times as fast; it may overflow where no number does.
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def _is_first(rows: optim.RowOptimizer, state: Mapping[str, Any]) -> bool:
+    """Whether this is what Adagrad begins with, as `PreparedLoader.state_of` writes it."""
+    if type(rows) is not optim.Adagrad or int(state["step"]) or any(state["sum"].stride()):
+        return False
+    first = np.float32(rows.initial_accumulator_value)
+    return not state["sum"].numel() or bool(state["sum"].flatten()[0].item() == first)
+
+
+def _rate(rows: optim.RowOptimizer) -> float:
+    return float(rows.lr(rows.updates)) if callable(rows.lr) else rows.lr

@@ -1,0 +1,181 @@
+"""Batches of the loop hold plain ids: whatever a model does with them, a layer reads and updates the rows they name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import bagpipe
+from bagpipe.embedding import TableView
+from bagpipe.errors import ModelError
+from harness.accelerated import adagrad, start, step
+from harness.fake_kjt import KeyedJagged
+from harness.plain import (
+    assert_same_bits,
+    make_batches,
+    make_net,
+    nothing_left,  # noqa: F401
+    train_fast,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def padding_buffer(ids):
+    """As models with a maximum length copy ids: into a buffer that is kept from batch to batch."""
+    buffer = torch.zeros(64, 8, dtype=torch.int64)
+    buffer[: len(ids), : ids.shape[1]] = ids
+    return buffer[: len(ids), : ids.shape[1]]
+
+
+def inference(ids):
+    with torch.inference_mode():
+        return ids.clone()
+
+
+OWN_MEMORY = {
+    "as they are": lambda ids: ids,
+    "reshaped": lambda ids: ids.reshape(-1).view(ids.shape),
+    "detached": lambda ids: ids.detach(),
+    "to where they are": lambda ids: ids.to("cpu", torch.int64).long(),
+    "in columns": lambda ids: ids.T.T,
+    "expanded": lambda ids: ids.unsqueeze(0).expand(1, *ids.shape)[0],
+    "through NumPy": lambda ids: torch.from_numpy(ids.numpy()),
+    "through the old constructor": lambda ids: torch.LongTensor(ids.numpy()),
+    "an alias": lambda ids: ids.data,
+}
+COPIES = {
+    "cloned": lambda ids: ids.clone(),
+    "joined": lambda ids: torch.cat([ids[:1], ids[1:]]),
+    "column by column": lambda ids: torch.stack(list(ids.unbind(1)), 1),
+    "a list": lambda ids: torch.tensor(ids.tolist()),
+    "a padding buffer": padding_buffer,
+    "an empty copy": lambda ids: torch.empty_like(ids).copy_(ids),
+    "of 32 bits": lambda ids: ids.int(),
+    "flipped twice": lambda ids: ids.flip(0).flip(0),
+    "masked": lambda ids: torch.where(ids >= 0, ids, 0),
+    "an inference tensor": inference,
+    "deep copied": copy.deepcopy,
+    "pickled": lambda ids: pickle.loads(pickle.dumps(ids)),
+}
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """Counts look-ups by id."""
+    counts = {"by id": 0}
+    find = TableView.find
+
+    def counted(self, ids):
+        counts["by id"] += 1
+        return find(self, ids)
+
+    monkeypatch.setattr(TableView, "find", counted)
+    return counts
+
+
+def train(change, batches=None, **options):
+    net, rows = make_net(), adagrad()
+    forward = net.forward
+    net.forward = lambda batch: forward(
+        {**batch, "user": change(batch["user"]), "item": change(batch["item"])}
+    )  # as a model that prepares its ids does
+    with bagpipe.accelerate(net, batches or make_batches(), rows, cache=60, check=True, **options) as loop:
+        dense = torch.optim.SGD(net.top.parameters(), lr=0.1)
+        for batch in loop:
+            step(net, batch, dense, rows)
+    return net.state_dict()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train(lambda ids: ids)
+
+
+@pytest.mark.parametrize("name", OWN_MEMORY)
+def test_views_of_a_batch_are_known_without_a_search(name, expected, looked_up):
+    assert_same_bits(expected, train(OWN_MEMORY[name]))
+    assert looked_up["by id"] == 0
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_ids_name_the_same_rows(name, expected, looked_up):
+    assert_same_bits(expected, train(COPIES[name]))
+    assert looked_up["by id"] > 0
+
+
+def test_the_bits_are_those_of_the_reference(expected):
+    assert_same_bits(train_fast(make_net(), make_batches(), adagrad()), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda ids, new: ids.copy_(new),
+        lambda ids, new: ids.numpy().__setitem__(slice(None), new.numpy()),
+        lambda ids, new: ids.data.__setitem__(slice(None), new),
+        lambda ids, new: ids.reshape(-1).__setitem__(slice(None), new.reshape(-1)),
+    ],
+)
+def test_ids_that_were_changed_in_place_are_looked_up_as_they_are_now(write, threads):
+    """Also where torch does not count the change, and after the layer has been called with the ids as they were."""
+
+    def reverse(ids):
+        write(ids, ids.flip(0).clone())
+        return ids
+
+    assert_same_bits(train(lambda ids: ids.flip(0)), train(reverse, threads=threads))
+
+
+def test_an_id_that_is_changed_to_one_that_is_not_here_is_refused():
+    net, _, loop, _ = start()
+    with loop:
+        batch = next(iter(loop))
+        batch["user"].numpy()[0, 0] = 29
+        with pytest.raises(ModelError, match="'user' is given id 29"):
+            net(batch)
+
+
+def test_ids_keep_the_type_that_the_loader_gave_them(expected):
+    narrow = [{**batch, "user": batch["user"].int(), "item": batch["item"].short()} for batch in make_batches()]
+    seen = set()
+
+    def note(ids):
+        seen.add((type(ids), ids.dtype))
+        return ids
+
+    assert_same_bits(expected, train(note, narrow))
+    assert seen == {(torch.Tensor, torch.int32), (torch.Tensor, torch.int16)}
+
+
+def test_all_keys_of_a_keyed_jagged_tensor_are_known_without_a_search(looked_up):
+    net, rows = torch.nn.ModuleDict({"a": torch.nn.EmbeddingBag(20, 4, mode="sum")}), bagpipe.optim.SGD(0.1)
+    net["b"] = torch.nn.EmbeddingBag(30, 4, mode="sum")
+    random = np.random.default_rng(0)
+    lengths = [torch.from_numpy(random.integers(0, 4, 10)) for _ in range(6)]
+    batches = [
+        KeyedJagged(["a", "b"], torch.from_numpy(random.integers(0, 20, int(of.sum()), dtype=np.int32)), lengths=of)
+        for of in lengths
+    ]
+    with bagpipe.accelerate(net, batches, rows, cache=50) as loop:
+        for batch, given in zip(loop, batches, strict=True):
+            assert torch.equal(batch.values(), given.values())
+            assert batch.values().dtype == torch.int32
+            pooled = [net[key](batch[key].values(), batch[key].offsets()[:-1]) for key in "ab"]
+            torch.cat(pooled).sum().backward()
+            rows.step()
+    assert looked_up["by id"] == 0
+
+
+def test_ids_are_integers():
+    net, _, loop, _ = start()
+    with loop:
+        batch = next(iter(loop))
+        for wrong in (torch.float32, torch.bool, torch.complex64):
+            with pytest.raises(ModelError, match=r"'user' is given ids of type torch\.\w+: give integers"):
+                net.user(batch["user"].to(wrong))

@@ -1,0 +1,93 @@
+"""Two trainers over gloo in one process, whose connection breaks without a word."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from bagpipe.errors import BagpipeError, DeadlineError, PeerLostError, PipelineError
+from bagpipe.trainer.collective import Groups
+from bagpipe.trainer.meeting import MeetingPoint
+from bagpipe.trainer.process_group import open_groups
+
+
+@pytest.fixture
+def ends():
+    """The critical groups of two trainers."""
+    meeting = MeetingPoint()
+    with ThreadPoolExecutor(2) as pool:
+        places = (meeting, meeting.address)
+        opened = list(pool.map(lambda rank: open_groups(rank, 2, places[rank], deadline_s=0.5), range(2)))
+        yield [groups.critical for groups in opened]
+        list(pool.map(Groups.close, opened))
+    meeting.close()
+
+
+class Swallowing:
+    """A connection that takes what is sent and loses it: gloo is told of other tags than the peer waits for."""
+
+    def __init__(self, backend):
+        self._backend = backend
+
+    def send(self, tensors, peer, tag):
+        self._backend.send(tensors, peer, tag + 7)
+        return self
+
+    def wait(self, _timeout):
+        return True
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+def failure(group, length=3, what="the rows of iteration 5"):
+    try:
+        group.exchange([torch.ones(length)] * 2, [torch.empty(length) for _ in range(2)], what).wait()
+    except BagpipeError as error:
+        return error
+
+
+def of_both(ends, *arguments):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda group: failure(group, *arguments), ends))
+
+
+@pytest.mark.parametrize("length", [3, 100_000])
+def test_a_connection_that_says_nothing_any_more_is_a_lost_peer_when_both_are_late(ends, length):
+    for group in ends:
+        group.backend = Swallowing(group.backend)
+    errors = of_both(ends, length)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, PeerLostError), errors
+        assert error.rank == 1 - rank
+        assert "the rows of iteration 5" in str(error)
+        with pytest.raises(PeerLostError, match="iteration 6 can't be exchanged"):
+            ends[rank].exchange([torch.ones(1)] * 2, [torch.ones(1)] * 2, "iteration 6")
+
+
+def test_one_that_skips_an_exchange_is_late_and_not_lost(ends):
+    error = failure(ends[0])
+    assert isinstance(error, DeadlineError)
+    assert "trainer 0 waited 0.5 s for the rows of iteration 5 from trainer 1" in str(error)
+
+
+def test_the_other_end_of_a_group_that_was_aborted_hears_why_or_that_its_peer_is_lost(ends):
+    ends[1].abort(ValueError("the disk is full"))
+    error = failure(ends[0])
+    assert type(error) is PipelineError
+    assert "trainer 1 has stopped: ValueError: the disk is full" in str(error)
+
+
+def test_one_whose_peer_is_gone_without_a_word_has_lost_it(ends):
+    ends[1]._disconnect()
+    error = failure(ends[0])
+    assert isinstance(error, PeerLostError)
+    assert error.rank == 1
+
+
+def test_long_names_are_cut_alike_and_told_apart_by_what_is_left(ends):
+    name = "ä" * 400
+    assert of_both(ends, 2, name) == [None, None]
+    assert of_both(ends, 2, f" {name} ") == [None, None]
