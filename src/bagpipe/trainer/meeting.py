@@ -35,8 +35,8 @@ class Reason(NamedTuple):
     """Why a trainer has stopped."""
 
     text: str
-    lost_peer: bool
-    """It only lost the connection to another one, or waited for it in vain, and does not know why."""
+    lost: int | None
+    """It only lost the connection to this trainer, or waited for it in vain, and does not know why."""
     exchange: str
     """In which it did so."""
 
@@ -116,14 +116,14 @@ class Meeting:
                 f"{self.size}: {'is it running?' if missing else sentence(error)}"
             ) from error
 
-    def tell(self, reason: BaseException | str, exchange: str = "") -> None:
-        """Leave word of why this trainer stops; the first reason counts."""
+    def tell(self, reason: BaseException | str, exchange: str = "", peer: int | None = None) -> None:
+        """Leave word of why this trainer stops, with the peer whose fault it may be; the first reason counts."""
         text = describe(reason).encode()[:_REASON_BYTES_MAX].decode(errors="ignore")
-        lost_peer = bool(exchange) or isinstance(reason, PeerLostError)
+        lost = reason.rank if isinstance(reason, PeerLostError) else peer
         self.failed = True
         with suppress(RuntimeError):
             if self._reachable() and self.store.add(f"failed/times/{self.rank}", 1) == 1:
-                self.store.set(f"failed/{self.rank}", json.dumps(Reason(text, lost_peer, exchange)))
+                self.store.set(f"failed/{self.rank}", json.dumps(Reason(text, lost, exchange)))
 
     def reasons(self) -> dict[int, Reason]:
         """Why other trainers stopped, those that could say it."""

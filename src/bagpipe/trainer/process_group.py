@@ -15,7 +15,7 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from bagpipe.cluster.interface import LOOPBACK, find_address
 from bagpipe.errors import BagpipeError, ConfigError, DeadlineError, PeerLostError, PipelineError
 from bagpipe.trainer.collective import CLOSED, Groups, Pending, check_exchange, check_message, lost, memory_groups
-from bagpipe.trainer.meeting import Meeting, MeetingPoint, c10d, describe, listening_at, sentence
+from bagpipe.trainer.meeting import Meeting, MeetingPoint, Reason, c10d, describe, listening_at, sentence
 from bagpipe.trainer.stages import DEADLINE_S
 
 _LABEL_BYTES_MAX = 1 << 16
@@ -111,9 +111,9 @@ class ProcessGroup:
         if self._failure is not None:  # another thread's, or an abort: it came first
             return self._failed_before(what)
         reasons = self._meeting.reasons()
-        if told := [f"trainer {rank} has stopped: {each.text}" for rank, each in reasons.items() if not each.lost_peer]:
+        if told := [f"trainer {rank} has stopped: {each.text}" for rank, each in reasons.items() if each.lost is None]:
             return self.fail(PipelineError(f"trainer {self.rank} can't exchange {what}: {'; '.join(told)}"))
-        return self.fail(self._peer_lost(what, peer, sentence(error)), exchange)
+        return self.fail(self._peer_lost(what, peer, sentence(error), reasons), exchange)
 
     def late(self, what: str, peer: int, exchange: str) -> BagpipeError:
         """The error of an exchange with a peer that did not answer until the deadline.
@@ -123,13 +123,19 @@ class ProcessGroup:
         waited = f"trainer {self.rank} waited {self.deadline_s:g} s for {what}"
         error: BagpipeError = DeadlineError(f"{waited}: is it stuck, or has it skipped this exchange?")
         if self._failure is None:
-            self._meeting.tell(error, exchange)
+            self._meeting.tell(error, exchange, peer)
             if self._meeting.waits_too(peer, exchange):
-                error = self._peer_lost(what, peer, f"both waited {self.deadline_s:g} s for each other")
+                error = self._peer_lost(what, peer, f"both waited {self.deadline_s:g} s for each other", {})
         return self.fail(error)
 
-    def _peer_lost(self, what: str, peer: int, cause: str) -> PeerLostError:
+    def _peer_lost(self, what: str, peer: int, cause: str, reasons: Mapping[int, Reason]) -> PeerLostError:
+        """Names the trainer that was lost first: one that loses a peer ends its other connections, too."""
         broke = f"the connection to trainer {peer} broke: {cause}"
+        passed = {self.rank, peer}
+        while peer in reasons and (lost := reasons[peer].lost) is not None and lost not in passed:
+            broke += f"; trainer {peer} has lost trainer {lost}"
+            passed.add(lost)
+            peer = lost
         return PeerLostError(f"trainer {self.rank} can't exchange {what}: {broke}", peer)
 
     def _failed_before(self, what: str) -> BagpipeError:

@@ -1,8 +1,9 @@
-"""Two trainers over gloo in one process, whose connection breaks without a word."""
+"""Trainers over gloo in one process, whose connections break without a word."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,16 +14,22 @@ from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.process_group import open_groups
 
 
-@pytest.fixture
-def ends():
-    """The critical groups of two trainers."""
+@contextmanager
+def critical_groups(size, deadline_s):
     meeting = MeetingPoint()
-    with ThreadPoolExecutor(2) as pool:
-        places = (meeting, meeting.address)
-        opened = list(pool.map(lambda rank: open_groups(rank, 2, places[rank], deadline_s=0.5), range(2)))
+    with ThreadPoolExecutor(size) as pool:
+        places = [meeting] + [meeting.address] * (size - 1)
+        opened = list(pool.map(lambda rank: open_groups(rank, size, places[rank], deadline_s=deadline_s), range(size)))
         yield [groups.critical for groups in opened]
         list(pool.map(Groups.close, opened))
     meeting.close()
+
+
+@pytest.fixture
+def ends():
+    """The critical groups of two trainers."""
+    with critical_groups(2, 0.5) as groups:
+        yield groups
 
 
 class Swallowing:
@@ -44,7 +51,8 @@ class Swallowing:
 
 def failure(group, length=3, what="the rows of iteration 5"):
     try:
-        group.exchange([torch.ones(length)] * 2, [torch.empty(length) for _ in range(2)], what).wait()
+        rooms = [torch.empty(length) for _ in range(group.size)]
+        group.exchange([torch.ones(length)] * group.size, rooms, what).wait()
     except BagpipeError as error:
         return error
 
@@ -85,6 +93,17 @@ def test_one_whose_peer_is_gone_without_a_word_has_lost_it(ends):
     error = failure(ends[0])
     assert isinstance(error, PeerLostError)
     assert error.rank == 1
+
+
+def test_one_who_hears_of_a_lost_trainer_through_another_names_the_lost_one():
+    with critical_groups(3, 20) as groups:
+        groups[1]._disconnect()
+        first = failure(groups[0])
+        assert (type(first), first.rank) == (PeerLostError, 1)
+        # Which connection of its own a trainer finds broken first is chance: here the one to the messenger.
+        error = groups[2].broken("rows from trainer 0", 0, "rows", RuntimeError("reset"))
+        assert (type(error), error.rank) == (PeerLostError, 1)
+        assert "the connection to trainer 0 broke: reset; trainer 0 has lost trainer 1" in str(error)
 
 
 def test_long_names_are_cut_alike_and_told_apart_by_what_is_left(ends):
