@@ -10,20 +10,16 @@ from bagpipe._version import __version__
 
 if TYPE_CHECKING:
     from bagpipe import data, errors, initial, optim, schedules
-    from bagpipe.api import accelerate
     from bagpipe.checkpoint.export import export
     from bagpipe.checkpointing import Checkpointing
     from bagpipe.errors import BagpipeError
-    from bagpipe.prepared import Cache, Files, Options, PreparedLoader, prepare
+    from bagpipe.prepared import Cache, Files, Options, PreparedLoader, clip_grad_norm_, prepare
     from bagpipe.table import Table
-    from bagpipe.trainer.batches import Batches
-    from bagpipe.trainer.clip import clip_grad_norm_
     from bagpipe.types import Batch, Ids
 
 __all__ = [
     "BagpipeError",
     "Batch",
-    "Batches",
     "Cache",
     "Checkpointing",
     "Files",
@@ -32,7 +28,6 @@ __all__ = [
     "PreparedLoader",
     "Table",
     "__version__",
-    "accelerate",
     "clip_grad_norm_",
     "data",
     "errors",
@@ -47,7 +42,6 @@ __all__ = [
 _HOMES = {
     "BagpipeError": "bagpipe.errors",
     "Batch": "bagpipe.types",
-    "Batches": "bagpipe.trainer.batches",
     "Cache": "bagpipe.prepared",
     "Checkpointing": "bagpipe.checkpointing",
     "Files": "bagpipe.prepared",
@@ -55,8 +49,7 @@ _HOMES = {
     "Options": "bagpipe.prepared",
     "PreparedLoader": "bagpipe.prepared",
     "Table": "bagpipe.table",
-    "accelerate": "bagpipe.api",
-    "clip_grad_norm_": "bagpipe.trainer.clip",
+    "clip_grad_norm_": "bagpipe.prepared",
     "export": "bagpipe.checkpoint.export",
     "prepare": "bagpipe.prepared",
 }
@@ -64,6 +57,11 @@ _HOMES = {
 if not TYPE_CHECKING:  # to type checkers it would define every name, misspelt ones included
 
     def __getattr__(name: str) -> object:
+        if name == "accelerate":
+            raise AttributeError(
+                "bagpipe.accelerate is gone: build the optimizer from model.parameters() and write "
+                "'model, optimizer, loader = bagpipe.prepare(model, optimizer, loader)'"
+            )
         if name not in __all__:
             raise AttributeError(f"module 'bagpipe' has no attribute {name!r}")
         home = _HOMES.get(name)

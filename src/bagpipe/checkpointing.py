@@ -37,9 +37,9 @@ LAUNCH = "written_by_launch"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """Where checkpoints go, and how often; `bagpipe.accelerate(..., checkpoint=...)` takes one.
+    """Where checkpoints go, and how often; `bagpipe.prepare(..., checkpoint=...)` takes one.
 
-    There is one more at the end of the data. They are written beside training, which goes on meanwhile.
+    There is one more at the end of each epoch. They are written beside training, which goes on meanwhile.
     """
 
     directory: str | Path | None = field(kw_only=False)
@@ -52,6 +52,9 @@ class Checkpointing:
     init_from: str | Path | None = None
     """A checkpoint of another run, a directory of them, or a run: rows, dense part and optimizer states begin as they
     are there, and everything else as in a new run. Where the run has checkpoints of its own, `resume` goes before."""
+    resume: Resume = None
+    """Go on from a checkpoint: True from the last one of `directory`, "auto" from there if there is one, or the path of
+    a checkpoint, of a directory of them, or of a run."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Plain values to be noted in each."""
     data: str = ""
@@ -62,8 +65,8 @@ class Checkpointing:
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"checkpoint.every is {self.every!r}: give a whole number of iterations, at least 1")
-        if self.directory is None and self.init_from is None:
-            raise ConfigError("checkpoint.directory is None: give the path of a directory, or init_from")
+        if self.directory is None and self.init_from is None and not self.resume:
+            raise ConfigError("checkpoint.directory is None: give the path of a directory, init_from or resume")
         if self.directory is not None and (
             not isinstance(self.directory, str | Path) or self.directory == "" or Path(self.directory).is_file()
         ):
@@ -155,7 +158,6 @@ def plan_script(
     binding: Binding,
     layouts: Sequence[RowLayout],
     checkpointing: Checkpointing | None,
-    resume: Resume,
     accumulate: int,
 ) -> Saving:
     """How a loop that a script has asked for is saved, and where it continues; refused if it is that of another
@@ -164,6 +166,7 @@ def plan_script(
     if checkpointing is not None and checkpointing.directory is not None:
         directory = Path(checkpointing.directory)
     init_from = None if checkpointing is None else checkpointing.init_from
+    resume = None if checkpointing is None else checkpointing.resume
     point, recovery, is_saved = None, None, directory is not None
     if launch is not None:
         init_from = init_from or launch.config.init_from

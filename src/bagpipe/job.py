@@ -70,17 +70,18 @@ class Job:
         """What tells the data of the run and their order from others."""
         return self.data_order().fingerprint()
 
-    def checkpointing(self, directory: Path | None = None) -> Checkpointing | None:
+    def checkpointing(self, directory: Path | None = None, resume: Path | None = None) -> Checkpointing | None:
         """Where checkpoints go, if any do; not given: into the run directory."""
         config, init_from = self.config.checkpoint, self.config.init_from
         is_saved = config.every is not None and (directory is not None or self.run_dir != Path())
-        if not is_saved and init_from is None:
+        if not is_saved and init_from is None and resume is None:
             return None
         return Checkpointing(
             (directory or self.run_dir / CHECKPOINTS) if is_saved else None,
             every=config.every or 1,
             keep=config.keep,
             init_from=init_from,
+            resume=resume,
             about={"config": self.config.model_dump(mode="json")},
             data=self.data_fingerprint(),
             vocabulary=vocabularies(self.train),

@@ -1,4 +1,4 @@
-"""Where the rows of a model live, as `accelerate` was told: in memory, in files, on servers, or by a function."""
+"""Where the rows of a model live, as a script says: in memory, in files, on servers, or by a function."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from bagpipe.errors import ConfigError
 from bagpipe.layout import RowLayout
 from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
-from bagpipe.store.versioned import VersionedStore
-from bagpipe.trainer.batches import Batches
 
 OpenStore = Callable[[Sequence[RowLayout]], Store]
 
@@ -30,7 +28,7 @@ def memory_of_files(store: str | Path | OpenStore, store_memory: str | None) -> 
 
 
 def open_rows(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
-    """Where rows of these layouts live: what `accelerate` does with its arguments of these names."""
+    """The store for rows of these layouts."""
     if callable(store):
         return store(layouts)
     launch = current()
@@ -46,17 +44,6 @@ def open_rows(store: str | Path | OpenStore, layouts: Sequence[RowLayout], resid
     if isinstance(store, str) and store != "mapped":
         check_store(store)
     return MappedStore(layouts, None if store == "mapped" else store, resident_bytes_max=resident_bytes_max)
-
-
-def same_store(store: str | Path | OpenStore, earlier: Batches) -> Store:
-    """Where the rows of a model that was trained before are; anything else is refused."""
-    inner = earlier.store.base if isinstance(earlier.store, VersionedStore) else earlier.store
-    held = inner.path if isinstance(inner, MappedStore) else None
-    if callable(store):
-        raise ConfigError("store is a function, but this model's rows are in a store already: leave store out")
-    if store not in ("memory", "mapped") and Path(store).resolve() != held:
-        raise ConfigError(f"store={str(store)!r}: this model's rows are in a store already: leave store out")
-    return earlier.store
 
 
 def first_values(layout: RowLayout) -> str:

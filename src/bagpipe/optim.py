@@ -17,7 +17,7 @@ import numpy as np
 
 from bagpipe import schedules
 from bagpipe.arrays import Floats, Int32s
-from bagpipe.errors import ConfigError, ModelError
+from bagpipe.errors import ConfigError
 from bagpipe.kernels import update as kernels
 from bagpipe.schedules import Schedule, check_number
 
@@ -32,48 +32,16 @@ __all__ = [
     "RowOptimizer",
     "RowwiseAdagrad",
     "Scalars",
-    "Stepper",
     "build",
 ]
 
 Scalars = tuple[np.float32, ...]
 Dims = tuple[int, ...]
-Stepper = Callable[..., bool]
-"""Updates the rows of a model and calls `advance` of each optimizer that it applied; False if it skipped the update."""
 
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
-class Stepped:
-    """What users call `step()` on; whoever trains a model's rows attaches what is then done."""
-
-    def __init__(self) -> None:
-        self._stepper: Stepper | None = None
-
-    def attach(self, stepper: Stepper) -> None:
-        """Let `step` drive the rows of a model."""
-        if self._stepper is not None:
-            raise ModelError(
-                f"this {type(self).__name__} already drives the rows of a model: make one row optimizer for each "
-                "bagpipe.accelerate, or leave the earlier one first"
-            )
-        self._stepper = stepper
-
-    def detach(self) -> None:
-        """Let go of the model."""
-        self._stepper = None
-
-    def step(self, **options: Any) -> bool:
-        """Apply the gradients that backward passes collected to the rows they touched; False if that was skipped."""
-        if self._stepper is None:
-            raise ModelError(
-                f"this {type(self).__name__} has no rows to update: pass it to bagpipe.accelerate, and call step() "
-                "inside its 'with' block"
-            )
-        return self._stepper(**options)
-
-
-class RowOptimizer(Stepped, ABC):
+class RowOptimizer(ABC):
     """Base of the row optimizers; the learning rate may be changed between steps.
 
     A new one defines the class variables below, `_scalars` and `_apply`; without a kernel of its own it runs in NumPy.
@@ -90,7 +58,6 @@ class RowOptimizer(Stepped, ABC):
     """What every float of a row's state starts as."""
 
     def __init__(self, lr: float | Schedule) -> None:
-        super().__init__()
         self.lr = lr
         self._updates = 0
 
@@ -417,14 +384,13 @@ _KERNELS: dict[type[RowOptimizer], Callable[..., None]] = {
 }
 
 
-class PerTable(Stepped):
-    """One optimizer for most tables and others for those that are named; `step()` drives them all.
+class PerTable:
+    """One optimizer for most tables and others for those that are named.
 
     A name is that of a table or of a layer that looks rows up in it.
     """
 
     def __init__(self, default: RowOptimizer, tables: Mapping[str, RowOptimizer]) -> None:
-        super().__init__()
         self.default, self.tables = default, dict(tables)
 
     def for_table(self, table: str, layers: Sequence[str] = ()) -> RowOptimizer:

@@ -8,15 +8,11 @@ exactly is refused, by name, before the model is touched or before anything move
 from __future__ import annotations
 
 import atexit
-import copy
-import itertools
-import random
+import math
 import threading
-import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,31 +21,29 @@ from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.optim.lr_scheduler import LRScheduler
 
 from bagpipe import optim
-from bagpipe.api import PlanChoice, Training
 from bagpipe.arrays import Int64s
+from bagpipe.checkpointing import Checkpointing
 from bagpipe.embedding import ROWS_PER_BLOCK, WEIGHT_BYTES_MAX, CachedLayer, RowReader
-from bagpipe.errors import BatchError, ConfigError, GradientError, ModelError
+from bagpipe.errors import CheckpointError, ConfigError, GradientError, ModelError
 from bagpipe.initial import Initial
-from bagpipe.layers import FeatureMap
+from bagpipe.layers import Binding, FeatureMap
 from bagpipe.opening import OpenStore
 from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, kind_of, translate
-from bagpipe.trainer.batches import Batches
-from bagpipe.trainer.interrupt import uninterrupted
+from bagpipe.script import PlanChoice, Script
+from bagpipe.trainer.loop import TrainLoop, uninterrupted
 from bagpipe.trainer.pipeline import DEPTH
-from bagpipe.trainer.reading import Positioned
+from bagpipe.trainer.reading import Epochs
+from bagpipe.trainer.state import Attachable, Tree
 from bagpipe.types import Table
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", bound="torch.optim.Optimizer | Sequence[torch.optim.Optimizer]")
-DRAWS = (
-    "the loader draws from torch's global random generator while it reads a batch, and it is read ahead of training: "
-    "if the model draws from it too, as dropout does, both see other numbers than in plain training. Let the data be "
-    "read by a process of its own (num_workers=1), or draw from a torch.Generator of its own"
-)
+CLIP_EPSILON = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds to the norm."""
 EXIT_DEADLINE_S = 10.0
 """For what is under way when the interpreter exits."""
 
@@ -109,6 +103,7 @@ def prepare(
     store: str | Path | Files | OpenStore = "memory",
     features: FeatureMap | Sequence[Table] | None = None,
     accumulate: int = 1,
+    checkpoint: Checkpointing | None = None,
     options: Options | None = None,
 ) -> tuple[Model, Optimizers, PreparedLoader]:
     """Move the embedding tables of a model out of the way; train as before, with exactly the same result.
@@ -133,6 +128,7 @@ def prepare(
         features: Which layer or layers each feature feeds, where names do not tell, as a mapping; or names and sizes of
             the data's tables.
         accumulate: Batches an iteration: `optimizer.step()` follows every so many, and the last.
+        checkpoint: Where and how often to write checkpoints, and which to go on from; docs/checkpoints.md tells how.
         options: What is rarely set: a `bagpipe.Options`.
     """
     options = options or Options()
@@ -143,17 +139,14 @@ def prepare(
     optimizers: list[torch.optim.Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
     _refuse_optimizers(optimizers, rows)
     _refuse_prepared(model)
-    epochs = Epochs(loader)
-    training = Training(
-        model, epochs.first(), PlanChoice(cache.size, cache.lookahead, cache.policy, as_options(cache.options)), place,
-        None if files is None else files.memory, device=options.device, accumulate=accumulate, epochs=1,
-        seed=options.seed, check=options.check, depth=options.depth, threads=options.threads, driver=None,
+    script = Script(
+        model, loader, PlanChoice(cache.size, cache.lookahead, cache.policy, as_options(cache.options)), place,
+        None if files is None else files.memory, device=options.device, accumulate=accumulate,
+        seed=options.seed, check=options.check, depth=options.depth, threads=options.threads,
     )  # fmt: skip
     mapping, tables = (features, ()) if features is None or isinstance(features, Mapping) else (None, features)
-    binding = training.bind(mapping, tables, options.keep)
-    parameters = {
-        layer.name: RowParameter(layer.module.weight, layer.name, training.device) for layer in binding.layers
-    }
+    binding = script.bind(mapping, tables, options.keep)
+    parameters = row_parameters(binding, script.device)
     seats = _seats(optimizers, {id(layer.module.weight): layer.name for layer in binding.layers})
     if rows is None:
         for layer in binding.layers:
@@ -162,14 +155,16 @@ def prepare(
                 optim.SGD(0.0) if seat is None else translate(seat.optimizer, seat.group, layer.name)
             )  # what is in no optimizer has gradients all the same
         groups = {name: id(seat.group) for name, seat in seats.items()}
-        training.lay_out(OfLayers(parameters, groups), options.initial, frozen=False)
+        script.lay_out(OfLayers(parameters, groups), options.initial)
     else:
-        training.lay_out(rows, options.initial, frozen=False)
-        for layer in binding.layers:
-            parameters[layer.name].rows = training.layouts[layer.table].optimizer
-    prepared = PreparedLoader(training, epochs, parameters, rows is not None)
-    prepared.join(optimizers, seats)
+        script.lay_out(rows, options.initial)
+    prepared = PreparedLoader(script.open(checkpoint), parameters, optimizers, seats, script.source.epochs)
     return model, optimizer, prepared
+
+
+def row_parameters(binding: Binding, device: torch.device) -> dict[str, RowParameter]:
+    """What stands for the weight of each embedding layer."""
+    return {layer.name: RowParameter(layer.module.weight, layer.name, device) for layer in binding.layers}
 
 
 class Seat(NamedTuple):
@@ -278,6 +273,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         for parameter, state in of_rows:
             self._bagpipe.load_state_of(parameter, state)
 
+    def dense_state(self) -> Tree:
+        """That of dense parameters, and all settings."""
+        return super().state_dict()
+
+    def load_dense_state(self, state: Tree) -> None:
+        """From `dense_state`."""
+        super().load_state_dict(state)
+
     def _row_places(self) -> list[tuple[int, RowParameter]]:
         places = enumerate(each for group in self.param_groups for each in group["params"])
         return [(place, each) for place, each in places if isinstance(each, RowParameter)]
@@ -310,30 +313,35 @@ class PreparedLoader:
     """
 
     def __init__(
-        self, training: Training, epochs: Epochs, parameters: Mapping[str, RowParameter], rows_given: bool
+        self,
+        loop: TrainLoop,
+        parameters: Mapping[str, RowParameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+        seats: Mapping[str, Seat],
+        epochs: Epochs | None = None,
     ) -> None:
-        self._training, self._epochs, self._parameters, self._rows_given = training, epochs, parameters, rows_given
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._owner: torch.optim.Optimizer | None = None
+        """Takes over the optimizers. Rows whose `parameters` say nothing else are updated as their layout says, in a
+        param group of their own."""
+        self._loop, self._parameters, self._epochs = loop, parameters, epochs
+        self._optimizers = list(optimizers)
+        self._owner = next((seat.optimizer for seat in seats.values()), optimizers[0])
+        self._turn = 0
+        """Iterations over it so far: who began an earlier one is told that it has ended."""
+        self._epoch_is_known = self._registered = self._has_scheduler = False
         self._settings: dict[str, tuple[Any, ...]] = {}
         """Of each layer's group, as they were at the last step."""
         self._error: Exception | None = None
         self._checked = -1
         """The iteration whose gradients of all optimizers were found to be finite."""
-        self._loop = training.open()
-        self._lookups = self._loop.lookups
-        self._loop.close()
-        for name, parameter in parameters.items():
-            layer = training.model.get_submodule(name)
+        self._rows_given = False
+        for parameter in parameters.values():
+            layer = self._layer(parameter)
+            if not hasattr(parameter, "rows"):
+                self._rows_given, parameter.rows = True, loop.layouts[layer.table].optimizer
             layer.register_parameter("weight", parameter)
             parameter.owner = self
         held = weakref.ref(self)
         atexit.register(lambda: None if (loader := held()) is None else loader._close_at_exit())
-
-    def join(self, optimizers: list[torch.optim.Optimizer], seats: Mapping[str, Seat]) -> None:
-        """Take over the optimizers; nothing of this can fail."""
-        self._optimizers = optimizers
-        self._owner = next((seat.optimizer for seat in seats.values()), optimizers[0])
         for name, seat in seats.items():
             seat.optimizer.state.pop(seat.group["params"][seat.place], None)  # of Adagrad as large as the table
             seat.group["params"][seat.place] = self._parameters[name]
@@ -354,20 +362,19 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
-        training = self._training
-        training.read(self._epochs.next())
-        if training.source.empty:
-            return iter(())
-        training.bind_again()
-        self._loop = training.open(earlier=self._loop, lookups=self._lookups)
+        self._check_resumed()
+        self._loop.begin()
+        self._turn += 1
         self._checked = -1
-        return self._batches(self._loop, threading.current_thread())
+        return self._batches(self._turn, threading.current_thread())
 
     def __len__(self) -> int:
+        if self._epochs is None:
+            raise TypeError("this loader has no length")
         return len(self._epochs.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or self._epochs is None:
             raise AttributeError(name)
         return getattr(self._epochs.loader, name)  # its dataset, its sampler, its batch_size
 
@@ -384,9 +391,12 @@ class PreparedLoader:
                 raise  # otherwise the loop's own error says more than what it led to
 
     def close(self) -> None:
-        """End the iteration: write every row back, stop the background work. The model still evaluates, and the next
-        `for` begins anew."""
-        self._end_iteration()
+        """End the iteration: write every row back, stop the background work, free the cache. The model still evaluates,
+        and the next `for` begins with an empty cache."""
+        try:
+            self._end_iteration()
+        finally:
+            self._loop.release()
 
     def flush(self) -> None:
         """Return when the store has every update so far; with several trainers all call it."""
@@ -398,9 +408,47 @@ class PreparedLoader:
         return self._loop.stats()
 
     @property
-    def loop(self) -> Batches:
-        """The iteration under way, or the last one."""
+    def loop(self) -> TrainLoop:
+        """What trains."""
         return self._loop
+
+    @property
+    def epoch(self) -> int:
+        """The number of the iteration under way, or of the one that comes next, counted from 0 over the whole run: a
+        run that is resumed goes on with `for epoch in range(loader.epoch, N)`."""
+        self._epoch_is_known = True
+        return self._loop.epoch if self._loop.is_under_way else self._loop.epoch + 1
+
+    def register_for_checkpointing(self, *objects: Attachable, **named: Attachable) -> None:
+        """Save the states of these in checkpoints too, and restore them now where the run is one that was resumed:
+        schedulers, a scaler, each `torch.Generator` that the model draws from. Model, optimizers and rows are saved by
+        themselves, but nothing is before this was called, if with nothing. All trainers call it alike, before the
+        first batch."""
+        if not self._registered:
+            self._registered = True
+            for number, each in enumerate(self._optimizers):
+                named = {f"dense{number or ''}": DenseState(each), **named}
+        for thing in objects:
+            name, number = type(thing).__name__, 2
+            while name in named:
+                name, number = f"{type(thing).__name__}{number}", number + 1
+            named[name] = thing
+        self._has_scheduler |= any(isinstance(each, LRScheduler) for each in named.values())
+        self._loop.attach(**named)
+
+    def _check_resumed(self) -> None:
+        """What would be wrong in a run that is saved, or resumed, without anybody noticing."""
+        if self._loop.epoch >= 0 and not self._turn and not self._epoch_is_known:
+            raise CheckpointError(
+                f"the run goes on in epoch {self._loop.epoch + 1}, and the script begins with epoch 0: write "
+                "'for epoch in range(loader.epoch, N)', so that those that are over are not trained again"
+            )
+        scheduled = any("initial_lr" in group for each in self._optimizers for group in each.param_groups)
+        if self._loop.is_saved and self._registered and scheduled and not self._has_scheduler:
+            raise CheckpointError(
+                "the optimizer has a scheduler, which checkpoints do not know of, so that a resumed run would begin "
+                "with the first learning rate again: call loader.register_for_checkpointing(scheduler)"
+            )
 
     @property
     def rank(self) -> int:
@@ -417,45 +465,52 @@ class PreparedLoader:
         """Whether the current batch is the last of its iteration, so that `optimizer.step()` follows it."""
         return self._loop.step_due
 
-    def _batches(self, loop: Batches, thread: threading.Thread) -> Iterator[Any]:
+    def _batches(self, turn: int, thread: threading.Thread) -> Iterator[Any]:
+        loop = self._loop
         batches = iter(loop)
         try:
             while True:
-                if self._loop is not loop:
+                if self._turn != turn:
                     raise ModelError(
                         "another iteration of this loader has begun, which ended this one: use one at a time"
                     )
                 batch = next(batches, _END)
                 if batch is _END:
                     return
-                self._epochs.given()
+                if self._epochs is not None:
+                    self._epochs.given()
                 yield batch
-                self._after_batch(loop)
+                if self._turn == turn:
+                    self._after_batch()
         except GeneratorExit:  # a break, an exception in the body of the loop, or the collector, in any thread
-            if threading.current_thread() is thread:
-                self._after_batch(loop)
+            if threading.current_thread() is thread and self._turn == turn:
+                self._after_batch()
                 try:
                     loop.close()
                 except Exception as error:  # Python would drop it here
                     self._error = error
-                    self._lookups.reader = cast("RowReader", _Untold(self))
-                self._epochs.broken_off()
+                    loop.lookups.reader = cast("RowReader", _Untold(self))
+                self._broken_off()
             raise
 
-    def _after_batch(self, loop: Batches) -> None:
+    def _after_batch(self) -> None:
         """Plain PyTorch would go on having the gradients that nobody zeroed."""
-        if loop.is_training and loop.step_due:
+        if self._loop.is_training and self._loop.step_due:
             self._leave_over(self._reached())
-            loop.leave_gradients()
+
+    def _broken_off(self) -> None:
+        if self._epochs is not None:
+            self._epochs.broken_off()
 
     def _end_iteration(self) -> None:
         """What was not ended where it could be told is ended now."""
-        under_way = not self._loop.closed
         try:
-            self._loop.close()
+            if self._loop.is_under_way:
+                try:
+                    self._loop.close()
+                finally:
+                    self._broken_off()
         finally:
-            if under_way:
-                self._epochs.broken_off()
             self._raise_error()
 
     def _raise_error(self) -> None:
@@ -471,7 +526,7 @@ class PreparedLoader:
 
     def _close_quietly(self) -> None:
         with suppress(Exception):
-            self._loop.close()
+            self._loop.release()
 
     # The step
 
@@ -583,7 +638,7 @@ class PreparedLoader:
     # Gradients of rows
 
     def _layer(self, parameter: RowParameter) -> CachedLayer:
-        layer = self._training.model.get_submodule(parameter.layer)
+        layer = self._loop.model.get_submodule(parameter.layer)
         assert isinstance(layer, CachedLayer)
         return layer
 
@@ -668,7 +723,7 @@ class PreparedLoader:
     def _state_columns(self, parameter: RowParameter) -> dict[str, slice]:
         """Where in a row each part of the state is."""
         layer = self._layer(parameter)
-        layout = self._training.layouts[layer.table]
+        layout = self._loop.layouts[layer.table]
         names = STATE_NAMES.get(type(parameter.rows))
         if names is None:  # of rows=: all that is kept of a row, also for layers that share it
             return {"rows": slice(layout.dim, layout.width)} if layout.width > layout.dim else {}
@@ -687,7 +742,7 @@ class PreparedLoader:
             yield np.arange(start, min(start + ROWS_PER_BLOCK, num_rows), dtype=np.int64), columns
 
     def _refuse_iterating(self, what: str) -> None:
-        if not self._loop.closed:
+        if self._loop.is_under_way:
             raise ModelError(f"{what} amid an epoch, with rows in the cache: call it before the loop, or after it")
 
 
@@ -702,9 +757,25 @@ class _Untold:
 
     def __getattr__(self, name: str) -> Any:
         loader = self._loader
-        loader._lookups.reader = loader._loop
+        loader._loop.lookups.reader = loader._loop
         loader._raise_error()
         return getattr(loader._loop, name)
+
+
+class DenseState:
+    """The state of a prepared optimizer without that of rows, which are saved by themselves."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = cast("PreparedOptimizer", optimizer)
+        self.kind = self._optimizer.kind.__name__
+
+    def state_dict(self) -> Tree:
+        """Of dense parameters, and all settings."""
+        return self._optimizer.dense_state()
+
+    def load_state_dict(self, state: Tree) -> None:
+        """Go on from it."""
+        self._optimizer.load_dense_state(state)
 
 
 class Unshared(Tensor):
@@ -736,135 +807,6 @@ class Unshared(Tensor):
         )
 
 
-class Epochs:
-    """A loader that is read once an epoch, after its first batch was looked at."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        if not isinstance(loader, Iterable):
-            raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
-        self.loader = loader
-        self._rest: Iterator[Any] | None = loader if isinstance(loader, Iterator) else None
-        self._looked_at: list[Any] = []
-        self._num_given = 0
-        self._generators: list[torch.Generator] = []
-        self._states: deque[list[Tensor]] = deque()
-        """Of these, after the last batch that was given, and after each that was read ahead of it."""
-
-    def _noted(self) -> Iterator[Any]:
-        self._states.clear()
-        for batch in self.loader:
-            self._states.append([generator.get_state() for generator in self._generators])
-            yield batch
-
-    def given(self) -> None:
-        """The next of the batches that were read is given."""
-        if len(self._states) > 1 and self._num_given:
-            self._states.popleft()
-        self._num_given += 1
-
-    def broken_off(self) -> None:
-        """What was read ahead is read no more: generators of the loader's own are where the last batch left them."""
-        if self._num_given and self._states:
-            for generator, state in zip(self._generators, self._states[0], strict=True):
-                generator.set_state(state)
-        self._states.clear()
-
-    def first(self) -> list[Any]:
-        """The first batch, if there is one; nothing of what the loader will give, and no random number, is used up."""
-        if self._rest is not None:
-            self._looked_at = list(itertools.islice(self._rest, 1))
-            return self._looked_at
-        if isinstance(self.loader, Positioned):
-            example = self.loader.peek()
-            return [] if example is None else [example]
-        with _as_it_was(self.loader):
-            looking = iter(_only_looked_at(self.loader))
-            first = list(itertools.islice(looking, 1))
-            before = torch.get_rng_state()  # a sampler has drawn its seed, if it does
-            next(looking, None)
-            in_another_process = isinstance(self.loader, DataLoader) and self.loader.num_workers
-            if not in_another_process and not torch.equal(before, torch.get_rng_state()):
-                warnings.warn(DRAWS, stacklevel=3)
-            return first
-
-    def next(self) -> Iterable[Any]:
-        """Those of the next epoch."""
-        if not isinstance(self.loader, Iterator):
-            self._generators, self._num_given = _own_generators(self.loader), 0
-            return self._noted() if self._generators else self.loader
-        if self._rest is None:
-            raise BatchError(
-                "the loader is an iterator, which can be read once: give a list, a DataLoader, or another object whose "
-                "iter() begins anew"
-            )
-        rest, self._rest = self._rest, None
-        return itertools.chain(self._looked_at, rest)
-
-
-def _own_generators(loader: object) -> list[torch.Generator]:
-    """Those that a DataLoader and its samplers draw from, and nobody else."""
-    if not isinstance(loader, DataLoader):
-        return []
-    parts = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    own = {id(each): each for each in (getattr(part, "generator", None) for part in parts)}
-    return [each for each in own.values() if isinstance(each, torch.Generator)]
-
-
-def _only_looked_at(loader: Iterable[Any]) -> Iterator[Any]:
-    """Batches of a loader, without starting the worker processes of a DataLoader, which may be kept for its epochs."""
-    if not isinstance(loader, DataLoader):
-        return iter(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        return iter(copy.copy(loader))
-    if loader.batch_sampler is None:
-        return (loader.collate_fn(loader.dataset[index]) for index in loader.sampler)
-    fetch = getattr(loader.dataset, "__getitems__", None) or (
-        lambda indices: [loader.dataset[each] for each in indices]
-    )
-    return (loader.collate_fn(fetch(indices)) for indices in loader.batch_sampler)
-
-
-@contextmanager
-def _as_it_was(loader: Iterable[Any]) -> Iterator[None]:
-    """Give back what reading a loader may change: all random generators, and what it and its parts keep for
-    themselves, such as the number of the epoch or an order that they shuffle."""
-    parts = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
-    parts += [getattr(part, "sampler", None) for part in parts[1:]]
-    kept = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
-    values = list({id(value): value for _, attributes in kept for value in attributes.values()}.values())
-    orders = [(value, copy.copy(value)) for value in values if _is_order(value)]
-    generators = [value for value in [torch.default_generator, *values] if isinstance(value, torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    of_own = [(value, value.getstate()) for value in values if isinstance(value, random.Random)]
-    of_arrays = [value.bit_generator for value in values if isinstance(value, np.random.Generator)]
-    states_of_arrays = [each.state for each in of_arrays]
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what data sets draw from
-    try:
-        yield
-    finally:
-        for now, before in kept:
-            if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
-                now.clear()
-                now.update(before)
-        for order, before in orders:
-            order[:] = before
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        for own, was in of_own:
-            own.setstate(was)
-        for bits, of_bits in zip(of_arrays, states_of_arrays, strict=True):
-            bits.state = of_bits
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-
-
-def _is_order(value: object) -> bool:
-    """Whether this may be an order of samples or batches, to be shuffled in place."""
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1 and value.dtype.kind in "iu" and value.flags.writeable
-    return isinstance(value, list)
-
-
 def _is_finite(grad: Tensor | None) -> bool:
     if grad is None:
         return True
@@ -883,3 +825,33 @@ def _is_first(rows: optim.RowOptimizer, state: Mapping[str, Any]) -> bool:
 
 def _rate(rows: optim.RowOptimizer) -> float:
     return float(rows.lr(rows.updates)) if callable(rows.lr) else rows.lr
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    loader: PreparedLoader,
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients so that their Euclidean norm is at most `max_norm`; returns the norm as it was.
+
+    What `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does for a model whose embedding weights are
+    parameters, also with several trainers, whose gradients of rows are shared first. Call it between
+    `loss.backward()` and `optimizer.step()`.
+    """
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm is {max_norm!r}: give a number of at least 0")
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    dense = [parameter.grad for parameter in given if not isinstance(parameter, RowParameter)]
+    grads = [grad for grad in dense if grad is not None]
+    squares = sum(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads)
+    norm = math.sqrt(squares + loader.loop.grad_norm() ** 2)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise GradientError(f"the norm of all gradients is {norm}: lower the learning rate, or skip this batch")
+    factor = max_norm / (norm + CLIP_EPSILON)
+    if not factor >= 1.0:  # not finite: gradients become so too, and the steps can tell
+        for grad in grads:
+            grad.mul_(factor)
+        loader.loop.scale_gradients(factor)
+    return torch.tensor(norm)

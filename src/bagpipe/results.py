@@ -14,7 +14,6 @@ from torch import Tensor
 from bagpipe.errors import StoreError
 from bagpipe.job import Job
 from bagpipe.metrics import Metrics
-from bagpipe.trainer.batches import Batches
 from bagpipe.types import Batch
 from bagpipe.whole_file import whole_file
 
@@ -94,17 +93,9 @@ class Clock:
 def evaluate(job: Job, predict: Callable[[Batch], Tensor]) -> Metrics:
     """Metrics on the held-out samples."""
     metrics = Metrics()
-    for batch in job.held_out.batches(job.config.batch_size):
-        metrics.add(batch.labels, predict(batch))
-    return metrics
-
-
-def evaluate_accelerated(job: Job, batches: Batches) -> Metrics:
-    """The same for a model whose rows are cached."""
-    metrics = Metrics()
     with torch.no_grad():
-        for batch in batches.evaluate(job.held_out.batches(job.config.batch_size)):
-            metrics.add(batch.labels, batches.model(batch.dense, batch.sparse))
+        for batch in job.held_out.batches(job.config.batch_size):
+            metrics.add(batch.labels, predict(batch))
     return metrics
 
 

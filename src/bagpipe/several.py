@@ -1,4 +1,4 @@
-"""A user's script on several trainers: what `bagpipe.accelerate` does under `bagpipe launch --trainers N`.
+"""A user's script on several trainers: what `bagpipe.prepare` does under `bagpipe launch --trainers N`.
 
 The first trainer reads its loader, divides each batch and plans for all; the others look at one batch of their own
 loader, to see what batches are made of, and are sent their parts. Whatever the trainers want differently is refused
@@ -8,7 +8,7 @@ before anything is trained (I8), and one that fails tells the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from bagpipe._version import __version__
-from bagpipe.checkpoint.point import START
 from bagpipe.cluster.context import Launch
 from bagpipe.config import cache_size, warn_of_idle_rows
 from bagpipe.data.tree_wire import types_in
@@ -26,8 +25,8 @@ from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.trainer.agreement import check_same, tell_all
-from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.collective import Groups
+from bagpipe.trainer.loop import Opened
 from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.source import PlanSource, Source
@@ -36,16 +35,13 @@ from bagpipe.wire.endpoint import Address
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork
 
-Make = Callable[[PlanSource, list[int], Peers], Batches]
-"""Makes the training loop, for these plans and so many slots of each row width."""
 
-
-def open_loader(launch: Launch, loader: Iterable[Any], epochs: int, accumulate: int) -> Source:
+def open_loader(launch: Launch, loader: Iterable[Any], accumulate: int) -> Source:
     """The loader of this trainer; only the first one's will be read beyond its first batch."""
-    return Source(loader, epochs, accumulate) if launch.trainer else SharedLoader(loader, epochs, accumulate)
+    return Source(loader, accumulate) if launch.trainer else SharedLoader(loader, accumulate)
 
 
-def share_batches(
+def share_plans(
     launch: Launch,
     source: Source,
     binding: Binding,
@@ -53,9 +49,8 @@ def share_batches(
     wanted: Mapping[str, object],
     point: str,
     driver: Driver,
-    make: Make,
-) -> Batches:
-    """Join the other trainers, see that all want the same, and make the training loop.
+) -> Opened:
+    """Join the other trainers, see that all want the same, and open this one's plans.
 
     `wanted` is what must be the same on all trainers, beside the settings of plans; `point` is where this one has found
     that the run goes on.
@@ -83,7 +78,6 @@ def share_batches(
         told = [json.loads(text) for text in tell_all(groups.critical, driver, json.dumps(said), "what is trained")]
         check_same([each["wanted"] for each in told])
         _check_points([each["point"] for each in told])
-        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.moving)
         plans: PlanSource
         if served is not None:
             plans, capacity = served, served.capacity
@@ -93,11 +87,9 @@ def share_batches(
             capacity = plans.described.capacity
         # Else the first one may fail and leave while another still looks for its plans, until that one's deadline.
         tell_all(groups.critical, driver, "", "the connection to the plans")
-        batches = make(plans, capacity, peers)
-        if point not in ("", str(START)):
-            batches.gather(0, "the rows to go on with to be in the store")
         stack.pop_all()
-        return batches
+        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.moving)
+        return Opened(plans, capacity, peers)
 
 
 def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: PlanSettings) -> ServedPlans:
@@ -119,7 +111,7 @@ def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: Pla
 
 
 def _join(launch: Launch, source: Source, address: str) -> ScriptPlans:
-    types = types_in(source.reading.examples[0])
+    types = types_in(source.example)
     source.close()
     network = SocketNetwork(launch.security)
     try:

@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from bagpipe.cache import RowCache
 from bagpipe.config import Config, cache_size
 from bagpipe.errors import DeadlineError
 from bagpipe.joint_checker import Ledger
@@ -26,10 +25,10 @@ from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.partition import RULES, Partition, uses_ahead
 from bagpipe.store import Store
-from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.checkpointer import Checkpointer
 from bagpipe.trainer.collective import Groups, memory_groups
 from bagpipe.trainer.divided import Divided, SharedPlans
+from bagpipe.trainer.loop import Opened, TrainLoop
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.stages import DEADLINE_S, Driver, Threads
@@ -87,31 +86,31 @@ class Trainers:
         plans = SharedPlans(source, oracle, partition)
         stores = open_stores(layouts, [driver.notify for driver in self._drivers])
         ledger = Ledger(trainers, owned=not RULES[sync.design].copies) if config.check else None
-        self.batches = [
-            Batches(
-                model, own, row_layouts[0].optimizer, row_layouts, plans.of(rank),
-                RowCache(widths, oracle.places.capacity, torch.device("cpu")), stores[rank], self._drivers[rank],
+        peers = [Peers(groups, sync.design, sync.delayed, sync.moving, ledger) for groups in self._groups]
+        self.loops = [
+            TrainLoop(
+                model, own, row_layouts[0].optimizer, row_layouts,
+                Opened(plans.of(rank), oracle.places.capacity, peers[rank]), stores[rank], self._drivers[rank],
                 depth=DEPTH, threads=torch.get_num_threads(), check=config.check,
-                peers=Peers(self._groups[rank], sync.design, sync.delayed, sync.moving, ledger),
                 checkpointer=checkpointer(stores[rank], rank),
             )
             for rank, (model, own, row_layouts) in enumerate(made)
         ]  # fmt: skip
 
-    def run(self, train: Callable[[int, Batches], Result]) -> list[Result]:
+    def run(self, train: Callable[[int, TrainLoop], Result]) -> list[Result]:
         """Call `train` for each trainer at the same time; their results. What one raises ends all, and is raised."""
 
         def loop(rank: int) -> Callable[[], Result]:
-            return lambda: train(rank, self.batches[rank])
+            return lambda: train(rank, self.loops[rank])
 
-        loops = [loop(rank) for rank in range(len(self.batches))]
+        loops = [loop(rank) for rank in range(len(self.loops))]
         try:
             return self._run(loops) if self._run else run_threads(loops, abort=self._abort)
         finally:
             for groups in self._groups:
                 groups.close()
-            for batches in self.batches:
-                batches.store.close()
+            for each in self.loops:
+                each.store.close()
 
     def _notify(self) -> None:
         for driver in self._drivers:

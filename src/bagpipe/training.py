@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagpipe.api import accelerate
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import (
@@ -34,13 +33,13 @@ from bagpipe.metrics import Metrics
 from bagpipe.opening import OpenStore, memory_of_files, open_rows
 from bagpipe.oracle.assign import Assigner
 from bagpipe.policies import POLICIES
+from bagpipe.prepared import PreparedLoader, row_parameters
 from bagpipe.reference import Reference
 from bagpipe.results import (
     Clock,
     Report,
     Summary,
     evaluate,
-    evaluate_accelerated,
     joined_summary,
     metrics_summary,
     write_summary,
@@ -54,16 +53,18 @@ from bagpipe.resuming import (
     holding,
     note_config,
 )
+from bagpipe.script import PlanChoice, Script
 from bagpipe.server.local import open_store, open_stores
 from bagpipe.state import State, of_reference, of_store, parameters_sha256
 from bagpipe.store import Store
 from bagpipe.store.views import shared_views
 from bagpipe.together import Made, Trainers
 from bagpipe.trainer.background import Background
-from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.checkpointer import ROUND_S, Periods, resumed_states
 from bagpipe.trainer.collective import Groups
-from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
+from bagpipe.trainer.loop import TrainLoop
+from bagpipe.trainer.pipeline import DEPTH
+from bagpipe.trainer.remote_plans import RemotePlans, remote_loop
 from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.state import buffers_of, dense_parameters, set_tensors
@@ -105,8 +106,9 @@ def take_over(reference: Reference, point: ResumePoint) -> None:
     reference.iteration = first["loop"]["optimizer"]["updates"]
     dense, saved = reference.dense_optimizer, first["attached"].get("dense")
     if dense is not None and saved is not None:
-        settings = _settings(dense)
-        dense.load_state_dict(saved["state"])
+        settings, state = _settings(dense), saved["state"]
+        # Rows have the last group.
+        dense.load_state_dict({**state, "param_groups": state["param_groups"][: len(settings)]})
         _set(dense, settings)
 
 
@@ -122,24 +124,16 @@ def train_accelerated(
     config = job.config
     model, _, layouts = job.model()
     initials = {layout.table.name: layout.initial for layout in layouts}
-    batches = accelerate(
-        model,
-        job.loader(),
-        layouts[0].optimizer,
-        cache=config.cache,
-        lookahead=config.lookahead,
-        policy=config.policy,
-        policy_options=config.policy_options.build(),
-        store=_store(job),
-        store_memory=config.store_memory if not config.servers else None,
-        tables=job.train.tables,
-        initial=lambda table: initials[table.name],
-        check=config.check,
-        checkpoint=job.checkpointing(),
-        resume=resume,
-    )
-    with closing(batches.store):
-        state, summary = train_over(job, model, layouts, batches, report, hold=hold)
+    plans = PlanChoice(config.cache, config.lookahead, config.policy, config.policy_options.build())
+    script = Script(
+        model, job.loader(), plans, _store(job), config.store_memory if not config.servers else None, device=None,
+        accumulate=1, seed=config.seed, check=config.check, depth=DEPTH, threads=None,
+    )  # fmt: skip
+    script.bind(None, job.train.tables, ())
+    script.lay_out(layouts[0].optimizer, lambda table: initials[table.name])
+    loop = script.open(job.checkpointing(resume=resume), once=True)
+    with closing(loop.store):
+        state, summary = train_over(job, loop, report, hold=hold)
     del summary["last_samples"]
     return state, summary
 
@@ -159,9 +153,7 @@ def train_together(
         checkpointer=partial(saving.checkpointer, shares_process=True),
     )
     reports = [report, *[_unheard] * (config.trainers - 1)]
-    ended = trainers.run(
-        lambda rank, batches: train_over(job, *made[rank][::2], batches, reports[rank], rank, hold=hold)
-    )
+    ended = trainers.run(lambda rank, loop: train_over(job, loop, reports[rank], hold=hold))
     return ended[0][0], joined_summary([summary for _, summary in ended])
 
 
@@ -218,47 +210,37 @@ def _store(job: Job) -> str | Path | OpenStore:
     return job.config.rows_directory(job.run_dir) or "memory"
 
 
-def train_over(
-    job: Job,
-    model: nn.Module,
-    layouts: list[RowLayout],
-    batches: Batches,
-    report: Report,
-    rank: int = 0,
-    *,
-    hold: bool = False,
-) -> tuple[State | None, Summary]:
-    """Train a model whose embedding layers are swapped, over the batches of the job.
+def train_over(job: Job, loop: TrainLoop, report: Report, *, hold: bool = False) -> tuple[State | None, Summary]:
+    """Train the model of a loop over the batches of the job.
 
     Of several trainers all call it, and the first one evaluates, has `parameters_sha256`, and a state if asked to
     `hold` one.
     """
-    optimizer = layouts[0].optimizer
-    dense = dense_optimizer(job.config.dense_optimizer)(list(model.parameters()))
-    settings = _settings(dense)
+    model, rank = loop.model, loop.rank
+    optimizer = dense_optimizer(job.config.dense_optimizer)(list(model.parameters()))
+    loader = PreparedLoader(loop, row_parameters(loop.binding, loop.lookups.device), [optimizer], {})
+    settings = _settings(optimizer)
     loss_fn = nn.BCEWithLogitsLoss()
-    clock = Clock(batches.done, job.samples_of(batches.done) if rank == 0 else 0)
+    clock = Clock(loop.done, job.samples_of(loop.done) if rank == 0 else 0)
     trained = Metrics()
-    with batches:
-        batches.attach(dense=dense, clock=clock)
-        if not batches.done:
-            _set(dense, settings)
-        if rank == 0 and not batches.done:
-            clock.auc_untrained = evaluate_accelerated(job, batches).auc()
+    with loop:
+        loader.register_for_checkpointing(clock=clock)
+        if not loop.done:
+            _set(optimizer, settings)
+        if rank == 0 and not loop.done:
+            clock.auc_untrained = evaluate(job, lambda batch: model(batch.dense, batch.sparse)).auc()
         clock.start()
-        for batch in batches:
+        for batch in loader:
             loss = loss_fn(model(batch.dense, batch.sparse), batch.labels)
-            dense.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             loss.backward()
-            dense.step()
             optimizer.step()
             clock.loss = loss.item()
             clock.tick(batch, report)
         clock.stop()
-        batches.barrier()
         if rank == 0:
-            trained = evaluate_accelerated(job, batches)
-    stats = batches.stats()
+            trained = evaluate(job, lambda batch: model(batch.dense, batch.sparse))
+    stats = loop.stats()
     summary = clock.summary() | (metrics_summary(trained, clock.auc_untrained) if rank == 0 else {})
     moved = ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows", "peak_rows")
     summary |= {key: stats[key] for key in (*moved, "windows", "checkpoints") if key in stats}
@@ -268,9 +250,9 @@ def train_over(
         summary["checkpoint_fraction"] = cost_s / clock.session_seconds
     if rank:
         return None, summary
-    tables = [layout.table.name for layout in layouts]
-    summary["parameters_sha256"] = parameters_sha256(model, tables, batches.store)
-    return of_store(model, tables, batches.store) if hold else None, summary
+    tables = [layout.table.name for layout in loop.layouts]
+    summary["parameters_sha256"] = parameters_sha256(model, tables, loop.store)
+    return of_store(model, tables, loop.store) if hold else None, summary
 
 
 def _settings(dense: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -325,16 +307,16 @@ def train_remote(
         if rank == 0 and not restored:
             # Which has deadlines of its own, for as long as servers read nothing.
             loading.start("loading rows", lambda: saving.restore(as_marked(store)), progress=time.monotonic)
-        batches = remote_batches(
+        loop = remote_loop(
             model, binding, layouts, layouts[0].optimizer, plans, store, check=config.check and peers is None,
             driver=driver, peers=peers, assign=config.assign,
             checkpointer=saving.checkpointer(store, rank, threads=threads),
             ahead=POLICIES[config.policy].lead(config.lookahead, config.policy_options.build()),
         )  # fmt: skip
-        while not restored and any(batches.gather(loading.is_busy(ROUND_S), "the rows to begin with")):
+        while not restored and any(loop.gather(loading.is_busy(ROUND_S), "the rows to begin with")):
             pass
         loading.close()
-        state, summary = train_over(job, model, layouts, batches, report, rank, hold=hold)
+        state, summary = train_over(job, loop, report, hold=hold)
         if peers is None:
             del summary["last_samples"]
         return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}

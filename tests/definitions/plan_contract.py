@@ -18,15 +18,20 @@ Batches = Sequence[Sequence[Sequence[int]]]
 
 
 def make_plans(
-    tables: Sequence[OracleTable], capacity: Sequence[int], batches: Batches, **options: object
+    tables: Sequence[OracleTable],
+    capacity: Sequence[int],
+    batches: Batches,
+    readings: Sequence[int] = (),
+    **options: object,
 ) -> list[Plan]:
-    """The plans of some batches; each knows its iteration."""
+    """The plans of some batches; each knows its iteration. Before each batch in `readings` another reading begins."""
     oracle = Oracle(tables, capacity, **options)  # type: ignore[arg-type]
     source = [([np.array(ids, np.int64) for ids in batch], number) for number, batch in enumerate(batches)]
     plans = []
-    for plan, number in oracle.plans(source):
-        assert plan.iteration == number
-        plans.append(plan)
+    for begin, end in itertools.pairwise([0, *readings, len(source)]):
+        for plan, number in oracle.plans(source[begin:end], more=end < len(source)):
+            assert plan.iteration == number
+            plans.append(plan)
     oracle.close()
     return plans
 

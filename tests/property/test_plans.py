@@ -136,6 +136,24 @@ def test_plans_equal_the_simple_oracle_and_are_exact(short_memory: None, case: t
 
 
 @MANY
+@given(case=cases(), seed=st.integers(0, 2**32))
+def test_plans_of_several_readings_are_exact(short_memory: None, case: tuple, seed: int) -> None:
+    """The window drains in between, and rows stay."""
+    tables, capacity, batches, options = case
+    groups, chance = [table.group for table in tables], random.Random(seed)
+    readings = sorted(chance.choices(range(len(batches)), k=2)) if batches else []
+    plans = make_plans(tables, capacity, batches, readings, **options)
+    check_contract(plans, groups, capacity, batches)
+    run_in_several_orders(plans, groups, seed)
+
+
+def test_rows_of_one_reading_are_hits_in_the_next() -> None:
+    plans = make_plans(ONE_TABLE, [8], [[[0, 1]], [[2]], [[0, 1, 2]]], [2], lookahead="auto")
+    assert plans[2].hits == 3
+    assert not len(plans[2].fetch)
+
+
+@MANY
 @given(case=cases())
 def test_mapped_tables_and_threads_change_no_plan(
     short_memory: None, monkeypatch: pytest.MonkeyPatch, case: tuple

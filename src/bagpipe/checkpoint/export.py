@@ -30,7 +30,7 @@ from bagpipe.errors import CheckpointError, ConfigError, ModelError, StoreError
 from bagpipe.initial import Constant, Initial, Joined, Normal, Uniform
 from bagpipe.os_errors import Kind as ErrorKind
 from bagpipe.os_errors import failing
-from bagpipe.trainer.batches import Batches
+from bagpipe.trainer.loop import TrainLoop
 from bagpipe.whole_file import nothing_left, whole_file
 
 Format: TypeAlias = Literal["safetensors", "parquet"]
@@ -76,7 +76,7 @@ def export(model: nn.Module, path: str | Path, *, format: Format = "safetensors"
     layers = {name: part for name, part in model.named_modules(remove_duplicate=False) if isinstance(part, CachedLayer)}
     dense = _dense_of_model(model, layers) if format == "safetensors" else {}
     readers = [part.lookups.reader for part in layers.values()]
-    if any(isinstance(reader, Batches) and reader.rank for reader in readers):
+    if any(isinstance(reader, TrainLoop) and reader.rank for reader in readers):
         readers[0].barrier()  # the first trainer has to wait for the rows of all
         return
     _write(Path(path), format, _tables_of_model(layers), dense, state, StoreError)

@@ -184,8 +184,10 @@ class Oracle:
         """Where a policy that goes by time finds what its trainer has measured."""
         self.policy.measure(times)
 
-    def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
+    def plans(self, batches: Iterable[tuple[Ids, Payload]], *, more: bool = False) -> Iterator[tuple[Plan, Payload]]:
         """A plan for each batch, with the payload that came with its ids (one array a feature, in order of tables).
+
+        With the last plan all rows leave the cache, unless `more` batches follow: then another call goes on.
 
         A batch that can't be used ends the data: all batches before it get their plans, then its error is raised. One
         that has room only if the slots are divided anew ends it for a moment: the plan before it leaves nothing in the
@@ -210,9 +212,11 @@ class Oracle:
                     crowded = found.places
                 except Exception as unusable:
                     error, ended = unusable, True
-            none_follows = ended or crowded is not None
+            none_follows = (ended and not more) or crowded is not None
             if payloads:
-                yield self.emit(last=none_follows and len(payloads) == 1, ended=none_follows), payloads.popleft()
+                left = len(payloads) - 1
+                pauses = ended and not none_follows and not left
+                yield self.emit(last=none_follows and not left, ended=none_follows, pauses=pauses), payloads.popleft()
             elif crowded is not None:
                 self._divide_anew(crowded)
                 crowded = None
@@ -280,8 +284,9 @@ class Oracle:
         features = tuple([batch.inverse[a:b] for a, b in pairwise(at)])
         self._window.append(ReadBatch(_bounds(batch.counts), batch.inverse, features, cuts))
 
-    def emit(self, *, last: bool = False, ended: bool = False) -> Plan:
-        """The plan of the oldest batch read. `last`: no batch follows; `ended`: none follows those that were read."""
+    def emit(self, *, last: bool = False, ended: bool = False, pauses: bool = False) -> Plan:
+        """The plan of the oldest batch read. `last`: no batch follows; `ended`: none follows those that were read;
+        `pauses`: one will follow, and nobody knows which."""
         iteration, length, policy = self._first, len(self._window), self.policy
         assert length, f"no batch was read for iteration {iteration}"
         if self._sample is not None:
@@ -295,7 +300,7 @@ class Oracle:
         wanted = None if last else policy.along(iteration)
         if wanted is not None:
             fetch, victims, sharing = self._bring_along(iteration, wanted, found.rows, fetch, victims, sharing)
-        evict = evict.joined(self._make_room(iteration, found, length - 1, ended=ended))
+        evict = evict.joined(self._make_room(iteration, found, length - 1, ended=ended, pauses=pauses))
         if last:
             evict = evict.joined(self._tenants.evict_all(iteration))
         for group in self.groups:
@@ -365,7 +370,7 @@ class Oracle:
             fetch.after.fill(-1)
         return evict
 
-    def _make_room(self, iteration: int, found: Found, left: int, *, ended: bool) -> RowList:
+    def _make_room(self, iteration: int, found: Found, left: int, *, ended: bool, pauses: bool) -> RowList:
         """Note the uses of this batch, behind which `left` others are; the rows that leave now, beside those of the
         batch, since the next plans need their slots, if the policy wants them to leave early."""
         leaving = []
@@ -375,7 +380,7 @@ class Oracle:
                 continue
             bounds = found.rows.bounds
             order.settle(group.collect(found.rows.slots, bounds), group.collect(found.next_use, bounds), iteration)
-            if not self.policy.early:
+            if not self.policy.early or pauses:
                 continue
             if group.idle is not None:
                 total = group.loads[1, (iteration + 1) & (group.loads.shape[1] - 1)] if left else group.capacity

@@ -61,11 +61,11 @@ class Oracles:
     def measure(self, times: Times) -> None:
         """As `Oracle.measure`; no policy of several oracles goes by it."""
 
-    def plans(self, batches: Iterable[tuple[Ids, Payload]]) -> Iterator[tuple[Plan, Payload]]:
+    def plans(self, batches: Iterable[tuple[Ids, Payload]], *, more: bool = False) -> Iterator[tuple[Plan, Payload]]:
         """As `Oracle.plans`."""
         shared = _Shared(batches, len(self._oracles))
         streams = [
-            oracle.plans(shared.features(number, begin, end))
+            oracle.plans(shared.features(number, begin, end), more=more)
             for number, (oracle, (begin, end)) in enumerate(zip(self._oracles, self._features, strict=True))
         ]
         for parts in zip(*streams, strict=True):

@@ -246,7 +246,7 @@ class OracleService:
         try:
             assigner = self._settings.assigner()
             batches = _shown(self._batches, assigner, self._first_batch) if self._first_batch else self._batches
-            source = Divided(batches, partial(_divide, assigner), accumulate=self._settings.accumulate)
+            source = Divided(iter(batches), partial(_divide, assigner), accumulate=self._settings.accumulate)
             oracle = self._make_oracle(source)
             self._plan(source, oracle)
             end = Answer(NoMorePlans(self._planned))

@@ -158,6 +158,11 @@ class Checkpointer:
         self._schedule = Schedule(recovery, resume.done) if isinstance(recovery, float) else None
         self._num_saved, self._waited_s, self._processor_s = 0, 0.0, 0.0
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it will save anything."""
+        return self._checkpoints is not None and not self._off
+
     def stats(self) -> dict[str, Any]:
         """What it has come to so far: checkpoints, how long training waited for them, flushes included, and processor
         time beside it."""
@@ -190,7 +195,7 @@ class Checkpointer:
     def attach(self, objects: Mapping[str, Attachable]) -> None:
         """Save these too; where the loop continues, they do at once."""
         if self._begun:
-            raise CheckpointError(f"{', '.join(objects)}: attach before the first batch")
+            raise CheckpointError(f"{', '.join(objects)}: register for checkpointing before the first batch")
         self._attached.add(objects)
         for name, thing in objects.items() if self._restored is not None else ():
             assert self._restored is not None
@@ -208,8 +213,8 @@ class Checkpointer:
         if not self._attached.asked:
             if self._periods.checkpoints is not None:
                 raise CheckpointError(
-                    "checkpoints need to know what else has a state: call batches.attach(dense=optimizer, ...) with "
-                    "the dense optimizer and schedulers before the first batch, or batches.attach() if there is nothing"
+                    "checkpoints need to know what has a state besides model, optimizers and rows: call "
+                    "loader.register_for_checkpointing(scheduler, ...) before the first batch, or with nothing"
                 )
             self._off = True
         self._begun, self._restored = True, None
@@ -261,6 +266,7 @@ class Checkpointer:
             self._writing.wait()
         finally:
             self._writing.close()
+            self._given_up.clear()
 
     def _mark(self, loop: Loop, retained: bool) -> None:
         began, done = time.monotonic(), loop.done

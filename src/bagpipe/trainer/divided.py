@@ -33,12 +33,11 @@ class Divided(Source):
         self,
         loader: Iterable[Any],
         divide: Divide,
-        epochs: int = 1,
         accumulate: int = 1,
         first_needed: Callable[[int], int] = lambda number: number,
     ) -> None:
         """`first_needed` says from which batch on `divide` must be shown all, to divide a given one alike."""
-        super().__init__(loader, epochs, accumulate, LookBack(first_needed, divide))
+        super().__init__(loader, accumulate, LookBack(first_needed, divide))
         self._divide = divide
 
     def divided(self, oracle: AnyOracle, partition: Partition) -> Iterator[tuple[Division, list[Part]]]:
@@ -114,6 +113,7 @@ class SharedPlans:
         self._source, self.oracle, self._partition = source, oracle, partition
         self._streams = fan_out(self._parts(), partition.trainers)
         self._open = partition.trainers
+        self._begun = False
 
     def of(self, rank: int) -> OwnPlans:
         """The plans of one trainer: a `PlanSource`."""
@@ -123,6 +123,12 @@ class SharedPlans:
     def source(self) -> Divided:
         """Where batches come from."""
         return self._source
+
+    def begin(self) -> None:
+        """Open the loader, with the first trainer that asks."""
+        if not self._begun:
+            self._begun = True
+            self._source.begin()
 
     def close_one(self) -> None:
         """One trainer needs no more plans; the last one lets go of everything."""
@@ -145,9 +151,15 @@ class SharedPlans:
 class OwnPlans:
     """One trainer's plans."""
 
+    goes_on = False
+
     def __init__(self, shared: SharedPlans, stream: Plans, rank: int) -> None:
         self._shared, self._stream, self._rank = shared, stream, rank
         self._closed = False
+
+    def begin(self) -> None:
+        """Open the loader that all share."""
+        self._shared.begin()
 
     def plans(self) -> Plans:
         """All plans."""

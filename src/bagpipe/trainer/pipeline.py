@@ -56,11 +56,16 @@ class Progress:
     closing: bool = False
     """Nothing is fetched any more."""
     before: int = 0
-    """Iterations of earlier loops over the same rows. All trainers have passed them, so without counting on from there
+    """Iterations of earlier plans over the same rows. All trainers have passed them, so without counting on from there
     a read that must follow another trainer's write would not wait for it (I3)."""
 
+    @property
+    def total(self) -> int:
+        """Iterations that are updated, of earlier plans too."""
+        return self.before + self.updated + 1
+
     def in_store(self, iteration: int) -> int:
-        """The number of an iteration of this loop as the store knows it."""
+        """The number of an iteration of these plans as the store knows it."""
         return iteration if iteration == NO_ITERATION else self.before + iteration
 
 
@@ -154,7 +159,6 @@ class Pipeline(Generic[Payload]):
 
     def __init__(
         self,
-        plans: Generator[tuple[Plan, Payload], None, None],
         cache: RowCache,
         store: Store,
         driver: Driver,
@@ -162,15 +166,16 @@ class Pipeline(Generic[Payload]):
         observer: Observer | None = None,
         dims: Sequence[int] | None = None,
         ahead: int = READERS,
-        before: int = 0,
+        points: Progress | None = None,
     ) -> None:
         """`dims` are the columns that the vectors of each table's rows have; needed by plans with rows not whole.
 
-        The rows of up to `ahead` plans may be on their way to the cache. Earlier loops over the store had `before`
-        iterations.
+        The rows of up to `ahead` plans may be on their way to the cache. `points` are those of an earlier pipeline
+        that this one goes on from.
         """
-        self.points, self.traffic = Progress(before=before), Counters()
-        self._plans, self._cache, self._store, self._driver = plans, cache, store, driver
+        self.points, self.traffic = points or Progress(), Counters()
+        self._plans: Generator[tuple[Plan, Payload], None, None] | None = None
+        self._cache, self._store, self._driver = cache, store, driver
         self._depth, self._observer, self._dims, self._ahead = depth, observer, dims, max(READERS, ahead)
         self._started = False
         self._other_stages: dict[str, Stage] = {}
@@ -198,6 +203,10 @@ class Pipeline(Generic[Payload]):
         self._other_stages[name] = stage
 
     # What the training loop calls
+
+    def begin(self, plans: Generator[tuple[Plan, Payload], None, None]) -> None:
+        """These plans are to be executed, from the first `wait` on."""
+        self._plans = plans
 
     def wait(self) -> bool:
         """Return when the next plan's rows are in their slots; False after the last one.
@@ -250,7 +259,8 @@ class Pipeline(Generic[Payload]):
         self._driver.notify()
         if self._started:
             self._driver.join()
-        self._plans.close()
+        if self._plans is not None:
+            self._plans.close()
 
     def abandon(self) -> None:
         """Let the stages end by themselves: nobody waits for them, and what is in training stays undone."""
@@ -272,7 +282,7 @@ class Pipeline(Generic[Payload]):
             yield self._until("room for another plan", lambda: len(self._planned) < self._depth)
             begin = time.perf_counter()
             try:
-                item = None if self.points.closing else next(self._plans, None)
+                item = None if self.points.closing or self._plans is None else next(self._plans, None)
             except Exception as error:
                 self.source_error = error
                 item = None

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from bagpipe.adapt import Adapter
-from bagpipe.cache import RowCache
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
@@ -22,8 +21,8 @@ from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import unpack_plan
 from bagpipe.store import Store
-from bagpipe.trainer.batches import Batches
 from bagpipe.trainer.checkpointer import Checkpointer
+from bagpipe.trainer.loop import Opened, TrainLoop
 from bagpipe.trainer.pipeline import DEPTH, Counters
 from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.source import Group, Plans, planned_batches
@@ -45,6 +44,8 @@ from bagpipe.wire.plan_messages import (
 
 class RemotePlans:
     """The plans of the oracle at an address, for one trainer: a `PlanSource`."""
+
+    goes_on = False
 
     def __init__(
         self,
@@ -100,6 +101,9 @@ class RemotePlans:
                 f"{self._name} plans for {_described(self.described.division)}, and this is trainer {self._trainer} of "
                 f"{_described(division)}: start both with the same configuration"
             )
+
+    def begin(self) -> None:
+        """The loader is read elsewhere."""
 
     def plans(self) -> Plans:
         """All plans, as they come."""
@@ -211,7 +215,7 @@ class RemotePlans:
         return message.body
 
 
-def remote_batches(
+def remote_loop(
     model: nn.Module,
     binding: Binding,
     layouts: Sequence[RowLayout],
@@ -228,8 +232,8 @@ def remote_batches(
     assign: str = "contiguous",
     checkpointer: Checkpointer | None = None,
     ahead: int = 0,
-) -> Batches:
-    """What `bagpipe.accelerate` returns, for plans from elsewhere and rows in this store.
+) -> TrainLoop:
+    """The training loop for plans from elsewhere and rows in this store.
 
     The embedding layers of the binding are swapped at once. The plans are closed with the loop; the store is not. With
     `peers` this is one of several trainers, whose samples the oracle chooses by `assign`. `checkpointer` saves
@@ -237,10 +241,9 @@ def remote_batches(
     """
     division = None if peers is None else DividedBy(peers.trainers, assign, peers.design, peers.delayed, peers.moving)
     plans.check(layouts, division)
-    cache = RowCache([layout.width for layout in layouts], plans.described.capacity, device or torch.device("cpu"))
-    return Batches(
-        model, binding, rows, layouts, plans, cache, store, driver or Threads(),
-        depth=depth, threads=threads or torch.get_num_threads(), check=check, peers=peers,
+    return TrainLoop(
+        model, binding, rows, layouts, Opened(plans, plans.described.capacity, peers), store, driver or Threads(),
+        device=device, depth=depth, threads=threads or torch.get_num_threads(), check=check,
         checkpointer=checkpointer, ahead=ahead,
     )  # fmt: skip
 

@@ -47,8 +47,8 @@ LEFT = Failed(PipelineError.__name__, "trainer 0 has left the training loop: let
 class SharedLoader(Divided):
     """Reads the loader of the first trainer, whose batches all share."""
 
-    def __init__(self, loader: Iterable[Any], epochs: int, accumulate: int) -> None:
-        super().__init__(loader, self._parts, epochs, accumulate, self._first_needed)
+    def __init__(self, loader: Iterable[Any], accumulate: int) -> None:
+        super().__init__(loader, self._parts, accumulate, self._first_needed)
         self._splitter: Splitter | None = None
         self._assigner: Assigner | None = None
         self.types: Types = {}
@@ -59,11 +59,11 @@ class SharedLoader(Divided):
 
         Offsets of the features in `ending` end with the number of ids.
         """
-        example = self.reading.examples[0]
         self._splitter, self._assigner = Splitter(self.adapter, self.features, ending), assigner
-        self.types = types_in(example)
-        part, _ = self._splitter.divide(example, 0, Assigner("contiguous", assigner.trainers))[-1]
-        self.pack([self.adapter.without(part, self.features)], 0)
+        if self.example is not None:
+            self.types = types_in(self.example)
+            part, _ = self._splitter.divide(self.example, 0, Assigner("contiguous", assigner.trainers))[-1]
+            self.pack([self.adapter.without(part, self.features)], 0)
 
     def pack(self, batches: list[Any], number: int) -> memoryview:
         """Batches as bytes, but for their ids; BatchError if they are too many."""
@@ -88,6 +88,8 @@ class SharedLoader(Divided):
 class ServedPlans:
     """The plans of the first trainer, a `PlanSource`, which the others are served theirs by."""
 
+    goes_on = False
+
     def __init__(
         self,
         listen: Listen,
@@ -111,6 +113,10 @@ class ServedPlans:
         """Where others ask for their plans."""
         self.capacity = list(described.capacity)
         """Slots of each row width, on every trainer."""
+
+    def begin(self) -> None:
+        """Open the loader."""
+        self._source.begin()
 
     def plans(self) -> Plans:
         """All plans; the parts of others are laid out for them as each is made."""

@@ -25,7 +25,7 @@ from bagpipe.oracle.plan import Plan
 from bagpipe.pooling import GivenIds
 from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.read_ahead import Held, ReadAhead
-from bagpipe.trainer.reading import LookBack, Reading
+from bagpipe.trainer.reading import Epochs, LookBack, Reading
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
@@ -63,8 +63,15 @@ Plans = Generator[tuple[Plan, list[PlannedBatch]], None, None]
 class PlanSource(Protocol):
     """Where plans come from: an oracle in this process, or in another one."""
 
+    goes_on: bool
+    """Whether another epoch may follow one that has ended: its plans go on, with the rows that are in the cache."""
+
+    def begin(self) -> None:
+        """Open the loader for an epoch, if it is read here; before its plans are asked for, in the loop's thread."""
+        ...
+
     def plans(self) -> Plans:
-        """All plans; called once."""
+        """All plans of an epoch."""
         ...
 
     def measure(self, traffic: Counters) -> None:
@@ -76,11 +83,11 @@ class PlanSource(Protocol):
         ...
 
     def position(self, iterations: int) -> dict[str, Any]:
-        """Where in the data training is after so many iterations; plain values."""
+        """Where in the data training is after so many iterations of this epoch; plain values."""
         ...
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Begin where another run was; before the first plan."""
+        """Begin where another run was; before the first epoch."""
         ...
 
     def interrupt(self) -> None:
@@ -95,28 +102,28 @@ class PlanSource(Protocol):
 class Source:
     """Reads a loader, epoch after epoch, `accumulate` batches an iteration."""
 
-    def __init__(
-        self, loader: Iterable[Any], epochs: int = 1, accumulate: int = 1, look_back: LookBack | None = None
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], accumulate: int = 1, look_back: LookBack | None = None) -> None:
+        """Looks at the first batch, and leaves the loader as it was."""
         self.tables: tuple[Table, ...] = ()
         """Whose ids are taken; set before the first plan."""
-        self.reading = Reading(loader, epochs, look_back)
-        self.ahead = ReadAhead(loader)
+        self.epochs = Epochs(loader)
+        self.reading, self._begun = Reading(()), False
+        self._look_back, self._accumulate = look_back, accumulate
         self._loader = loader if isinstance(loader, Loader) else None
         self._kind = type(loader).__name__
         self.interrupted = False
         """Ends a scan early."""
-        self._accumulate = accumulate
-        self._iterations = 0
-        """Iterations of the run before this reading began."""
+        self._from: Mapping[str, Any] | None = None
+        """Where the first epoch begins, if the run is one that was resumed."""
         self._error: Exception | None = None
         self._batches: Generator[tuple[int, Any], None, None] | None = None
-        self.adapter = Adapter(self.reading.examples[0] if self.reading.examples else None)
-
-    @property
-    def empty(self) -> bool:
+        first = self.epochs.first()
+        self.empty = not first
         """Whether the loader has no batch at all."""
-        return not self.reading.examples
+        self.example = first[0] if first else None
+        """Its first batch, until the first epoch begins: the loader may use its memory again."""
+        self._first_ids: dict[str, Ids] = {}
+        self.adapter = Adapter(self.example)
 
     @property
     def features(self) -> list[str]:
@@ -125,7 +132,20 @@ class Source:
 
     def first_ids(self) -> dict[str, Ids]:
         """The ids of the first batch."""
-        return self.adapter.extract(self.reading.examples[0], self.features, 0)
+        if not self._first_ids and self.example is not None:
+            found = self.adapter.extract(self.example, self.features, 0)
+            self._first_ids = {name: ids.copy() for name, ids in found.items()}
+        return self._first_ids
+
+    def begin(self) -> None:
+        """Open the loader for the next epoch; otherwise it is opened when its first plan is asked for."""
+        self._begun = True
+        self.first_ids()
+        self.example, self._error, self.interrupted = None, None, False
+        self.ahead = ReadAhead(self.epochs.loader)
+        position, self._from = self._from, None
+        batches = self.epochs.next(None if position is None else position.get("order"))
+        self.reading = Reading(batches, self._look_back, position)
 
     def other_ids(self) -> Iterator[dict[str, Ids]]:
         """The ids of some batches all over the data, if the loader is known to give the same ones again."""
@@ -135,10 +155,10 @@ class Source:
             for number, batch in self._spread(self._loader, NUM_OTHERS):
                 yield self.adapter.extract(batch, self.features, number)
 
-    def planned(self, oracle: AnyOracle) -> Generator[tuple[Plan, Group], None, None]:
+    def planned(self, oracle: AnyOracle, *, more: bool = False) -> Generator[tuple[Plan, Group], None, None]:
         """For each iteration its plan and its batches; what went wrong with the loader comes after them."""
         self.scan(oracle)
-        yield from oracle.plans(self._groups())
+        yield from oracle.plans(self._groups(), more=more)
         if self._error is not None:
             raise self._error
 
@@ -188,13 +208,13 @@ class Source:
         self.reading.close()
 
     def position(self, iterations: int) -> dict[str, Any]:
-        """Where in the data training is after so many iterations of this reading; plain values."""
-        return {"iterations": self._iterations + iterations} | self.reading.state(iterations * self._accumulate)
+        """Where in the data training is after so many iterations of this epoch; plain values."""
+        return {"order": self.epochs.order} | self.reading.state(iterations * self._accumulate)
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Begin where another run was; before the first plan."""
-        self.reading.resume(position)
-        self._iterations = position.get("iterations", 0)
+        """Begin where another run was; an error if that can't be in this loader."""
+        self.epochs.check(position)
+        self._from = position
 
     def _groups(self) -> Iterator[tuple[list[Ids], Group]]:
         """For each iteration the ids of each feature, and the batches."""
@@ -227,9 +247,12 @@ class Source:
             yield without, held, list(ids.values())
 
     def _numbered(self) -> Iterator[tuple[int, Any]]:
-        """All batches; what goes wrong ends them, and is kept."""
+        """All batches of an epoch; what goes wrong ends them, and is kept."""
+        if not self._begun:
+            self.begin()
+        self._begun = False
         self._batches = iter(self.reading)
-        if not self.empty:  # as it is for a run that is resumed after its last batch: no ids are anywhere
+        if not self.empty:
             self.ahead.leave_out(self.adapter.paths[name] for name in self.features)
         try:
             self.ahead.pin()
@@ -253,12 +276,16 @@ class Source:
 class LocalPlans:
     """The plans of an oracle in this process."""
 
-    def __init__(self, source: Source, oracle: AnyOracle) -> None:
-        self._source, self._oracle = source, oracle
+    def __init__(self, source: Source, oracle: AnyOracle, *, goes_on: bool = False) -> None:
+        self._source, self._oracle, self.goes_on = source, oracle, goes_on
+
+    def begin(self) -> None:
+        """Open the loader."""
+        self._source.begin()
 
     def plans(self) -> Plans:
-        """All plans."""
-        for plan, group in self._source.planned(self._oracle):
+        """All plans of an epoch."""
+        for plan, group in self._source.planned(self._oracle, more=self.goes_on):
             yield plan, planned_batches(plan, group, self._source.tables, self._source.adapter)
 
     def measure(self, traffic: Counters) -> None:

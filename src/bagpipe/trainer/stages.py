@@ -59,9 +59,12 @@ class Threads:
         """What each stage waits for."""
         self._threads: list[threading.Thread] = []
         self._failures: list[tuple[str, BaseException]] = []
+        self._joined = False
 
     def start(self, stages: Mapping[str, Stage]) -> None:
-        """Begin to run the stages."""
+        """Begin to run the stages; when those before have been joined, these are others."""
+        if self._joined:
+            self._threads, self._failures, self._joined = [], [], False
         for name, stage in stages.items():
             thread = threading.Thread(target=self._run, args=(name, stage), name=f"bagpipe-{name}", daemon=True)
             self._threads.append(thread)
@@ -89,6 +92,7 @@ class Threads:
     def join(self) -> None:
         """Wait until every stage has ended; the first one may be held up by a loader, which gets less time."""
         begin = time.monotonic()
+        self._joined = True
         for thread in reversed(self._threads):
             limit_s = LOADER_S if thread is self._threads[0] else self.deadline_s
             thread.join(max(0.0, begin + limit_s - time.monotonic()))

@@ -1,5 +1,5 @@
 """Captures and restores the state of a trainer besides its rows: generators and buffers, and of the first one all that
-they share. And the rows that a `state_dict` has.
+they share.
 
 A state is a tree of plain values and tensors of its own, captured between two iterations, so that training can go on
 while it is written. It is compared with what is there before it is restored: a difference is named and changes nothing.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,16 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bagpipe.checkpoint.tree import is_plain, octets, unpack_tree
-from bagpipe.embedding import check_range
 from bagpipe.errors import CheckpointError, ModelError
-from bagpipe.layout import RowLayout
 from bagpipe.row_parameter import dense_parameters_of
-from bagpipe.store import Store
 
 FIRST = "trainer-0"
 """Whose blob has what all trainers share."""
-STATE_BYTES_MAX = 2 * 10**9
-"""Rows up to this size fit a state_dict."""
 
 Tree = dict[str, Any]
 
@@ -116,7 +111,7 @@ class Attached:
     def saved(self, copies: Copies, *, own: bool) -> Tree:
         """Their states: of those that each trainer has for itself, which generators are, or of the others."""
         return {
-            name: {"kind": type(thing).__name__, "state": copies.copied(_state(thing))}
+            name: {"kind": _kind(thing), "state": copies.copied(_state(thing))}
             for name, thing in self.objects.items()
             if is_own(thing) == own
         }
@@ -137,9 +132,9 @@ def restore(name: str, thing: Attachable, saved: Mapping[str, Any]) -> None:
             f"the run to go on from had attached {named(saved)}, and not {name!r}: attach the same under the same names"
         )
     kind, state = saved[name]["kind"], saved[name]["state"]
-    if kind != type(thing).__name__:
+    if kind != _kind(thing):
         raise CheckpointError(
-            f"{name!r} was of class {kind} when it was kept, and is of class {type(thing).__name__}: attach the "
+            f"{name!r} was of class {kind} when it was kept, and is of class {_kind(thing)}: attach the "
             "same, or with bagpipe train set dense_optimizer.name to it"
         )
     try:
@@ -266,6 +261,10 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers())
 
 
+def _kind(thing: object) -> str:
+    return str(getattr(thing, "kind", type(thing).__name__))
+
+
 def _state(thing: Attachable) -> Any:
     return thing.get_state() if isinstance(thing, torch.Generator) else thing.state_dict()
 
@@ -285,41 +284,3 @@ def without_rates(state: Mapping[str, Any]) -> Tree:
 def named(names: Iterable[str]) -> str:
     """For messages."""
     return ", ".join(map(repr, sorted(names))) or "nothing"
-
-
-def save_rows(layouts: Sequence[RowLayout], store: Store) -> dict[str, dict[str, Tensor]]:
-    """The touched rows of each table with their optimizer state, by name."""
-    num_bytes = sum(store.num_rows(number) * layout.width * 4 for number, layout in enumerate(layouts))
-    if num_bytes > STATE_BYTES_MAX:
-        raise ModelError(
-            f"the touched rows take {num_bytes / 1e9:.1f} GB, too many for a state_dict (at most "
-            f"{STATE_BYTES_MAX / 1e9:.0f} GB): keep the store's files with store='a/directory', or "
-            "write the weights with bagpipe.export(model, path)"
-        )
-    tables = {}
-    for number, layout in enumerate(layouts):
-        rows = torch.empty(store.num_rows(number), layout.width, dtype=torch.float32, device="cpu")
-        ids = torch.from_numpy(store.ids(number).copy())
-        store.read(number, ids.numpy(), rows.numpy())
-        tables[layout.table.name] = {"ids": ids, "rows": rows}
-    return tables
-
-
-def check_rows(layouts: Sequence[RowLayout], state: Mapping[str, Any]) -> None:
-    """ModelError if saved rows are not rows of these tables."""
-    saved = state.get("tables")
-    names = [layout.table.name for layout in layouts]
-    if not isinstance(saved, Mapping) or set(saved) != set(names):
-        found = sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__
-        raise ModelError(f"the saved state has tables {found}, the model {sorted(names)}: load it into its own model")
-    for layout in layouts:
-        name, part = layout.table.name, saved[layout.table.name]
-        ids, rows = part["ids"], part["rows"]
-        if ids.dtype != torch.int64 or rows.dtype != torch.float32 or rows.shape != (len(ids), layout.width):
-            raise ModelError(
-                f"rows of table {name!r} are {rows.dtype} of shape {tuple(rows.shape)} in the saved state, here they "
-                f"have {layout.width} floats: build the model and row optimizer that were saved"
-            )
-        if len(np.unique(ids.numpy())) < len(ids):
-            raise ModelError(f"the saved state names a row of table {name!r} twice: it is damaged")
-        check_range(layout.table, [ids.numpy()])
