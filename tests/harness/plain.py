@@ -1,4 +1,4 @@
-"""The same training in plain PyTorch and with `bagpipe.accelerate`, and a look at what is left behind."""
+"""The same training in plain PyTorch and with `bagpipe.prepare`, and a look at what is left behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import bagpipe
+from harness.flat import prepare
 
 ROWS = {"user": 30, "item": 20}
 loss_fn = nn.BCEWithLogitsLoss()
@@ -85,16 +86,13 @@ def train_plain(model, batches, optimizers=(sgd,), loss=loss_of):
 
 def train_fast(model, batches, rows=None, dense=sgd, loss=loss_of, **options):
     """The same with rows in a cache; returns the plain weights too."""
-    rows = rows or bagpipe.optim.SGD(0.1)
     options = {"cache": 60, "check": True} | options
-    loop = bagpipe.accelerate(model, batches, rows, **options)
     optimizer = dense(model.parameters())
-    with loop:
-        for batch in loop:
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
-            rows.step()
+    model, optimizer, loader = prepare(model, optimizer, batches, rows or bagpipe.optim.SGD(0.1), **options)
+    for batch in loader:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 

@@ -29,7 +29,7 @@ class InThreads(Launch):
 
 
 class Trainers:
-    """N trainers; each calls `accelerate` with `options(rank)`."""
+    """N trainers; each calls `harness.flat.prepare` with `options(rank)`."""
 
     def __init__(self, trainers=2, *settings, store=None, recorded=False, **launch):
         """`store` is one that another run has left; `launch` has more of what trainers are told."""
@@ -43,13 +43,8 @@ class Trainers:
         self._here = threading.local()
 
     def options(self, rank):
-        """Where rows are, and who drives the stages."""
-        return {"store": lambda layouts: self._view(rank, layouts), "driver": self.drivers[rank]}
-
-    def again(self, rank):
-        """The same for another loop over the same rows."""
-        self.drivers[rank] = Threads(DEADLINE_S)
-        return {"driver": self.drivers[rank]}
+        """Where rows are."""
+        return {"store": lambda layouts: self._view(rank, layouts)}
 
     def run(self, script, others=None):
         """Run `script(rank)` on the first trainer, and `others` or the same on all others; their results."""
@@ -111,6 +106,6 @@ class Trainers:
         def driver():
             return self.drivers[here().trainer]
 
-        found = [patch(f"bagpipe.{name}.current", here) for name in ("api", "opening")]
-        with found[0], found[1], patch("bagpipe.api.Threads", driver):
+        found = [patch(f"bagpipe.{name}.current", here) for name in ("script", "opening")]
+        with found[0], found[1], patch("bagpipe.script.Threads", driver):
             yield

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from bagpipe import optim
-from bagpipe.api import accelerate
 from bagpipe.initial import Uniform
 from bagpipe.layers import bind
 from bagpipe.layout import RowLayout
@@ -15,6 +14,7 @@ from bagpipe.models import build_model
 from bagpipe.reference import Reference
 from bagpipe.state import of_reference, of_store
 from bagpipe.types import Batch, Ids, Table
+from harness.flat import prepare
 
 TABLES = (Table("user", 40), Table("ad", 25, ("shown", "clicked")), Table("word", None, ("words",)))
 OPTIMIZERS = {
@@ -84,21 +84,22 @@ def train_reference(batches, optimizer, name="dlrm", trainers=1, assign=None):
     return of_reference(reference), losses
 
 
-def train_accelerated(batches, optimizer, name="dlrm", check=True, **options):
+def train_prepared(batches, optimizer, name="dlrm", check=True, epochs=1, **options):
     """The same by the system, under the runtime checker."""
     model = make_model(name)
-    options.setdefault("cache", 300)
-    loop = accelerate(model, batches, optimizer, tables=TABLES, initial=initial, check=check, **options)
+    options = {"cache": 300, "features": TABLES, "initial": initial, "check": check} | options
     dense = dense_sgd(list(model.parameters()))
+    model, dense, loader = prepare(model, dense, batches, optimizer, **options)
     losses = []
-    with loop:
-        for batch in loop:
+    for _ in range(epochs):
+        for batch in loader:
             loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
             dense.zero_grad()
             loss.backward()
             dense.step()
-            optimizer.step()
             losses.append(loss.item())
+    loader.close()
+    loop = loader.loop
     state = of_store(model, [layout.table.name for layout in loop.layouts], loop.store)
     loop.store.close()
     return state, losses

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import bagpipe
 from bagpipe.errors import BagpipeError, BatchError, ConfigError, GradientError, ModelError
-from harness.accelerated import assert_untouched
+from harness.started import assert_untouched
 from harness.plain import Net, loss_of, make_batches, make_net, nothing_left, sgd  # noqa: F401
 from harness.twice import SMALL, adagrad, epochs, refuses, rest_of, run, sparse_net, weights_of
 
