@@ -3,9 +3,9 @@
 Batches of 16,384 samples of `criteo-kaggle-like`, 26 tables of 48 columns, the same gradients for all; every contestant
 starts from the same vectors, takes its turn batch by batch, and must end at the same vectors to float tolerance. Ids
 are taken modulo a million, so that the peers' whole tables fit small machines; the rows of a batch stay as many. All go
-through autograd; ours are the layers that `bagpipe.accelerate` leaves in a model, updated by `rows.step()`. They need a
-plan, which the oracle makes in the background, on one thread: its time is given apart and added. Run it on
-a machine that is otherwise idle: beside other work the peers' OpenMP threads lose far more than ours, and the ratios
+through autograd; ours are the layers that `bagpipe.prepare` leaves in a model, updated by `optimizer.step()`. They
+need a plan, which the oracle makes in the background, on one thread: its time is given apart and added. Run it on a
+machine that is otherwise idle: beside other work the peers' OpenMP threads lose far more than ours, and the ratios
 flatter us.
 """
 
@@ -15,7 +15,7 @@ import importlib.util
 import statistics
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -179,21 +179,21 @@ class Layers(nn.Module):
 
 
 class Ours:
-    """The layers of a model after `bagpipe.accelerate`, in the loop that people write; all rows of the batches fit."""
+    """The layers of a model after `bagpipe.prepare`, in the loop that people write; all rows of the batches fit."""
 
     def __init__(self, work: Work, optimizer: RowOptimizer) -> None:
-        self._work, self._rows = work, type(optimizer)(LR)
+        self._work = work
         self._names = [f"table_{table}" for table in range(len(work.tables))]
         self._model = Layers(work.tables)
-        self._batches = bagpipe.accelerate(
+        _, self._optimizer, self._loader = bagpipe.prepare(
             self._model,
+            torch_optimizer(optimizer.name, self._model.parameters()),
             (self._batch(turn % work.size.batches) for turn in range(work.size.rounds)),
-            self._rows,
             cache=work.size.cache_rows,
             features={name: f"bags.{table}" for table, name in enumerate(self._names)},
-            initial=lambda table: Uniform(0, table.name.rpartition(".")[2], 0.1),
+            options=bagpipe.Options(initial=lambda table: Uniform(0, table.name.rpartition(".")[2], 0.1)),
         )
-        self._iterator = iter(self._batches)
+        self._iterator = iter(self._loader)
         self._given: Mapping[str, torch.Tensor] = {}
         self._outputs: Sequence[torch.Tensor] = ()
 
@@ -211,28 +211,25 @@ class Ours:
 
     def close(self) -> None:
         """Write back, and end the threads."""
-        self._batches.close()
-        self._batches.store.close()
+        self._loader.close()
+        self._loader.loop.store.close()
 
     def forward(self, batch: int) -> None:  # noqa: ARG002
         """Look the vectors of a batch up."""
-        self._outputs = self._look_up(self._given)
-
-    def _look_up(self, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return [bag(given[name]) for bag, name in zip(self._model.bags, self._names, strict=True)]
+        self._outputs = [bag(self._given[name]) for bag, name in zip(self._model.bags, self._names, strict=True)]
 
     def backward(self, batch: int) -> None:  # noqa: ARG002
         """Bring the gradients into the rows."""
         torch.autograd.backward(self._outputs, self._work.grads)
         self._outputs = ()
-        self._rows.step()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def vectors(self, table: int, ids: Ids) -> Floats:
         """The vectors of some rows, as trained."""
-        asked = self._batch(0) | {self._names[table]: torch.from_numpy(ids)[:, None]}
         with torch.no_grad():
-            found = [self._look_up(given)[table].numpy() for given in self._batches.evaluate([asked])]
-        return found[0]
+            vectors: Floats = self._model.bags[table](torch.from_numpy(ids)[:, None]).numpy()
+        return vectors
 
 
 class Planning:
@@ -251,6 +248,13 @@ class Planning:
         self._oracle.emit()
 
 
+def torch_optimizer(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Torch's own of that name."""
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+    optimizer: torch.optim.Optimizer = kinds[name](parameters, lr=LR)
+    return optimizer
+
+
 class PyTorch:
     """`nn.EmbeddingBag(sparse=True)` and torch's optimizer, on whole tables."""
 
@@ -262,8 +266,7 @@ class PyTorch:
             )
             for table, rows in enumerate(work.tables)
         ]
-        kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
-        self._optimizer = kinds[optimizer.name]([layer.weight for layer in self._layers], lr=LR)
+        self._optimizer = torch_optimizer(optimizer.name, [layer.weight for layer in self._layers])
         self._ids = [[torch.from_numpy(ids)[:, None] for ids in batch] for batch in work.ids]
         self._outputs: Sequence[torch.Tensor] = ()
 

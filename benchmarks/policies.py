@@ -213,7 +213,7 @@ def enter(name: str, work: CompactWork, scale: Scale, cache_rows: int, link: Sim
     )
     ours.skip(scale.warm_up)
     ours.train(1)
-    cache = ours.batches.cache
+    cache = ours.loop.cache
     for dirty, tenants in zip(cache.dirty, cache.tenant_table, strict=True):
         dirty[tenants != VACANT] = True  # as if the warm-up had trained them: they are written back when they leave
     return Contestant(ours, scale.turn)

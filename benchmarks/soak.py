@@ -95,29 +95,28 @@ def _train(directory: Path, num_rows: int, batch_size: int) -> None:
     torch.manual_seed(0)
     model, loader = Net(num_rows), Loader(num_rows, batch_size)
     every = len(loader) // CHECKPOINTS
-    optimizer = bagpipe.optim.SGD(0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     memory = memory_of(os.getpid())["anonymous"]
-    batches = bagpipe.accelerate(
-        model, loader, optimizer, cache="256MB", store=directory / "rows",
-        checkpoint=bagpipe.Checkpointing(directory / "checkpoints", every=every, keep=1), resume="auto",
+    model, optimizer, prepared = bagpipe.prepare(
+        model, optimizer, loader, cache="256MB", store=directory / "rows",
+        checkpoint=bagpipe.Checkpointing(directory / "checkpoints", every=every, keep=1, resume="auto"),
     )  # fmt: skip
-    restored, at, last = time.perf_counter(), batches.done, 0.0
-    with batches:
-        dense = torch.optim.SGD(model.parameters(), lr=0.01)
-        batches.attach(dense=dense)
-        for batch in batches:
+    loop = prepared.loop
+    restored, at, last = time.perf_counter(), loop.done, 0.0
+    with prepared:
+        prepared.register_for_checkpointing()
+        for batch in prepared:
             loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["labels"])
-            dense.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            dense.step()
             optimizer.step()
-            if batches.done == at + 1:
+            if loop.done == at + 1:
                 last = time.perf_counter()
-            if batches.done == 3 * every + every // 2 and at == 0:
-                stats, held = batches.stats(), batches.store.stats()
+            if loop.done == 3 * every + every // 2 and at == 0:
+                stats, held = loop.stats(), loop.store.stats()
                 saved = Checkpoints(directory / "checkpoints").list()
                 _say(
-                    samples_per_second=(batches.done - 1) * batch_size / (time.perf_counter() - last),
+                    samples_per_second=(loop.done - 1) * batch_size / (time.perf_counter() - last),
                     stall_fraction=stats["stall_seconds"] / (time.perf_counter() - restored),
                     checkpoint_wait_ms=1e3 * stats["checkpoint_wait_seconds"] / stats["checkpoints"],
                     checkpoint_processor_seconds=stats["checkpoint_processor_seconds"] / stats["checkpoints"],

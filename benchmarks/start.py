@@ -22,7 +22,7 @@ from bagpipe.config import parse_config
 from bagpipe.data import find_preset
 from bagpipe.errors import PipelineError
 from bagpipe.job import prepare
-from bagpipe.training import train_accelerated
+from bagpipe.training import train_configured
 from benchmarks import Benchmark, Results
 
 WARM_RUNS = 3
@@ -103,7 +103,7 @@ def _train_one_iteration(began: float) -> None:
         data = {"preset": "tiny", "samples": find_preset("tiny").samples}
         job = prepare(parse_config({"data": data, "iterations": 8}), Path(directory) / "run")
         try:
-            train_accelerated(job, stop)
+            train_configured(job, stop)
         except _Enough:
             return
 

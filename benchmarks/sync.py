@@ -18,8 +18,9 @@ from bagpipe.data.generator import generated
 from bagpipe.data.presets import find_preset
 from bagpipe.kernels.partition import FETCHED, LATER, NEXT, NOW
 from bagpipe.oracle.assign import ASSIGNERS, Assigner
+from bagpipe.oracle.design import DESIGNS, Design
 from bagpipe.oracle.oracle import Oracle
-from bagpipe.oracle.partition import DESIGNS, Design, Division, Partition
+from bagpipe.oracle.partition import Division, Partition
 from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.sync_plan import Routes
 from bagpipe.oracle.tables import OracleTable

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagpipe.api import accelerate
 from bagpipe.data import generated
 from bagpipe.errors import PipelineError
 from bagpipe.initial import Uniform
 from bagpipe.models import build_model
-from bagpipe.optim import SGD
+from bagpipe.prepared import Options, prepare
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from benchmarks import Benchmark, Results
 
@@ -114,27 +113,25 @@ def _train(directory: Path, batch_size: int, iterations: int, group: Path | None
         (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
     data = generated(PRESET, batch_size * iterations)
     model = build_model("wide_deep", data.tables, data.num_dense, DIM, "meta")
-    rows = SGD(LR)
-    batches = accelerate(
-        model, data.batches(batch_size), rows, cache=CACHE, store=directory / ROWS_DIRECTORY, tables=data.tables,
-        initial=lambda table: Uniform(0, table.name, DIM**-0.5),
+    model, optimizer, loader = prepare(
+        model, torch.optim.SGD(model.parameters(), lr=LR), data.batches(batch_size), cache=CACHE,
+        store=directory / ROWS_DIRECTORY, features=data.tables,
+        options=Options(initial=lambda table: Uniform(0, table.name, DIM**-0.5)),
     )  # fmt: skip
-    dense = torch.optim.SGD(model.parameters(), lr=LR)
     start, waited = 0.0, 0.0
-    with batches:
-        for number, batch in enumerate(batches):
+    with loader:
+        for number, batch in enumerate(loader):
             if number == WARM_UP_ITERATIONS:
-                start, waited = time.perf_counter(), batches.stats()["stall_seconds"]
+                start, waited = time.perf_counter(), loader.stats()["stall_seconds"]
             logits = model(batch.dense, batch.sparse)
             loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-            dense.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            dense.step()
-            rows.step()
+            optimizer.step()
     seconds = time.perf_counter() - start
-    stats = batches.stats()
-    held = batches.store.stats()
-    batches.store.close()
+    stats = loader.stats()
+    held = loader.loop.store.stats()
+    loader.loop.store.close()
     return {
         "table_rows": sum(table.rows or 0 for table in data.tables),
         "table_bytes": sum(table.rows or 0 for table in data.tables) * DIM * 4,

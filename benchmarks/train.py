@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,16 +29,16 @@ import torch
 from torch import nn
 
 from bagpipe.allocator import keep_freed_memory
-from bagpipe.api import accelerate
 from bagpipe.checkpointing import Checkpointing
 from bagpipe.data import Generated, Loader, Shards, find_preset, write
 from bagpipe.initial import Uniform
 from bagpipe.models import build_model
-from bagpipe.opening import OpenStore
 from bagpipe.optim import SGD
-from bagpipe.policy_options import PolicyOptions
+from bagpipe.policy_options import DEFAULTS, PolicyOptions
+from bagpipe.prepared import Cache, Options, prepare
 from bagpipe.store.base import ROWS_PER_CHUNK
 from bagpipe.types import Batch, Table
+from bagpipe.world import OpenStore
 from benchmarks import Benchmark, Results
 from benchmarks.idle import IDLE_SHARE, POLL_S
 
@@ -110,7 +111,7 @@ class Work:
 
 
 class Ours:
-    """`bagpipe.accelerate` with a policy and a store, which is `filled` with every row first, as after an epoch."""
+    """`bagpipe.prepare` with a policy and a store, which is `filled` with every row first, as after an epoch."""
 
     def __init__(
         self,
@@ -125,26 +126,30 @@ class Ours:
     ) -> None:
         self.losses: list[float] = []
         self._model = work.build("meta")
-        self._rows = SGD(LR)
-        self.batches = accelerate(
-            self._model, work.loader(), self._rows, cache=cache_rows, policy=policy, tables=work.tables,
-            initial=work.initial, store=store, checkpoint=checkpoint, policy_options=options,
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LR)
+        _, _, self._loader = prepare(
+            self._model, self._optimizer, work.loader(), features=work.tables, store=store, checkpoint=checkpoint,
+            cache=Cache(cache_rows, policy=policy, options=options or DEFAULTS), options=Options(initial=work.initial),
         )  # fmt: skip
+        self.loop = self._loader.loop
         if filled:
             self._fill(work)
-        self._dense = torch.optim.SGD(self._model.parameters(), lr=LR)
         if checkpoint is not None:
-            self.batches.attach(dense=self._dense)
-        self._iterator = iter(self.batches)
+            self._loader.register_for_checkpointing()
+
+    @cached_property
+    def _iterator(self) -> Iterator[Any]:
+        """It begins to read when it is made."""
+        return iter(self._loader)
 
     def _fill(self, work: Work) -> None:
-        for number, layout in enumerate(self.batches.layouts):
+        for number, layout in enumerate(self.loop.layouts):
             touched = work.touched[layout.table.name]
             for start in range(0, len(touched), ROWS_PER_CHUNK):
                 ids = touched[start : start + ROWS_PER_CHUNK]
                 rows = np.empty((len(ids), layout.width), np.float32)
                 layout.initialise(ids, rows)
-                self.batches.write_rows(number, ids, rows)
+                self.loop.write_rows(number, ids, rows)
 
     def skip(self, count: int) -> None:
         """Pass over so many batches; their rows pass through the cache."""
@@ -155,18 +160,16 @@ class Ours:
         """Train so many iterations."""
         for batch in islice(self._iterator, count):
             loss = _loss(self._model, batch)
-            self._dense.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            self._dense.step()
-            self._rows.step()
+            self._optimizer.step()
             self.losses.append(loss.item())
             del batch, loss
 
     def close(self) -> None:
         """Stop the threads."""
-        self._iterator.close()  # type: ignore[attr-defined]
-        self.batches.close()
-        self.batches.store.close()
+        self._loader.close()
+        self.loop.store.close()
 
 
 class PyTorch:
@@ -303,7 +306,7 @@ def _take_turns(
         wait_until_idle()
     ours = systems[OURS]
     assert isinstance(ours, Ours)
-    before = ours.batches.stats()
+    before = ours.loop.stats()
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     names = list(systems)
     for number in range(rounds):
@@ -311,7 +314,7 @@ def _take_turns(
             start = time.perf_counter()
             systems[name].train(turn)
             seconds[name].append((wait_until_idle() - start) / turn)
-    return seconds, before, ours.batches.stats()
+    return seconds, before, ours.loop.stats()
 
 
 def _traffic(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -30,13 +30,14 @@ from bagpipe.data import Generated, find_preset
 from bagpipe.job import Job, dense_optimizer
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.service import OracleService
+from bagpipe.prepared import PreparedLoader, row_parameters
 from bagpipe.server.process import Ready, ServerOptions, serve
 from bagpipe.store import Store
 from bagpipe.store.base import ROWS_PER_CHUNK
 from bagpipe.store.remote import RemoteStore
+from bagpipe.trainer.joint_update import Peers
 from bagpipe.trainer.process_group import open_groups
-from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
-from bagpipe.trainer.row_sync import Peers
+from bagpipe.trainer.remote_plans import RemotePlans, remote_loop
 from bagpipe.training import plan_job
 from bagpipe.types import Batch
 from bagpipe.wire.listening import on_socket
@@ -95,6 +96,7 @@ def job_of(model: str, design: str, delayed: bool, quick: bool) -> Job:
         "lookahead": size.lookahead,
         "trainers": TRAINERS,
         "sync": {"design": design, "delayed": delayed},
+        "checkpoint": {"final": False},
     })  # fmt: skip
     data = data_of(size)
     return Job(config, data.preset.name, data, data, size.batches, Path())
@@ -250,19 +252,20 @@ class TrainedSystem:
         self.losses: list[float] = []
         made = job.model()
         self._model, binding, layouts = made
-        self._rows = layouts[0].optimizer
         # All trainers write into one directory, by the same name.
         saving = replace(plan_job(job, made, directory=checkpoints, recover=True), token=checkpoints.name[-8:])
-        self._batches = remote_batches(
-            self._model, binding, layouts, self._rows, plans, store, peers=peers, assign=job.config.assign,
+        loop = remote_loop(
+            self._model, binding, layouts, layouts[0].optimizer, plans, store, peers=peers, assign=job.config.assign,
             checkpointer=saving.checkpointer(store, peers.rank),
         )  # fmt: skip
-        self._dense = dense_optimizer(job.config.dense_optimizer)(list(self._model.parameters()))
-        self._batches.attach(dense=self._dense)
+        self._optimizer = dense_optimizer(job.config.dense_optimizer)(list(self._model.parameters()))
+        parameters = row_parameters(loop.binding, loop.lookups.device)
+        self._loader = PreparedLoader(loop, parameters, [self._optimizer], {})
+        self._loader.register_for_checkpointing()
 
     @cached_property
     def _iterator(self) -> Iterator[Any]:
-        return iter(self._batches)
+        return iter(self._loader)
 
     def skip(self, count: int) -> None:
         """Pass over so many batches; their rows pass through the cache."""
@@ -274,10 +277,9 @@ class TrainedSystem:
         seconds, before = [], time.perf_counter()
         for batch in islice(self._iterator, count):
             loss = nn.functional.binary_cross_entropy_with_logits(self._model(batch.dense, batch.sparse), batch.labels)
-            self._dense.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            self._dense.step()
-            self._rows.step()
+            self._optimizer.step()
             self.losses.append(loss.item())
             del batch, loss
             seconds.append(time.perf_counter() - before)
@@ -286,11 +288,11 @@ class TrainedSystem:
 
     def turn(self, count: int) -> dict[str, Any]:
         """Train some iterations, and count what they take; times are of the clock that all processes share."""
-        before, moved, start = self._batches.stats(), counted_bytes(), time.perf_counter()
+        before, moved, start = self._loader.stats(), counted_bytes(), time.perf_counter()
         seconds = self.train(count)
         end = wait_until_idle(counted_bytes)
         sent, received = (now - then for now, then in zip(counted_bytes(), moved, strict=True))
-        after = self._batches.stats()
+        after = self._loader.stats()
         return {
             "start": start,
             "end": end,
@@ -303,8 +305,7 @@ class TrainedSystem:
 
     def close(self) -> None:
         """Write back what is cached."""
-        self._iterator.close()  # type: ignore[attr-defined]
-        self._batches.close()
+        self._loader.close()
 
 
 def _checkpoints(directory: str, run: str) -> Path:

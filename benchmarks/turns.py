@@ -38,7 +38,7 @@ class Contestant:
         """An iteration of each turn."""
         self.moved = np.zeros(2, np.int64)
         """Bytes sent and received in all turns."""
-        self.before = self.after = ours.batches.stats()
+        self.before = self.after = ours.loop.stats()
 
     def take_turn(self, link: Link) -> None:
         """Train some iterations, and count what they take."""
@@ -67,13 +67,13 @@ def take_turns(contestants: Sequence[Contestant], rounds: int, link: Link, bits_
         link.limit(bits_per_second)
         wait_until_idle(link.counted)
         for contestant in contestants:
-            contestant.before = contestant.ours.batches.stats()
+            contestant.before = contestant.ours.loop.stats()
         order = list(contestants)
         for _ in range(rounds):
             for contestant in order:
                 contestant.take_turn(link)
             order = order[1:] + order[:1]
         for contestant in contestants:  # before closing moves more
-            contestant.after = contestant.ours.batches.stats()
+            contestant.after = contestant.ours.loop.stats()
     finally:
         link.limit(None)  # to close means to write back what is cached

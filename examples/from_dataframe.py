@@ -46,16 +46,17 @@ data = from_frame(make_frame(40_000, seed=0), label="clicked", numeric=("hour",)
 later = from_frame(
     make_frame(10_000, seed=1), label="clicked", numeric=("hour",), categorical=names, vocabulary=data.vocabulary
 )
-model, rows, loss_fn = Net(data), bagpipe.optim.Adagrad(lr=0.05), nn.BCEWithLogitsLoss()
-with bagpipe.accelerate(model, data.batches(512, epochs=3, seed=0), rows, cache="2MB") as batches:
-    dense = torch.optim.Adam(model.parameters(), lr=0.003)
-    for batch in batches:
-        loss = loss_fn(model(batch), batch.labels)
-        dense.zero_grad()
-        loss.backward()
-        dense.step()
-        rows.step()
-    with torch.no_grad():
-        scored = [(batch.labels, model(batch)) for batch in batches.evaluate(later.batches(2048))]
+model, loss_fn = Net(data), nn.BCEWithLogitsLoss()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+rows = bagpipe.optim.Adagrad(lr=0.05)  # Adam would move rows that a batch does not name
+batches = data.batches(512, epochs=3, seed=0)
+model, optimizer, loader = bagpipe.prepare(model, optimizer, batches, rows=rows, cache="2MB")
+for batch in loader:
+    loss = loss_fn(model(batch), batch.labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+with torch.no_grad():
+    scored = [(batch.labels, model(batch)) for batch in later.batches(2048)]
 labels, scores = (torch.cat(parts) for parts in zip(*scored, strict=True))
 print(f"AUC {auc(labels, scores):.3f} on {later.num_samples:,} samples not seen")

@@ -1,6 +1,7 @@
-"""A small recommendation model in plain PyTorch; compare with accelerated.py."""
+"""A small recommendation model in plain PyTorch; compare with prepared.py."""
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ class Net(nn.Module):
         return logits
 
 
-def make_loader(batches: int = 100, size: int = 512) -> list[dict[str, torch.Tensor]]:
+def make_loader(batches: int = 100, size: int = 512) -> Iterable[dict[str, torch.Tensor]]:
     random = torch.Generator().manual_seed(0)
 
     def ids(rows: int) -> torch.Tensor:

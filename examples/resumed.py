@@ -23,7 +23,7 @@ class Net(nn.Module):
         return logits
 
 
-def make_loader(batches: int = 60, size: int = 256) -> list[dict[str, torch.Tensor]]:
+def make_loader(batches: int = 30, size: int = 256) -> list[dict[str, torch.Tensor]]:
     random = torch.Generator().manual_seed(0)
 
     def make() -> dict[str, torch.Tensor]:
@@ -36,23 +36,24 @@ def make_loader(batches: int = 60, size: int = 256) -> list[dict[str, torch.Tens
 directory, path, *last = sys.argv[1:]
 torch.manual_seed(0)
 model = Net()
-rows = bagpipe.optim.Adagrad(lr=0.1)
 loss_fn = nn.BCEWithLogitsLoss()
-checkpoint = bagpipe.Checkpointing(directory, every=10, keep=2)
-with bagpipe.accelerate(model, make_loader(), rows, cache="1MB", checkpoint=checkpoint, resume="auto") as batches:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20)
-    batches.attach(optimizer=optimizer, scheduler=scheduler)  # all that has a state of its own
-    print(f"goes on after {batches.done} iterations" if batches.done else "begins")
-    for batch in batches:
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20)
+checkpoint = bagpipe.Checkpointing(directory, every=10, keep=2, resume="auto")
+model, optimizer, loader = bagpipe.prepare(model, optimizer, make_loader(), cache="1MB", checkpoint=checkpoint)
+loader.register_for_checkpointing(scheduler)  # all that has a state of its own, beside model and optimizer
+done = loader.loop.done
+print(f"goes on after {done} iterations" if done else "begins")
+for epoch in range(loader.epoch, 2):
+    for batch in loader:
         loss = loss_fn(model(batch), batch["label"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        rows.step()
         scheduler.step()
-        if batches.done % 20 == 0:
-            print(f"iteration {batches.done}: loss {loss.item():.4f}")
-        if last and batches.done == int(last[0]):
+        done += 1
+        if done % 20 == 0:
+            print(f"iteration {done}: loss {loss.item():.4f} in epoch {epoch}")
+        if last and done == int(last[0]):
             sys.exit(3)
 bagpipe.export(model, path)  # reached also if it was ended right here, and there was no batch left

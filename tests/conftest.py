@@ -51,10 +51,7 @@ def scratch(monkeypatch):
 
 
 def pytest_collection_finish(session):
-    """What was imported stays: no collection goes through these hundreds of thousands of objects again.
-
-    Nor does `accelerate`, which looks for optimizers that hold a parameter among all objects but those.
-    """
+    """What was imported stays: no collection goes through these hundreds of thousands of objects again."""
     if len(session.items) > 200:
         import torch._dynamo  # noqa: F401  (the largest part, which the first optimizer imports)
     gc.collect()

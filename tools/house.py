@@ -26,8 +26,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "data": ("data/",),
     "loop": (
         *("trainer/", "loop/", "sync/", "run/", "models/", "device/"),
-        *("api.py", "adapt.py", "layers.py", "embedding.py", "embedding_device.py", "cache.py", "handles.py"),
-        *("pooling.py", "checker.py", "joint_checker.py", "reference.py", "state.py", "training.py", "together.py"),
+        *("prepared.py", "script.py", "row_parameter.py", "adapt.py", "layers.py", "embedding.py"),
+        *("embedding_device.py", "cache.py", "pooling.py", "checker.py"),
+        *("reference.py", "state.py", "training.py", "together.py"),
         *("several.py", "split.py", "job.py", "opening.py", "results.py", "metrics.py", "types.py", "table.py"),
         *("allocator.py",),
     ),

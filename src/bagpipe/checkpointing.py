@@ -8,28 +8,28 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import InitialEntry, RunFacts, TableEntry, VocabularyEntry
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.cluster.context import Launch
 from bagpipe.errors import ConfigError
 from bagpipe.initial import Constant, Initial, Joined, Normal, Uniform
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
-from bagpipe.opening import first_values
 from bagpipe.resuming import Resume, check_point, find_initial_point, find_resume_point
 from bagpipe.store import Store
 from bagpipe.store.base import Marked
 from bagpipe.store.local import LocalStore
 from bagpipe.store.versioned import VersionedStore
 from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods
-from bagpipe.trainer.source import Source
+
+if TYPE_CHECKING:
+    from bagpipe.cluster.context import Launch
+    from bagpipe.script import Script
 
 LAUNCH = "written_by_launch"
 """What manifests note of the launch that wrote them; empty: none."""
@@ -45,8 +45,8 @@ class Checkpointing:
     directory: str | Path | None = field(kw_only=False)
     """Of a run of its own: new, or with checkpoints of it that are gone on from. None: nothing is saved, and the run
     only begins with `init_from`."""
-    every: int = 100
-    """Iterations from one to the next."""
+    every: int | None = 100
+    """Iterations from one to the next; None: only those at the end of an epoch."""
     keep: int = 3
     """How many of the last ones stay, with all that they build on."""
     init_from: str | Path | None = None
@@ -63,8 +63,12 @@ class Checkpointing:
     """Files that say which value each row stands for, and their checksums: noted in each, too."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ConfigError(f"checkpoint.every is {self.every!r}: give a whole number of iterations, at least 1")
+        if self.every is not None and (
+            isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1
+        ):
+            raise ConfigError(
+                f"checkpoint.every is {self.every!r}: give a whole number of iterations, at least 1, or None"
+            )
         if self.directory is None and self.init_from is None and not self.resume:
             raise ConfigError("checkpoint.directory is None: give the path of a directory, init_from or resume")
         if self.directory is not None and (
@@ -81,10 +85,10 @@ class Checkpointing:
             raise ConfigError(f"checkpoint.about can't be noted as JSON: {error}: give plain values") from error
         Checkpoints(self.directory or "", keep=self.keep)  # which refuses what it can't keep
 
-    @property
-    def period(self) -> int | None:
-        """Iterations from one to the next; None: nothing is saved."""
-        return None if self.directory is None else self.every
+    def periods(self, recovery: int | float | None) -> Periods:
+        """When the loop is saved, also to recover from."""
+        is_saved = self.directory is not None
+        return Periods(self.every if is_saved else None, recovery, final=is_saved)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,12 @@ class Saving:
     @property
     def is_active(self) -> bool:
         """Whether the run is saved, or continued."""
-        return self.periods != NEVER or self.resume != START
+        return self.periods != NEVER or self.continues
+
+    @property
+    def continues(self) -> bool:
+        """Whether something was trained before."""
+        return self.resume != START
 
     @property
     def point(self) -> str:
@@ -124,7 +133,7 @@ class Saving:
 
     def restore(self, store: Marked) -> None:
         """Give a store the rows that the run continues with; the first trainer does, before anything is trained."""
-        if self.resume != START and not self.restored:
+        if self.continues and not self.restored:
             store.restore(self.resume, [table.name for table in self.facts.tables])
 
     def checkpointer(
@@ -151,15 +160,7 @@ class Saving:
         return checkpoints
 
 
-def plan_script(
-    launch: Launch | None,
-    source: Source,
-    model: nn.Module,
-    binding: Binding,
-    layouts: Sequence[RowLayout],
-    checkpointing: Checkpointing | None,
-    accumulate: int,
-) -> Saving:
+def plan_script(launch: Launch | None, script: Script, checkpointing: Checkpointing | None) -> Saving:
     """How a loop that a script has asked for is saved, and where it continues; refused if it is that of another
     model."""
     directory = None
@@ -184,12 +185,12 @@ def plan_script(
         if launch is not None:
             _check_readable(point, launch)
     facts = make_facts(
-        layouts, binding, checkpointing, trainers=1 if launch is None else launch.trainers,
-        servers=0 if launch is None else len(launch.servers), accumulate=accumulate, first_ids=source.first_ids,
-        launch="" if launch is None else launch.name,
+        script.layouts, script.binding, checkpointing, trainers=script.world.trainers,
+        servers=0 if launch is None else len(launch.servers), accumulate=script.accumulate,
+        first_ids=script.source.first_ids, launch="" if launch is None else launch.name,
     )  # fmt: skip
-    check_point(point, facts, model, binding)
-    periods = Periods(None if checkpointing is None else checkpointing.period, recovery)
+    check_point(point, facts, script.model, script.binding)
+    periods = Periods(None, recovery) if checkpointing is None else checkpointing.periods(recovery)
     keep = 3 if checkpointing is None else checkpointing.keep
     if launch is None:
         return Saving(facts, directory, periods, keep, point)
@@ -252,7 +253,7 @@ def make_facts(
         **({} if told is None else told.about),
         "accumulate": accumulate,
         "row_optimizers": {layout.table.name: _settings(layout) for layout in layouts},
-        "first_rows": {layout.table.name: first_values(layout) for layout in layouts},
+        "first_rows": {layout.table.name: layout.first_values for layout in layouts},
         "first_batch": "" if first_ids is None else f"{_checksum(first_ids()):08x}",
         LAUNCH: launch,
     }

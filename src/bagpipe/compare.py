@@ -23,9 +23,9 @@ from bagpipe.config import Config, parse_config
 from bagpipe.data import generated
 from bagpipe.data.generator import Generated
 from bagpipe.errors import CapacityError, ConfigError
-from bagpipe.job import Job
+from bagpipe.job import Job, without_weights
 from bagpipe.policies import POLICIES
-from bagpipe.training import train_accelerated, train_reference
+from bagpipe.training import train_configured, train_reference
 from bagpipe.types import Batch, Table
 
 KEYS = ("samples_per_second", "hit_rate", "fetched_rows", "written_rows", "stall_fraction")
@@ -97,9 +97,18 @@ def compare(job: Job, policies: Sequence[str], report: Report, repeats: int = 1)
     return compare_over([Point(job)], policies, report, repeats)
 
 
-def compare_over(points: Sequence[Point], policies: Sequence[str], report: Report, repeats: int = 1) -> list[Row]:
-    """The same for each of several jobs; the reference trains once for those that have data and batches in common."""
-    configs = [{name: _with_policy(point.job.config, name) for name in policies} for point in points]
+def compare_over(
+    points: Sequence[Point],
+    policies: Sequence[str],
+    report: Report,
+    repeats: int = 1,
+    tell: Callable[[Point, str, Row], None] = lambda _point, _name, _run: None,
+) -> list[Row]:
+    """The same for each of several jobs; the reference trains once for those that have data and batches in common.
+
+    `tell` is told of each run of a policy as soon as it is over.
+    """
+    configs = [{name: _with_policy(without_weights(point.job.config), name) for name in policies} for point in points]
     expected: dict[tuple[int, int], str] = {}
     rows: list[Row] = []
     done = 0
@@ -117,6 +126,7 @@ def compare_over(points: Sequence[Point], policies: Sequence[str], report: Repor
                 try:
                     if name not in reasons:
                         runs[name].append(_run(mine, _after(report, done, name), expected[key], warm_up=turn == 0))
+                        tell(point, name, runs[name][-1])
                 except CapacityError as error:
                     reasons[name] = str(error)
                 finally:
@@ -162,7 +172,7 @@ def _joined(runs: Sequence[Row], reason: str | None) -> Row:
 def _run(job: Job, report: Report, expected: str, warm_up: bool) -> Row:
     if warm_up:
         _warm_up(job)
-    _, summary = train_accelerated(job, report)
+    _, summary = train_configured(job, report)
     return (
         {key: summary[key] for key in KEYS}
         | {"exact": summary["parameters_sha256"] == expected}
@@ -187,7 +197,7 @@ def _warm_up(job: Job) -> None:
     )
     least = max(_num_rows(batch, job.train.tables) for batch in short.batches())
     with suppress(CapacityError):  # who must keep more than a batch was under way by then
-        train_accelerated(_changed(short, cache=least), lambda *_: None)
+        train_configured(_changed(short, cache=least), lambda *_: None)
 
 
 def _num_rows(batch: Batch, tables: Sequence[Table]) -> int:

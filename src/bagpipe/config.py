@@ -164,9 +164,16 @@ class CheckpointConfig(Section):
     """Files that a run can go on from, in `checkpoints` of its directory. No setting changes the result."""
 
     every: Positive | None = None
-    """Iterations from one checkpoint that is retained to the next, and one at the end; not given: none are retained."""
+    """Iterations from one checkpoint that is retained to the next; not given: there is only the one at the end."""
+    final: bool = True
+    """Write one at the end, which has the weights of the run; off, and without `every`: the run leaves none."""
     keep: Positive = 3
     """How many of the last ones stay."""
+
+    @property
+    def retained(self) -> bool:
+        """Whether there will be any that stay."""
+        return self.final or self.every is not None
 
 
 class RecoveryConfig(Section):
@@ -269,17 +276,19 @@ def cache_size(value: int | str) -> int | Size | Share:
 def check_store(value: str) -> str:
     """Where rows live: "memory", "mapped", or the path of a directory, which has a slash."""
     if value not in ("memory", "mapped") and os.sep not in value:
-        raise ConfigError(f"store={value!r}: give 'memory', 'mapped', or the path of a directory for the files")
+        raise ConfigError(
+            f"store={value!r}: give 'memory', 'mapped', or the path of a directory for the files, such as './rows'"
+        )
     return value
 
 
-def store_memory_bytes(value: str, store: str | Path) -> int:
-    """How much of a store on disk may be kept in memory, from a text such as "2GB"."""
+def store_memory_bytes(value: str, store: str | Path, name: str = "store_memory") -> int:
+    """How much of a store on disk may be in memory, from a text such as "2GB"; `name` is what the user calls it."""
     if store == "memory":
-        raise ConfigError(f"store_memory ({value!r}) goes with rows on disk, but store is 'memory': leave it out")
+        raise ConfigError(f"{name} ({value!r}) goes with rows on disk, but store is 'memory': leave it out")
     size = _bytes_in(value)
     if size is None or size < RESIDENT_BYTES_MIN:
-        raise ConfigError(f"store_memory is {value!r}: give bytes such as '500MB' or '2GB', at least '5MB'")
+        raise ConfigError(f"{name} is {value!r}: give bytes such as '500MB' or '2GB', at least '5MB'")
     return size
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -72,7 +71,7 @@ class Call:
         if self.over:
             raise ModelError(
                 "a backward pass reaches look-ups of an iteration that is over, or whose rows were updated already: "
-                "call loss.backward() before rows.step(), and before the next batch"
+                "call loss.backward() before optimizer.step(), and before the next batch"
             )
         grad = grad.detach() if self.weight == 1.0 else grad.detach() * self.weight
         self.grad = grad if self.grad is None else self.grad + grad
@@ -84,7 +83,7 @@ class RowReader(Protocol):
     def barrier(self) -> None:
         """Return when the store has every update so far."""
 
-    def show_store(self, layer: str) -> None:
+    def show_store(self, why: str) -> None:
         """Return when the store has every update so far; ModelError where that is not to be had for one trainer."""
 
     def read_rows(self, table: int, ids: Ids) -> Floats:
@@ -149,8 +148,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        if grad is not None:
-            ctx.layer.refuse_other_requires_grad()
+        if grad is not None and ctx.layer.wants_gradient:  # it may have been frozen since
             ctx.call.add(grad)
         return None, None, None, None, None, None, None
 
@@ -182,7 +180,6 @@ class CachedLayer(Replacement):
         self.padding_idx = layer.padding_idx
         self.mode = layer.mode if isinstance(layer, nn.EmbeddingBag) else None
         self.include_last_offset = isinstance(layer, nn.EmbeddingBag) and layer.include_last_offset
-        self.trainable = layer.weight.requires_grad
         self.lookups = lookups
         self.column = lookups.layouts[bound.table].columns[bound.part]
         self.placeholders = False
@@ -191,14 +188,6 @@ class CachedLayer(Replacement):
     def extra_repr(self) -> str:
         """As nn.EmbeddingBag prints itself."""
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, cached"
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight" and "weight" not in self._parameters:
-            raise AttributeError(
-                f"layer {self.name!r} has no weight, its rows are in bagpipe's store: read them with "
-                "model.state_dict() or bagpipe.export"
-            )
-        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "weight" in self.__dict__.get("_parameters", ()):
@@ -263,15 +252,13 @@ class CachedLayer(Replacement):
                 else pooled.bags
             )
             shape = (len(bags), self.embedding_dim)
-        if lookups.recording and torch.is_grad_enabled():
-            self.refuse_other_requires_grad()
         if lookups.recording and self.wants_gradient and torch.is_grad_enabled():
             call = Call(counted, self.column, lookups.weight)
             lookups.calls[self.table].append(call)
             output: Tensor = _Recorded.apply(lookups.anchor, self, view, bags, shape, call, pooled)  # type: ignore[no-untyped-call]
         else:
             output = self.pool(view, bags, shape) if pooled is None else pooled.output
-            if lookups.view is None and self.wants_gradient and torch.is_grad_enabled():
+            if not lookups.recording and self.wants_gradient and torch.is_grad_enabled():
                 output = _Outside.apply(lookups.anchor, output, self.name)  # type: ignore[no-untyped-call]
         return output if input.device.type == "cpu" else output.to(input.device)
 
@@ -281,29 +268,9 @@ class CachedLayer(Replacement):
         weight = self._parameters.get("weight")
         return self.replaced.weight.requires_grad if weight is None else weight.requires_grad
 
-    def requires_grad_(self, requires_grad: bool = True) -> CachedLayer:
-        """Freeze it or not; where it has no parameter that tells, a look-up is refused while that is not as when the
-        loop began."""
-        weight = self._parameters.get("weight")
-        (self.replaced.weight if weight is None else weight).requires_grad_(requires_grad)
-        return self
-
     def _apply(self, fn: Any, recurse: bool = True) -> CachedLayer:  # noqa: ARG002
         """Rows stay where they are, whatever becomes of the model's own parameters."""
         return self
-
-    def refuse_other_requires_grad(self) -> None:
-        """ModelError if the layer was frozen or unfrozen since the loop began: its rows would go on as before."""
-        if "weight" in self._parameters:
-            return
-        wanted = self.replaced.weight.requires_grad
-        if wanted != self.trainable:
-            began = "trained" if self.trainable else "frozen"
-            raise ModelError(
-                f"layer {self.name!r} has requires_grad={wanted} now, and was {began} when bagpipe.accelerate began: "
-                "say so before, by layer.weight.requires_grad_(...); to leave a table out of some iterations, detach "
-                f"what {self.name!r} looks up, and to evaluate, use torch.no_grad()"
-            )
 
     def pool(self, view: TableView, bags: Bags | DeviceBags, shape: tuple[int, ...]) -> Tensor:
         """The vectors of each bag, added up."""
@@ -344,9 +311,9 @@ class CachedLayer(Replacement):
             places = view.find(ids)
             if not (places < 0).any():
                 return view, places.reshape(given.shape), None
-            if torch.is_grad_enabled() or not lookups.recording:
+            if torch.is_grad_enabled() and lookups.recording:
                 self._refuse_missing(int(ids[places < 0][0]))
-            lookups.reader.show_store(self.name)  # evaluation amid training, with any ids
+            lookups.reader.show_store(f"layer {self.name!r} is given ids of another batch")  # to evaluate
         values = flat_ids(given.cpu())
         check_range(lookups.layouts[self.table].table, [values])
         unique, inverse = np.unique(values, return_inverse=True)
@@ -457,30 +424,6 @@ class CachedLayer(Replacement):
             rows = reader.read_rows(self.table, ids)
             rows[:, self.column : self.column + self.embedding_dim] = block
             reader.write_rows(self.table, ids, rows)
-
-
-def follow_requires_grad(model: nn.Module) -> None:
-    """Let `requires_grad_` of a model, and of all parts with cached layers, reach those: they have no parameters."""
-    for part in model.modules():
-        below = [layer for layer in part.modules() if isinstance(layer, CachedLayer)]
-        if below:
-            vars(part)["requires_grad_"] = MethodType(_requires_grad_, part)
-
-
-def _requires_grad_(model: nn.Module, requires_grad: bool = True) -> nn.Module:
-    """A class may have its own, which concerns all parameters if it looks at them, as that of every module does."""
-
-    def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
-        for part in model.modules() if recurse else ():
-            if isinstance(part, CachedLayer):
-                part.requires_grad_(requires_grad)
-        return type(model).parameters(model, recurse)
-
-    vars(model)["parameters"] = parameters
-    try:
-        return type(model).requires_grad_(model, requires_grad)
-    finally:
-        del vars(model)["parameters"]
 
 
 def check_range(table: Table, parts: Sequence[Ids]) -> None:

@@ -61,6 +61,11 @@ class Job:
         ]
         return model, binding, layouts
 
+    @property
+    def directory(self) -> Path | None:
+        """Of the run, if this process knows it."""
+        return None if self.run_dir == Path() else self.run_dir
+
     def data_order(self) -> DataOrder:
         """What data processors need to know of the run."""
         seed = self.config.seed if self.config.data.shuffle else None
@@ -73,12 +78,12 @@ class Job:
     def checkpointing(self, directory: Path | None = None, resume: Path | None = None) -> Checkpointing | None:
         """Where checkpoints go, if any do; not given: into the run directory."""
         config, init_from = self.config.checkpoint, self.config.init_from
-        is_saved = config.every is not None and (directory is not None or self.run_dir != Path())
+        is_saved = config.retained and (directory is not None or self.run_dir != Path())
         if not is_saved and init_from is None and resume is None:
             return None
         return Checkpointing(
             (directory or self.run_dir / CHECKPOINTS) if is_saved else None,
-            every=config.every or 1,
+            every=config.every,
             keep=config.keep,
             init_from=init_from,
             resume=resume,
@@ -144,6 +149,11 @@ def with_checkpoint(config: Config) -> Config:
     if config.init_from is None:
         return config
     return config.model_copy(update={"init_from": find_initial_point(config.init_from).checkpoint})
+
+
+def without_weights(config: Config) -> Config:
+    """The same for a run that is only looked at: it writes no checkpoint at its end."""
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"final": False})})
 
 
 def open_job(config: Config, run_dir: Path) -> Job:

@@ -52,9 +52,9 @@ class Retired:
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse."""
         raise ModelError(
-            f"layer {self.name!r} is no longer part of the model, bagpipe.accelerate has put another in its place: "
+            f"layer {self.name!r} is no longer part of the model, bagpipe.prepare has put another in its place: "
             f"use the model's own {self.name!r} and not a reference kept in a list, a dict or a closure, or register "
-            "such layers in an nn.ModuleList or nn.ModuleDict before bagpipe.accelerate"
+            "such layers in an nn.ModuleList or nn.ModuleDict before bagpipe.prepare"
         )
 
 
@@ -67,7 +67,7 @@ class RetiredWeight:
     def __call__(self, _: Tensor) -> NoReturn:
         """Refuse."""
         raise ModelError(
-            f"a gradient reaches the weight that layer {self.name!r} had before bagpipe.accelerate, where nobody uses "
+            f"a gradient reaches the weight that layer {self.name!r} had before bagpipe.prepare, where nobody uses "
             "it: its rows are in bagpipe's store. A penalty over weights that the model keeps in a list, as an L2 "
             "regularisation may, is such a use: switch it off, and give rows bagpipe.optim.AdamW(weight_decay=...) or "
             f"add a penalty of the vectors that {self.name!r} looks up to the loss"
@@ -128,7 +128,7 @@ def bind(
     found = {name: layer for name, layer in everything.items() if name not in keep}
     if not found:
         raise ModelError(
-            f"{type(model).__name__} has no nn.EmbeddingBag or nn.Embedding layer to accelerate: keep layers as "
+            f"{type(model).__name__} has no nn.EmbeddingBag or nn.Embedding layer to prepare: keep layers as "
             "attributes or in an nn.ModuleList, not in a plain list; a model without any, train as it is"
         )
     for name, layer in found.items():
@@ -201,7 +201,7 @@ def _refuse_inexact(name: str, layer: EmbeddingLayer) -> None:
     if type(layer).forward is not kind.forward or not isinstance(vars(layer).get("forward"), Retired | None):
         raise ModelError(
             f"layer {name!r} is a {type(layer).__name__} with a forward of its own: make it a module that has an "
-            f"nn.{kind.__name__}, or name it in `keep`"
+            f"nn.{kind.__name__}, or name it in bagpipe.Options(keep=...)"
         )
     if layer.max_norm is not None:
         raise ModelError(
@@ -222,7 +222,8 @@ def _refuse_inexact(name: str, layer: EmbeddingLayer) -> None:
     hooks += [hooked.weight._post_accumulate_grad_hooks]
     if is_parametrized(layer) or any(hooks):
         raise ModelError(
-            f"layer {name!r} has hooks or parametrizations, which would be lost: remove them, or name it in `keep`"
+            f"layer {name!r} has hooks or parametrizations, which would be lost: remove them, or name it in "
+            "bagpipe.Options(keep=...)"
         )
 
 
@@ -231,8 +232,8 @@ def _refuse_retired(name: str, layer: EmbeddingLayer, part: nn.Module) -> None:
     retired = vars(layer).get("forward")
     if part is layer and isinstance(retired, Retired):
         raise ModelError(
-            f"layer {name!r} was {retired.name!r} of another model, where bagpipe.accelerate has put another in its "
-            "place: put both models into one nn.Module and accelerate that, or give this one a layer of its own"
+            f"layer {name!r} was {retired.name!r} of another model, where bagpipe.prepare has put another in its "
+            "place: put both models into one nn.Module and prepare that, or give this one a layer of its own"
         )
 
 
@@ -244,7 +245,7 @@ def _refuse_shared(model: nn.Module, layers: Mapping[str, EmbeddingLayer]) -> No
             if owner != name:
                 raise ModelError(
                     f"layer {owner!r} and {name + '.' + key!r} share one weight: use one layer for both features, or "
-                    "name it in `keep`"
+                    "name it in bagpipe.Options(keep=...)"
                 )
 
 
@@ -292,7 +293,9 @@ def _given(
             fed[first[target]].append(feature)
     idle = [name for name, names in fed.items() if not names]
     if idle:
-        raise ModelError(f"no feature is mapped to {_list(idle)}: add it to the mapping, or name it in `keep`")
+        raise ModelError(
+            f"no feature is mapped to {_list(idle)}: add it to the mapping, or name it in bagpipe.Options(keep=...)"
+        )
     return fed
 
 

@@ -5,6 +5,7 @@ Vectors of several layers that are fed by the same ids share a row, so one slot 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -45,6 +46,24 @@ class RowLayout:
     def move_cost(self) -> float:
         """What a row that changes its owner sends beside its vector, its state and a flag, in vectors."""
         return (self.width - self.dim + 1) / self.dim
+
+    @property
+    def label(self) -> str:
+        """What the rows are, for comparisons; their first values are told by those of a few ids."""
+        dims = "+".join(map(str, self.dims))
+        return (
+            f"table {self.table.name}, {self.table.rows or 'any number of'} rows of {dims} floats, "
+            f"{self.optimizer.name}, first values {self.first_values}"
+        )
+
+    @property
+    def first_values(self) -> str:
+        """A checksum of what a few rows begin with, which tells a seed from another."""
+        last = (self.table.rows or 2**63) - 1
+        ids = np.unique(np.linspace(0, last, 16).astype(np.uint64).clip(max=last).astype(np.int64))
+        values = np.empty((len(ids), self.width), np.float32)
+        self.initialise(ids, values)
+        return f"{zlib.crc32(values.data):08x}"
 
     def initialise(self, ids: Int64s, out: Floats) -> None:
         """Write the row of each id as it is before its first update into out (ids, width), or its first columns."""

@@ -92,7 +92,7 @@ def as_options(given: PolicyOptions | Mapping[str, Any] | None) -> PolicyOptions
     if given is None or isinstance(given, PolicyOptions):
         return given or DEFAULTS
     if not isinstance(given, Mapping):
-        raise ConfigError(f"policy_options is {given!r}: give a mapping such as {{'sample': 32}}, or PolicyOptions")
+        raise ConfigError(f"the options of the policy are {given!r}: give a mapping such as {{'sample': 32}}")
     known = [field.name for field in fields(PolicyOptions)]
     for name in given:
         if name not in known:

@@ -12,11 +12,11 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,12 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bagpipe import optim
 from bagpipe.arrays import Int64s
-from bagpipe.checkpointing import Checkpointing
+from bagpipe.config import store_memory_bytes
 from bagpipe.embedding import ROWS_PER_BLOCK, WEIGHT_BYTES_MAX, CachedLayer, RowReader
 from bagpipe.errors import CheckpointError, ConfigError, GradientError, ModelError
 from bagpipe.initial import Initial
 from bagpipe.layers import Binding, FeatureMap
-from bagpipe.opening import OpenStore
 from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, kind_of, translate
 from bagpipe.script import PlanChoice, Script
@@ -39,6 +38,11 @@ from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.reading import Epochs
 from bagpipe.trainer.state import Attachable, Tree
 from bagpipe.types import Table
+from bagpipe.world import OpenStore
+
+if TYPE_CHECKING:
+    from bagpipe.checkpointing import Checkpointing
+    from bagpipe.evaluation import EvaluationLoader
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", bound="torch.optim.Optimizer | Sequence[torch.optim.Optimizer]")
@@ -71,6 +75,15 @@ class Files:
     """A directory; None: that of temporary files."""
     memory: str | None = None
     """How much of them the operating system may keep in memory, such as "4GB"; 1 GiB unless given."""
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            store_memory_bytes(self.memory, "mapped", name="memory of bagpipe.Files")
+
+    @property
+    def place(self) -> str | Path:
+        """As `prepare` takes it: a path is one whatever its name, "memory" too."""
+        return "mapped" if self.path is None else Path(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +133,7 @@ def prepare(
         loader: Yields batches of any shape (dicts, tuples, dataclasses, KeyedJaggedTensors), each in tensors of its
             own; it is read ahead, by another thread.
         rows: One of `bagpipe.optim` for the embedding rows instead, which has the last param group: rowwise Adagrad,
-            lazy Adam, or a `PerTable`.
+            lazy Adam, or a `PerTable`; a new one for each model, as it counts the updates.
         cache: Its size on the device: a number of rows, bytes such as "2GB", or a share of all rows such as "1.5%"; or
             a `bagpipe.Cache`.
         store: Where all rows live: "memory", a directory for files or a `bagpipe.Files`, or a function that opens a
@@ -131,17 +144,18 @@ def prepare(
         checkpoint: Where and how often to write checkpoints, and which to go on from; docs/checkpoints.md tells how.
         options: What is rarely set: a `bagpipe.Options`.
     """
+    _refuse_kinds(store, features, checkpoint, options)
     options = options or Options()
     cache = cache if isinstance(cache, Cache) else Cache(cache)
-    files = store if isinstance(store, Files) else None
-    place: str | Path | OpenStore = store if not isinstance(store, Files) else store.path or "mapped"
+    memory = store.memory if isinstance(store, Files) else None
+    place = store.place if isinstance(store, Files) else store
     given: Any = optimizer
     optimizers: list[torch.optim.Optimizer] = list(given) if isinstance(given, list | tuple) else [given]
     _refuse_optimizers(optimizers, rows)
     _refuse_prepared(model)
     script = Script(
-        model, loader, PlanChoice(cache.size, cache.lookahead, cache.policy, as_options(cache.options)), place,
-        None if files is None else files.memory, device=options.device, accumulate=accumulate,
+        model, loader, PlanChoice(cache.size, cache.lookahead, cache.policy, as_options(cache.options)), place, memory,
+        device=options.device, accumulate=accumulate,
         seed=options.seed, check=options.check, depth=options.depth, threads=options.threads,
     )  # fmt: skip
     mapping, tables = (features, ()) if features is None or isinstance(features, Mapping) else (None, features)
@@ -159,6 +173,7 @@ def prepare(
     else:
         script.lay_out(rows, options.initial)
     prepared = PreparedLoader(script.open(checkpoint), parameters, optimizers, seats, script.source.epochs)
+    _GIVEN.update(_parts_of(rows))
     return model, optimizer, prepared
 
 
@@ -194,6 +209,34 @@ def _seats(optimizers: Sequence[torch.optim.Optimizer], weights: Mapping[int, st
     return seats
 
 
+def _refuse_kinds(store: object, features: object, checkpoint: object, options: object) -> None:
+    """ConfigError for what would fail later, and say less."""
+    if not isinstance(store, str | Path | Files) and not callable(store):
+        raise ConfigError(f"store is {store!r}: give 'memory', a directory, a bagpipe.Files or a function")
+    tables = [] if features is None or isinstance(features, Mapping) else features
+    if not isinstance(tables, Sequence) or not all(isinstance(table, Table) for table in tables):
+        raise ConfigError(
+            f"features is {features!r}: give a mapping such as {{'feature': 'layer'}}, or a list of bagpipe.Table"
+        )
+    if options is not None and not isinstance(options, Options):
+        raise ConfigError(f"options is {options!r}: give a bagpipe.Options")
+    if checkpoint is not None:
+        from bagpipe.checkpointing import Checkpointing
+
+        if not isinstance(checkpoint, Checkpointing):
+            raise ConfigError(f"checkpoint is {checkpoint!r}: give a bagpipe.Checkpointing")
+
+
+_GIVEN: weakref.WeakSet[optim.RowOptimizer] = weakref.WeakSet()
+"""What was given as `rows`."""
+
+
+def _parts_of(rows: object) -> list[optim.RowOptimizer]:
+    if isinstance(rows, optim.PerTable):
+        return [rows.default, *rows.tables.values()]
+    return [rows] if isinstance(rows, optim.RowOptimizer) else []
+
+
 def _refuse_optimizers(optimizers: Sequence[object], rows: object) -> None:
     if not optimizers:
         raise ConfigError("no optimizer is given: build one from model.parameters() and give it to bagpipe.prepare")
@@ -201,6 +244,12 @@ def _refuse_optimizers(optimizers: Sequence[object], rows: object) -> None:
         raise ConfigError(
             f"rows is a {type(rows).__name__}: give one of bagpipe.optim, such as bagpipe.optim.Adam(0.01)"
         )
+    for part in _parts_of(rows):
+        if part in _GIVEN:
+            raise ConfigError(
+                f"this {type(part).__name__} was given to bagpipe.prepare already, and counts the updates of that "
+                "model: make a new one for each model"
+            )
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise ConfigError(f"the optimizer is a {type(each).__name__}: give one of torch.optim, or a list of them")
@@ -269,17 +318,45 @@ class PreparedOptimizer(torch.optim.Optimizer):
         states = dict(state_dict["state"])
         of_rows = [(parameter, states.pop(place)) for place, parameter in self._row_places() if place in states]
         self._bagpipe.check_states(of_rows)
-        super().load_state_dict({**state_dict, "state": states})
+        self._load({**state_dict, "state": states}, nullcontext(), keeps_rate=lambda rows: callable(rows.lr))
         for parameter, state in of_rows:
             self._bagpipe.load_state_of(parameter, state)
 
     def dense_state(self) -> Tree:
-        """That of dense parameters, and all settings."""
-        return super().state_dict()
+        """That of dense parameters, numbered without rows, and all settings: other tables may be there later."""
+        with self.dense_alone():
+            return super().state_dict()
 
     def load_dense_state(self, state: Tree) -> None:
-        """From `dense_state`."""
-        super().load_state_dict(state)
+        """From `dense_state`. In a run that begins, with the state of another one, rows have the rate it gives them."""
+        begins = not self._bagpipe.loop.done
+        self._load(state, self.dense_alone(), keeps_rate=lambda rows: begins or callable(rows.lr))
+
+    @contextmanager
+    def dense_alone(self) -> Iterator[None]:
+        """Without the weights of embedding layers, which torch's own methods are not to see."""
+        several = [group["params"] for group in self.param_groups]
+        try:
+            for group, parameters in zip(self.param_groups, several, strict=True):
+                group["params"] = [each for each in parameters if not isinstance(each, RowParameter)]
+            yield
+        finally:
+            for group, parameters in zip(self.param_groups, several, strict=True):  # a loaded state makes them anew
+                group["params"] = parameters
+
+    def _load(
+        self,
+        state: Mapping[str, Any],
+        seen: AbstractContextManager[None],
+        keeps_rate: Callable[[optim.RowOptimizer], bool],
+    ) -> None:
+        rates = [group["lr"] for group in self.param_groups]
+        with seen:
+            super().load_state_dict({**state})
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            rows = self._bagpipe.given_rows(group)
+            if rows is not None and keeps_rate(rows):
+                group["lr"] = rate
 
     def _row_places(self) -> list[tuple[int, RowParameter]]:
         places = enumerate(each for group in self.param_groups for each in group["params"])
@@ -330,12 +407,17 @@ class PreparedLoader:
         self._epoch_is_known = self._registered = self._has_scheduler = False
         self._settings: dict[str, tuple[Any, ...]] = {}
         """Of each layer's group, as they were at the last step."""
+        self._rates: dict[int, float] = {}
+        """Of rows that were given, as their group was last told."""
         self._error: Exception | None = None
         self._checked = -1
         """The iteration whose gradients of all optimizers were found to be finite."""
         self._rows_given = False
+        self._layers: dict[str, CachedLayer] = {}
         for parameter in parameters.values():
-            layer = self._layer(parameter)
+            layer = loop.model.get_submodule(parameter.layer)
+            assert isinstance(layer, CachedLayer)
+            self._layers[parameter.layer] = layer
             if not hasattr(parameter, "rows"):
                 self._rows_given, parameter.rows = True, loop.layouts[layer.table].optimizer
             layer.register_parameter("weight", parameter)
@@ -352,7 +434,8 @@ class PreparedLoader:
             for parameter in self._parameters.values():
                 of_rows.setdefault(id(parameter.rows), []).append(parameter)
             for several in of_rows.values():
-                self._owner.add_param_group({"params": several, "lr": _rate(several[0].rows)})
+                rate = self._rates[id(several[0].rows)] = _rate(several[0].rows)
+                self._owner.add_param_group({"params": several, "lr": rate})
         for optimizer in optimizers:
             vars(optimizer).pop("step", None)  # of a scheduler, which calls that of the former class
             optimizer.__class__ = _prepared_class(type(optimizer))
@@ -403,6 +486,13 @@ class PreparedLoader:
         self._raise_error()
         self._loop.barrier()
 
+    def for_evaluation(self, loader: Iterable[Any]) -> EvaluationLoader:
+        """Another loader, such as one of validation data, whose batches are read ahead with their rows: to iterate over
+        under `torch.no_grad()`, as often as you like. Any other way of calling the model gives the same."""
+        from bagpipe.evaluation import EvaluationLoader
+
+        return EvaluationLoader(self._loop, loader)
+
     def stats(self) -> dict[str, Any]:
         """What the iteration under way, or the last one, has moved so far, and how long training waited for it."""
         return self._loop.stats()
@@ -425,7 +515,6 @@ class PreparedLoader:
         themselves, but nothing is before this was called, if with nothing. All trainers call it alike, before the
         first batch."""
         if not self._registered:
-            self._registered = True
             for number, each in enumerate(self._optimizers):
                 named = {f"dense{number or ''}": DenseState(each), **named}
         for thing in objects:
@@ -435,6 +524,7 @@ class PreparedLoader:
             named[name] = thing
         self._has_scheduler |= any(isinstance(each, LRScheduler) for each in named.values())
         self._loop.attach(**named)
+        self._registered = True
 
     def _check_resumed(self) -> None:
         """What would be wrong in a run that is saved, or resumed, without anybody noticing."""
@@ -482,12 +572,12 @@ class PreparedLoader:
                 yield batch
                 if self._turn == turn:
                     self._after_batch()
-        except GeneratorExit:  # a break, an exception in the body of the loop, or the collector, in any thread
+        except BaseException:  # also for a break, an exception in the body of the loop, or the collector, in any thread
             if threading.current_thread() is thread and self._turn == turn:
                 self._after_batch()
                 try:
                     loop.close()
-                except Exception as error:  # Python would drop it here
+                except Exception as error:  # Python would drop it after a break
                     self._error = error
                     loop.lookups.reader = cast("RowReader", _Untold(self))
                 self._broken_off()
@@ -571,25 +661,39 @@ class PreparedLoader:
         if loop.trainers > 1 and loop.is_stepped:
             raise ModelError("step() twice for one batch: with several trainers call it once, after the backward pass")
         for group in optimizer.param_groups:
+            given = self.given_rows(group)
+            if given is not None:
+                self._follow_rate(group, given)
+                continue
             for parameter in group["params"]:
                 if isinstance(parameter, RowParameter):
                     self._follow(optimizer, group, parameter)
 
+    def given_rows(self, group: Mapping[str, Any]) -> optim.RowOptimizer | None:
+        """What `rows=` says of those that this group is for; None: it is for others."""
+        of_rows = (each.rows for each in group["params"] if isinstance(each, RowParameter))
+        return next(of_rows, None) if self._rows_given else None
+
+    def _follow_rate(self, group: dict[str, Any], rows: optim.RowOptimizer) -> None:
+        """Let rows that were given have the rate of their group, unless they have a schedule of their own."""
+        if not callable(rows.lr):
+            if rows.lr != self._rates[id(rows)]:
+                raise ConfigError(
+                    f"the learning rate of the rows of {group['params'][0].layer!r} is set to {rows.lr} in `rows`, but "
+                    "their param group decides: set optimizer.param_groups[-1]['lr'], or that of the group they are in"
+                )
+            rows.lr = self._rates[id(rows)] = float(group["lr"])
+        elif float(group["lr"]) != self._rates[id(rows)]:
+            raise ConfigError(
+                f"the learning rate of the rows of {group['params'][0].layer!r} follows a schedule, and its param "
+                "group was set to another: give rows a number, or leave the group alone"
+            )
+        else:
+            group["lr"] = self._rates[id(rows)] = _rate(rows)
+
     def _follow(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: RowParameter) -> None:
         """Let rows be updated by what their group says now: schedulers and users may have changed it."""
         rows = parameter.rows
-        if self._rows_given:
-            if not callable(rows.lr):
-                rows.lr = float(group["lr"])
-            elif float(group["lr"]) != self._settings.setdefault(parameter.layer, (_rate(rows),))[0]:
-                raise ConfigError(
-                    f"the learning rate of the rows of {parameter.layer!r} follows a schedule, and its param group was "
-                    "set to another: give rows a number, or leave the group alone"
-                )
-            else:
-                group["lr"] = _rate(rows)
-                self._settings[parameter.layer] = (group["lr"],)
-            return
         now = tuple(
             float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
         )
@@ -601,17 +705,18 @@ class PreparedLoader:
 
     def _problem(self, optimizer: PreparedOptimizer) -> str | None:
         """What is wrong with gradients of dense parameters; those of all optimizers are looked at by the first."""
-        iteration = self._loop.done
+        loop, iteration = self._loop, self._loop.done
         several = [optimizer] if self._checked == iteration else self._optimizers
         self._checked = iteration
         for each in several:
             for group in each.param_groups:
                 for parameter in group["params"]:
                     if not isinstance(parameter, RowParameter) and not _is_finite(parameter.grad):
+                        where = f"iteration {iteration}: " if loop.is_training and not loop.is_stepped else ""
                         return (
-                            f"the gradient of a dense parameter of shape {tuple(parameter.shape)} is not finite; "
-                            "neither dense parameters nor rows were updated: lower the learning rate, clip gradients, "
-                            "or use a torch.amp.GradScaler, which skips such batches"
+                            f"{where}the gradient of a dense parameter of shape {tuple(parameter.shape)} is not "
+                            "finite; neither dense parameters nor rows were updated: lower the learning rate, clip "
+                            "gradients, or use a torch.amp.GradScaler, which skips such batches"
                         )
         return None
 
@@ -625,22 +730,13 @@ class PreparedLoader:
             if parameter.leftover is not None and id(parameter.rows) not in counted:
                 counted.add(id(parameter.rows))
                 parameter.rows.advance()
-        groups = [(group, group["params"]) for group in optimizer.param_groups]
-        try:
-            for group, parameters in groups:
-                group["params"] = [each for each in parameters if not isinstance(each, RowParameter)]
-            with torch.no_grad():
-                optimizer.dense_step()
-        finally:
-            for group, parameters in groups:
-                group["params"] = parameters
+        with optimizer.dense_alone(), torch.no_grad():
+            optimizer.dense_step()
 
     # Gradients of rows
 
     def _layer(self, parameter: RowParameter) -> CachedLayer:
-        layer = self._loop.model.get_submodule(parameter.layer)
-        assert isinstance(layer, CachedLayer)
-        return layer
+        return self._layers[parameter.layer]
 
     def _reached(self) -> list[RowParameter]:
         """The weights that a backward pass has reached in this iteration."""
@@ -779,7 +875,7 @@ class DenseState:
 
 
 class Unshared(Tensor):
-    """Stands for the gradients of rows before trainers have shared them: to be zeroed, and nothing else."""
+    """Stands for the gradients of rows before trainers have shared them: to be zeroed or unscaled, and nothing else."""
 
     parameter: RowParameter
 
@@ -799,6 +895,11 @@ class Unshared(Tensor):
             for each in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 each.parameter.grad = None
             return args[0]
+        if name == "_amp_foreach_non_finite_check_and_unscale_":  # of a GradScaler
+            grads, *rest = args
+            stand_ins = [each for each in grads if isinstance(each, Unshared)]
+            shared = cast("PreparedLoader", stand_ins[0].parameter.owner).loop.judged_gradients()
+            return func([*(each for each in grads if not isinstance(each, Unshared)), *shared], *rest)
         if name in ("__get__", "__set__", "detach_", "requires_grad_", "__hash__"):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         raise ModelError(

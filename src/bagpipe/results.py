@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bagpipe.checkpoint.point import directory_name
 from bagpipe.errors import StoreError
 from bagpipe.job import Job
 from bagpipe.metrics import Metrics
+from bagpipe.resuming import CHECKPOINTS
+from bagpipe.trainer.pipeline import Counters
 from bagpipe.types import Batch
 from bagpipe.whole_file import whole_file
+
+METRICS = "metrics.jsonl"
+METRICS_EVERY_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 Report = Callable[[int, str], None]
 """Told how many iterations are over, and something about the last one."""
@@ -90,11 +102,69 @@ class Clock:
         }
 
 
-def evaluate(job: Job, predict: Callable[[Batch], Tensor]) -> Metrics:
-    """Metrics on the held-out samples."""
-    metrics = Metrics()
+class MetricsLog:
+    """The figures of a run as it goes on, every few seconds as a JSON object in a line of its own."""
+
+    def __init__(
+        self, directory: Path | None, job: Job, done: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Into `metrics.jsonl` of a directory; None: nowhere. Iterations after `done` have lines of a session before,
+        and are trained again: these lines go."""
+        self._job, self._clock, self._told_at, self._done = job, clock, clock(), done
+        self._before = Counters()
+        self._path = None if directory is None else directory / METRICS
+        if self._path is not None and self._path.exists():
+            with self._tolerant():
+                lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+                self._path.write_text("".join(line for line in lines if _iteration(line) <= done), encoding="utf-8")
+
+    def tick(self, clock: Clock, traffic: Counters, *, last: bool = False) -> None:
+        """An iteration is over; of the `last` one there is a line whenever the one before was written."""
+        now = self._clock()
+        if self._path is None or clock.iterations == self._done or not (last or now >= self._told_at + METRICS_EVERY_S):
+            return
+        samples = self._job.samples_of(clock.iterations)
+        took_s, before = max(now - self._told_at, 1e-9), self._before
+        unique = traffic.unique_rows - before.unique_rows
+        line = {
+            "iteration": clock.iterations,
+            "samples": samples,
+            "seconds": round(clock.seconds, 3),
+            "loss": clock.loss if math.isfinite(clock.loss) else None,
+            "samples_per_second": round((samples - self._job.samples_of(self._done)) / took_s, 1),
+            "hit_rate": round((traffic.hit_rows - before.hit_rows) / unique, 4) if unique else None,
+            "fetched_rows": traffic.fetched_rows - before.fetched_rows,
+            "stall_fraction": round((traffic.stall_s - before.stall_s) / took_s, 4),
+        }
+        self._told_at, self._done, self._before = now, clock.iterations, copy.copy(traffic)
+        with self._tolerant(), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """A file that can't be written is no reason to lose the run."""
+        try:
+            yield
+        except OSError as error:
+            _log.warning("%s can't be written (%s): there are no more figures of this run", self._path, error.strerror)
+            self._path = None
+
+
+def _iteration(line: str) -> float:
+    """Of a line of metrics; one that a crash has cut belongs to no iteration."""
+    try:
+        return float(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def evaluate(job: Job, predict: Callable[[Batch], Tensor], tell: Callable[[str], None] = lambda _: None) -> Metrics:
+    """Metrics on the held-out samples; `tell` is told how far it is."""
+    metrics, size = Metrics(), job.config.batch_size
+    num_batches = -(-job.held_out.num_samples // size)
     with torch.no_grad():
-        for batch in job.held_out.batches(job.config.batch_size):
+        for number, batch in enumerate(job.held_out.batches(size)):
+            tell(f"evaluating: {number:,} of {num_batches:,} batches")
             metrics.add(batch.labels, predict(batch))
     return metrics
 
@@ -109,6 +179,8 @@ def write_summary(job: Job, summary: Summary) -> Summary:
     if job.config.init_from is not None:
         summary["initialised_from"] = str(job.config.init_from)
     summary["run_dir"] = str(job.run_dir)
+    if job.config.checkpoint.retained:
+        summary["weights"] = str(job.run_dir / CHECKPOINTS / directory_name(summary["iterations"]))
     path = job.run_dir / "summary.json"
     text = json.dumps(summary | {"config": job.config.model_dump(mode="json")}, indent=2)
     try:

@@ -187,6 +187,14 @@ class OfLayers(PerTable):
         self.tables[table] = chosen
         return chosen
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned; tables that are new since then begin."""
+        saved = state.get("tables")
+        if isinstance(saved, Mapping):
+            own = {name: optimizer.state_dict() for name, optimizer in self.tables.items()}
+            state = {**state, "tables": {**own, **saved}}
+        super().load_state_dict(state)
+
 
 def dense_parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a model by name, but for those whose values are rows."""

@@ -6,39 +6,32 @@ batch is read, features are mapped to layers, sizes are checked. The pipeline st
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from bagpipe.adapt import Adapter
-from bagpipe.checkpoint.point import START
-from bagpipe.checkpointing import Checkpointing, Saving, plan_script
-from bagpipe.cluster.context import current
 from bagpipe.config import cache_size
 from bagpipe.errors import BatchError, ConfigError, ModelError
 from bagpipe.initial import Given, Initial, Normal
 from bagpipe.layers import Binding, FeatureMap, bind, embedding_layers
 from bagpipe.layout import RowLayout
-from bagpipe.opening import OpenStore, label, memory_of_files, open_rows
 from bagpipe.optim import PerTable, RowOptimizer
-from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.service import PlanSettings
 from bagpipe.policies import make_policy
 from bagpipe.policy_options import PolicyOptions
-from bagpipe.several import open_loader, share_plans
-from bagpipe.trainer.agreement import refuse_ranks
-from bagpipe.trainer.collective import Groups
-from bagpipe.trainer.loop import Opened, TrainLoop
-from bagpipe.trainer.source import LocalPlans, Source
+from bagpipe.trainer.loop import TrainLoop
+from bagpipe.trainer.source import Opened
 from bagpipe.trainer.stages import Driver, Threads
 from bagpipe.types import Table
+from bagpipe.world import OpenStore, World, memory_of_files
+
+if TYPE_CHECKING:
+    from bagpipe.checkpointing import Checkpointing, Saving
 
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 """Of torch; by name, since their modules take long to load."""
@@ -93,9 +86,8 @@ class Script:
         if not isinstance(loader, Iterable):
             raise BatchError(f"the loader is a {type(loader).__name__}: give something that yields batches")
         _refuse_wrapped(model)
-        self.launch = current()
-        if self.launch is None or self.launch.trainers == 1:
-            refuse_ranks(os.environ.get("WORLD_SIZE") if self.launch is None else None)
+        self.world = World.current()
+        self.world.refuse_others()
         self.model, self.plans, self.store = model, plans, store
         self.policy = make_policy(plans.policy, plans.options)
         if check and not self.policy.exact:
@@ -110,17 +102,18 @@ class Script:
         self.accumulate, self.seed, self.check, self.depth = accumulate, seed, check, depth
         self.resident_bytes_max = memory_of_files(store, store_memory)
         self.driver, self.threads = driver or Threads(), threads or torch.get_num_threads()
-        if self.launch is not None and self.launch.trainers > 1:
-            _refuse_with_several(self.launch.trainers, check, self.policy.exact)
-            self.source = open_loader(self.launch, loader, accumulate)
-        else:
-            self.source = Source(loader, accumulate)
+        if self.world.trainers > 1:
+            _refuse_with_several(self.world.trainers, check, self.policy.exact)
+        self.source = self.world.open_source(loader, accumulate)
         if self.source.empty:
             raise BatchError("the loader is empty: there is nothing to train on")
         if self.policy.samples:
             self.source.check_sample(plans.options.sample)
-        self._device = device
+        self.once = isinstance(loader, Iterator)
+        """Whether there is only one epoch."""
         self.saving: Saving | None = None
+        """How the loop is saved, and where it continues."""
+        self._device = device
 
     def bind(self, features: FeatureMap | None, tables: Sequence[Table], keep: Collection[str]) -> Binding:
         """Find out which layer looks up which feature."""
@@ -137,47 +130,31 @@ class Script:
 
     def open(self, checkpoint: Checkpointing | None = None, *, once: bool = False) -> TrainLoop:
         """The training loop, before its first epoch, which is the only one if the loader is read `once`."""
-        self._once = once or isinstance(self.source.epochs.loader, Iterator)
-        self.saving = plan_script(
-            self.launch, self.source, self.model, self.binding, self.layouts, checkpoint, self.accumulate
-        )
+        self.once = self.once or once
+        self.saving = self.world.plan_saving(self, checkpoint)
         with ExitStack() as stack:
             opened = self._open_plans()
             stack.callback(opened.source.close)
             if opened.peers is not None:
-                stack.push(partial(_leave, opened.peers.groups))
-            store = open_rows(self.store, self.layouts, self.resident_bytes_max)
+                stack.push(opened.peers.leave)
+            store = self.world.open_rows(self.store, self.layouts, self.resident_bytes_max)
             stack.callback(store.close)
-            store, checkpointer = self.saving.open(store, 0 if opened.peers is None else opened.peers.rank)
+            checkpointer = None
+            if self.saving is not None:
+                store, checkpointer = self.saving.open(store, self.world.trainer)
             loop = TrainLoop(
                 self.model, self.binding, self.rows, self.layouts, opened, store, self.driver, device=self.device,
                 depth=self.depth, threads=self.threads, check=self.check, checkpointer=checkpointer,
                 ahead=self.policy.lead(self.plans.lookahead, self.plans.options),
                 reopen=None if once else self._open_plans,
             )  # fmt: skip
-            if opened.peers is not None and self.saving.resume != START:
+            if opened.peers is not None and self.saving is not None and self.saving.continues:
                 loop.gather(0, "the rows to go on with to be in the store")
             stack.pop_all()
         return loop
 
     def _open_plans(self) -> Opened:
-        """Plans for the first epoch, or for one that can't go on with those before."""
-        launch, binding, layouts, plans = self.launch, self.binding, self.layouts, self.plans
-        widths = [layout.width for layout in layouts]
-        if launch is None or launch.trainers == 1:
-            oracle = make_oracle(
-                binding.tables, widths, cache_size(plans.cache), self.source.first_ids(), self.source.other_ids(),
-                lookahead=plans.lookahead, policy=plans.policy, options=plans.options,
-            )  # fmt: skip
-            return Opened(LocalPlans(self.source, oracle, goes_on=not self._once), oracle.capacity)
-        costs = tuple(layout.move_cost for layout in layouts)
-        settings = PlanSettings(
-            binding.tables, tuple(widths), plans.cache, plans.lookahead, plans.policy, self.accumulate,
-            options=plans.options, move_costs=costs,
-        )  # fmt: skip
-        assert self.saving is not None, "it is planned before"
-        wanted = {"rows": [_wanted(layout) for layout in layouts]}
-        return share_plans(launch, self.source, binding, settings, wanted, self.saving.point, self.driver)
+        return self.world.open_plans(self)
 
 
 def _bind(
@@ -237,14 +214,6 @@ def _refuse_unknown_optimizers(rows: RowOptimizer | PerTable, binding: Binding) 
             raise ConfigError(f"PerTable names {name!r}; the model has {', '.join(map(repr, dict.fromkeys(known)))}")
 
 
-def _wanted(layout: RowLayout) -> str:
-    """What the rows of a table are, and how they will be updated."""
-    optimizer = layout.optimizer
-    lr = "by a schedule" if callable(optimizer.lr) else optimizer.lr
-    settings = {name: getattr(optimizer, name) for name in optimizer.settings}
-    return f"{label(layout)}, lr {lr}, {settings}, after {optimizer.updates} updates"
-
-
 def _refuse_with_several(trainers: int, check: bool, exact: bool) -> None:
     if check:
         raise ConfigError("check=True follows the rows of one trainer: leave it out where there are several")
@@ -262,13 +231,6 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 "rows: give bagpipe.prepare the module without it, and for several trainers start the script with "
                 "'bagpipe launch --trainers N SCRIPT', which averages the gradients of dense parameters and rows itself"
             )
-
-
-def _leave(groups: Groups, _: object, error: BaseException | None, __: object) -> None:
-    """Tell the other trainers, if this one can't go on."""
-    if error is not None:
-        groups.abort(error)
-    groups.close()
 
 
 def _at_least(name: str, value: object, least: int, others: str = "") -> None:

@@ -8,32 +8,33 @@ before anything is trained (I8), and one that fails tells the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from bagpipe._version import __version__
-from bagpipe.cluster.context import Launch
 from bagpipe.config import cache_size, warn_of_idle_rows
 from bagpipe.data.tree_wire import types_in
 from bagpipe.errors import CheckpointError
 from bagpipe.layers import Binding
+from bagpipe.layout import RowLayout
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.trainer.agreement import check_same, tell_all
-from bagpipe.trainer.collective import Groups
-from bagpipe.trainer.loop import Opened
-from bagpipe.trainer.row_sync import Peers
+from bagpipe.trainer.joint_update import Peers
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
-from bagpipe.trainer.source import PlanSource, Source
-from bagpipe.trainer.stages import Driver
+from bagpipe.trainer.source import Opened, PlanSource, Source
 from bagpipe.wire.endpoint import Address
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork
+
+if TYPE_CHECKING:
+    from bagpipe.cluster.context import Launch
+    from bagpipe.script import Script
 
 
 def open_loader(launch: Launch, loader: Iterable[Any], accumulate: int) -> Source:
@@ -41,41 +42,30 @@ def open_loader(launch: Launch, loader: Iterable[Any], accumulate: int) -> Sourc
     return Source(loader, accumulate) if launch.trainer else SharedLoader(loader, accumulate)
 
 
-def share_plans(
-    launch: Launch,
-    source: Source,
-    binding: Binding,
-    settings: PlanSettings,
-    wanted: Mapping[str, object],
-    point: str,
-    driver: Driver,
-) -> Opened:
-    """Join the other trainers, see that all want the same, and open this one's plans.
-
-    `wanted` is what must be the same on all trainers, beside the settings of plans; `point` is where this one has found
-    that the run goes on.
-    """
-    config = launch.config
-    settings = replace(
-        settings,
-        trainers=launch.trainers,
-        assign=config.assign,
-        design=config.sync.design,
-        delayed=config.sync.delayed,
-        move_costs=settings.move_costs if config.sync.moving else (),
-    )
+def share_plans(launch: Launch, script: Script) -> Opened:
+    """Join the other trainers, see that all want the same, and open this one's plans."""
+    config, source, plan = launch.config, script.source, script.plans
+    settings = PlanSettings(
+        script.binding.tables, tuple(layout.width for layout in script.layouts), plan.cache, plan.lookahead,
+        plan.policy, script.accumulate, trainers=launch.trainers, assign=config.assign, design=config.sync.design,
+        delayed=config.sync.delayed, options=plan.options,
+        move_costs=tuple(layout.move_cost for layout in script.layouts) if config.sync.moving else (),
+    )  # fmt: skip
+    wanted = _described(settings) | {"rows": [_wanted(layout) for layout in script.layouts]}
+    point = "" if script.saving is None else script.saving.point
     with ExitStack() as stack:
         groups = launch.open_groups()
-        stack.callback(groups.close)
-        stack.push(lambda _, error, __: _abort(groups, error))
+        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.moving)
+        stack.push(peers.leave)
         served = None
         if isinstance(source, SharedLoader):
             warn_of_idle_rows(settings.design, launch.trainers, settings.policy)
-            served = _serve(launch, source, binding, settings)
+            served = _serve(launch, source, script.binding, settings)
             stack.callback(served.close)
         address = "" if served is None else served.address
-        said = {"address": address, "point": point, "wanted": _described(settings) | dict(wanted)}
-        told = [json.loads(text) for text in tell_all(groups.critical, driver, json.dumps(said), "what is trained")]
+        said = {"address": address, "point": point, "wanted": wanted}
+        texts = tell_all(groups.critical, script.driver, json.dumps(said), "what is trained")
+        told = [json.loads(text) for text in texts]
         check_same([each["wanted"] for each in told])
         _check_points([each["point"] for each in told])
         plans: PlanSource
@@ -86,9 +76,8 @@ def share_plans(
             stack.callback(plans.close)
             capacity = plans.described.capacity
         # Else the first one may fail and leave while another still looks for its plans, until that one's deadline.
-        tell_all(groups.critical, driver, "", "the connection to the plans")
+        tell_all(groups.critical, script.driver, "", "the connection to the plans")
         stack.pop_all()
-        peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.moving)
         return Opened(plans, capacity, peers)
 
 
@@ -157,6 +146,9 @@ def _described(settings: PlanSettings) -> dict[str, object]:
     }
 
 
-def _abort(groups: Groups, error: BaseException | None) -> None:
-    if error is not None:
-        groups.abort(error)
+def _wanted(layout: RowLayout) -> str:
+    """What the rows of a table are, and how they will be updated."""
+    optimizer = layout.optimizer
+    lr = "by a schedule" if callable(optimizer.lr) else optimizer.lr
+    settings = {name: getattr(optimizer, name) for name in optimizer.settings}
+    return f"{layout.label}, lr {lr}, {settings}, after {optimizer.updates} updates"

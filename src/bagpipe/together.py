@@ -16,21 +16,23 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from bagpipe.checker import Ledger
 from bagpipe.config import Config, cache_size
 from bagpipe.errors import DeadlineError
-from bagpipe.joint_checker import Ledger
 from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.partition import RULES, Partition, uses_ahead
+from bagpipe.oracle.design import RULES
+from bagpipe.oracle.partition import Partition, uses_ahead
 from bagpipe.store import Store
 from bagpipe.trainer.checkpointer import Checkpointer
 from bagpipe.trainer.collective import Groups, memory_groups
 from bagpipe.trainer.divided import Divided, SharedPlans
-from bagpipe.trainer.loop import Opened, TrainLoop
+from bagpipe.trainer.joint_update import Peers
+from bagpipe.trainer.loop import TrainLoop
 from bagpipe.trainer.pipeline import DEPTH
-from bagpipe.trainer.row_sync import Peers
+from bagpipe.trainer.source import Opened
 from bagpipe.trainer.stages import DEADLINE_S, Driver, Threads
 from bagpipe.types import Batch
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
@@ -27,16 +27,16 @@ from bagpipe.checkpointing import (
     with_marks,
 )
 from bagpipe.config import Config, warn_of_idle_rows
-from bagpipe.job import Job, dense_optimizer, discard
+from bagpipe.job import Job, dense_optimizer, discard, without_weights
 from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
-from bagpipe.opening import OpenStore, memory_of_files, open_rows
 from bagpipe.oracle.assign import Assigner
 from bagpipe.policies import POLICIES
 from bagpipe.prepared import PreparedLoader, row_parameters
 from bagpipe.reference import Reference
 from bagpipe.results import (
     Clock,
+    MetricsLog,
     Report,
     Summary,
     evaluate,
@@ -62,12 +62,14 @@ from bagpipe.together import Made, Trainers
 from bagpipe.trainer.background import Background
 from bagpipe.trainer.checkpointer import ROUND_S, Periods, resumed_states
 from bagpipe.trainer.collective import Groups
+from bagpipe.trainer.joint_update import Peers
 from bagpipe.trainer.loop import TrainLoop
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.remote_plans import RemotePlans, remote_loop
-from bagpipe.trainer.row_sync import Peers
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.state import buffers_of, dense_parameters, set_tensors
+from bagpipe.types import Batch
+from bagpipe.world import OpenStore, memory_of_files, open_local_rows
 
 
 def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
@@ -112,7 +114,7 @@ def take_over(reference: Reference, point: ResumePoint) -> None:
         _set(dense, settings)
 
 
-def train_accelerated(
+def train_configured(
     job: Job, report: Report, resume: Path | None = None, *, hold: bool = False
 ) -> tuple[State | None, Summary]:
     """Train with the configured system, from its beginning or from the checkpoint at a path.
@@ -133,7 +135,7 @@ def train_accelerated(
     script.lay_out(layouts[0].optimizer, lambda table: initials[table.name])
     loop = script.open(job.checkpointing(resume=resume), once=True)
     with closing(loop.store):
-        state, summary = train_over(job, loop, report, hold=hold)
+        state, summary = train_over(job, loop, report, job.directory, hold=hold)
     del summary["last_samples"]
     return state, summary
 
@@ -153,7 +155,7 @@ def train_together(
         checkpointer=partial(saving.checkpointer, shares_process=True),
     )
     reports = [report, *[_unheard] * (config.trainers - 1)]
-    ended = trainers.run(lambda rank, loop: train_over(job, loop, reports[rank], hold=hold))
+    ended = trainers.run(lambda rank, loop: train_over(job, loop, reports[rank], job.directory, hold=hold))
     return ended[0][0], joined_summary([summary for _, summary in ended])
 
 
@@ -171,7 +173,7 @@ def plan_job(
         resume = find_initial_point(config.init_from)
     check_point(resume, facts, model, binding)
     recovery = recovery_period(config.recovery.every) if recover else None
-    periods = Periods(None if checkpointing is None else checkpointing.period, recovery)
+    periods = Periods(None, recovery) if checkpointing is None else checkpointing.periods(recovery)
     if checkpointing is not None and checkpointing.directory is not None:
         directory = Path(checkpointing.directory)
     return Saving(facts, directory, periods, config.checkpoint.keep, resume)
@@ -190,8 +192,8 @@ def open_views(
     if config.servers:
         views = [*open_stores(config, layouts, job.run_dir, config.trainers)]
     else:
-        where = _store(job)
-        store = open_rows(where, layouts, memory_of_files(where, config.store_memory))
+        where = job.config.rows_directory(job.run_dir) or "memory"
+        store = open_local_rows(where, layouts, memory_of_files(where, config.store_memory))
         views = [*shared_views(with_marks(store) if saving.is_active else store, config.trainers, notify)]
     try:
         if saving.is_active:
@@ -210,8 +212,15 @@ def _store(job: Job) -> str | Path | OpenStore:
     return job.config.rows_directory(job.run_dir) or "memory"
 
 
-def train_over(job: Job, loop: TrainLoop, report: Report, *, hold: bool = False) -> tuple[State | None, Summary]:
-    """Train the model of a loop over the batches of the job.
+def _predict(model: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = model(batch.dense, batch.sparse)
+    return logits
+
+
+def train_over(
+    job: Job, loop: TrainLoop, report: Report, directory: Path | None, *, hold: bool = False
+) -> tuple[State | None, Summary]:
+    """Train the model of a loop over the batches of the job; figures go into the `directory` of the run, if it has one.
 
     Of several trainers all call it, and the first one evaluates, has `parameters_sha256`, and a state if asked to
     `hold` one.
@@ -228,18 +237,23 @@ def train_over(job: Job, loop: TrainLoop, report: Report, *, hold: bool = False)
         if not loop.done:
             _set(optimizer, settings)
         if rank == 0 and not loop.done:
-            clock.auc_untrained = evaluate(job, lambda batch: model(batch.dense, batch.sparse)).auc()
+            predict = partial(_predict, model)
+            clock.auc_untrained = evaluate(job, predict, lambda note: report(0, f"before training, {note}")).auc()
+        metrics = MetricsLog(directory if rank == 0 else None, job, loop.done)
         clock.start()
-        for batch in loader:
+        batches = iter(loader)  # held: otherwise an error ends the iteration before the loop can tell others of it
+        for batch in batches:
             loss = loss_fn(model(batch.dense, batch.sparse), batch.labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             clock.loss = loss.item()
             clock.tick(batch, report)
+            metrics.tick(clock, loop.traffic)
         clock.stop()
+        metrics.tick(clock, loop.traffic, last=True)
         if rank == 0:
-            trained = evaluate(job, lambda batch: model(batch.dense, batch.sparse))
+            trained = evaluate(job, partial(_predict, model), partial(report, clock.iterations))
     stats = loop.stats()
     summary = clock.summary() | (metrics_summary(trained, clock.auc_untrained) if rank == 0 else {})
     moved = ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows", "peak_rows")
@@ -316,7 +330,8 @@ def train_remote(
         while not restored and any(loop.gather(loading.is_busy(ROUND_S), "the rows to begin with")):
             pass
         loading.close()
-        state, summary = train_over(job, loop, report, hold=hold)
+        directory = None if checkpoints is None or not checkpoints.parent.is_dir() else checkpoints.parent
+        state, summary = train_over(job, loop, report, directory, hold=hold)
         if peers is None:
             del summary["last_samples"]
         return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}
@@ -331,12 +346,12 @@ def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
     _warn(job.config)
     with holding(job.run_dir):
         try:
-            if job.config.checkpoint.every is not None:
+            if job.config.checkpoint.retained:
                 note_config(job.run_dir, job.config)
-            summary = write_summary(job, train_accelerated(job, report, resume)[1])
+            _, summary = train_configured(job, report, resume)
             if resume is not None:  # of a launch, which may have left some for recovery
-                Checkpoints(job.run_dir / CHECKPOINTS).end(keep_last=job.config.checkpoint.every is not None)
-            return summary
+                Checkpoints(job.run_dir / CHECKPOINTS).end(keep_last=job.config.checkpoint.retained)
+            return write_summary(job, summary)
         except BaseException:
             if not has_checkpoint(job.run_dir):
                 discard(job.run_dir)
@@ -346,8 +361,9 @@ def train(job: Job, report: Report, resume: Path | None = None) -> Summary:
 def verify(job: Job, report: Report) -> Summary:
     """Train with the reference and with the configured system, and compare every bit."""
     _warn(job.config)
+    job = replace(job, config=without_weights(job.config))
     # The configured system first: what is wrong with its settings shows before the slower reference has run.
-    found, _ = train_accelerated(job, report, hold=True)
+    found, _ = train_configured(job, report, hold=True)
     assert found is not None
     expected, _ = train_reference(job, lambda done, note: report(job.iterations + done, note))
     differing = expected.differing(found)

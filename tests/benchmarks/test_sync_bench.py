@@ -3,7 +3,7 @@
 import pytest
 
 from bagpipe.oracle.assign import ASSIGNERS
-from bagpipe.oracle.partition import DESIGNS
+from bagpipe.oracle.design import DESIGNS
 from benchmarks.sync import BENCHMARK, STATES, TRAINERS, VARIANTS, _Size, count
 
 

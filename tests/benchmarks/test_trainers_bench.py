@@ -30,7 +30,7 @@ for name in sys.argv[2:]:
     vectors = {feature: torch.ones(3, width) * (number + 1) for number, feature in enumerate("ab")}
     logits = model(torch.ones(3, 13), vectors)
     told[name] = [sum(p.numel() for p in model.parameters()), width, logits.tolist()]
-assert not {"numba", "msgspec", "zmq", "bagpipe.api"} & sys.modules.keys()
+assert not {"numba", "msgspec", "zmq", "bagpipe.prepared"} & sys.modules.keys()
 print(json.dumps(told))
 """
 

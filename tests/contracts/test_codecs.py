@@ -28,7 +28,8 @@ from bagpipe.data.tree_wire import pack_trees, types_in, unpack_trees
 from bagpipe.errors import WireError
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.partition import DESIGNS, Partition
+from bagpipe.oracle.design import DESIGNS
+from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import pack_plan, unpack_plan
 from bagpipe.trainer.divided import Divided

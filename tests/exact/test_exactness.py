@@ -7,12 +7,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bagpipe import accelerate
 from bagpipe.state import of_reference, of_store
 from harness import seams
-from harness.events import OTHERS, evaluated, expected_of, saved
+from harness.events import OTHERS, evaluated, expected_of, written
 from harness.examples import examples
 from harness.explorer import any_stage, explorer
+from harness.flat import prepare
 from harness.world import (
     OPTIMIZERS,
     TABLES,
@@ -22,7 +22,7 @@ from harness.world import (
     make_batches,
     make_model,
     make_reference,
-    train_accelerated,
+    train_prepared,
     train_reference,
 )
 
@@ -75,7 +75,7 @@ def test_every_pair_of_settings_is_bit_identical(model, optimizer, lookahead, ca
         cache = 10_000
     if policy == "nocache":
         lookahead = 1
-    found, _ = train_accelerated(
+    found, _ = train_prepared(
         BATCHES,
         OPTIMIZERS[optimizer](),
         model,
@@ -102,7 +102,7 @@ def test_every_pair_of_settings_is_bit_identical(model, optimizer, lookahead, ca
 def test_every_schedule_is_bit_identical(seed, eagerness, last, lookahead, policy, cache, depth):
     driver = explorer(seed, eagerness, last)
     lookahead = 1 if policy == "nocache" else lookahead
-    found, _ = train_accelerated(
+    found, _ = train_prepared(
         BATCHES,
         OPTIMIZERS["adagrad"](),
         "wide_deep",
@@ -115,58 +115,76 @@ def test_every_schedule_is_bit_identical(seed, eagerness, last, lookahead, polic
     assert_identical(expected("wide_deep", "adagrad"), found)
 
 
-def train_with_events(parts, events, optimizer, drivers, **options):
-    """Train the batches of several sessions of one model; `events` says what happens at a batch. What was seen then."""
+class InParts:
+    """A loader with other batches in each epoch."""
+
+    def __init__(self, parts):
+        self.parts, self.epoch = parts, 0
+
+    def __iter__(self):
+        part, self.epoch = self.parts[self.epoch], self.epoch + 1
+        return iter(part)
+
+
+def train_with_events(parts, events, rows, driver, *, closes, **options):
+    """Train an epoch for each part; `events` says what happens at a batch. What was seen then.
+
+    `closes`: the next epoch begins with an empty cache.
+    """
     model = make_model("wide_deep")
-    dense, number, seen = None, 0, {}
-    for part, driver in zip(parts, drivers, strict=True):
-        options["driver"] = driver
-        loop = accelerate(model, part, optimizer, tables=TABLES, initial=initial, check=True, **options)
-        dense = dense or dense_sgd(list(model.parameters()))
-        with loop:
-            for batch in loop:
-                event = events.get(number)
-                if event == "evaluate":
-                    seen[number] = evaluated(model, loop)
-                elif event == "break off":
-                    for other in loop.evaluate(OTHERS):
-                        model(other.dense, other.sparse)
-                        break
-                elif event == "save":
-                    seen[number] = saved(loop)
-                loss = binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
-                dense.zero_grad()
-                loss.backward()
-                if event == "skip":
-                    loop.zero_grad()
-                elif event == "norm":
-                    assert loop.grad_norm() > 0
-                if event != "skip":
-                    dense.step()
-                    optimizer.step()
-                number += 1
-    return of_store(model, [layout.table.name for layout in loop.layouts], loop.store), seen
+    optimizer, number, seen = dense_sgd(list(model.parameters())), 0, {}
+    options |= {"features": TABLES, "initial": initial, "check": True, "driver": driver}
+    model, optimizer, loader = prepare(model, optimizer, InParts(parts), rows, **options)
+    for _ in parts:
+        for batch in loader:
+            event = events.get(number)
+            if event == "evaluate":
+                seen[number] = evaluated(model)
+            elif event == "evaluate less":
+                evaluated(model, OTHERS[:1])
+            elif event == "save":
+                seen[number] = written(loader.loop)
+            optimizer.zero_grad()
+            binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels).backward()
+            if event == "skip":
+                optimizer.zero_grad()
+            elif event == "norm":
+                assert loader.loop.grad_norm() > 0
+            if event != "skip":
+                optimizer.step()
+            number += 1
+        if closes:
+            loader.close()
+    loader.close()
+    loop = loader.loop
+    state = of_store(model, [layout.table.name for layout in loop.layouts], loop.store)
+    loop.store.close()
+    return state, seen
 
 
 @examples(40)
 @given(
-    events=st.dictionaries(st.integers(0, 13), st.sampled_from(["evaluate", "break off", "save", "skip", "norm"])),
+    events=st.dictionaries(st.integers(0, 13), st.sampled_from(["evaluate", "evaluate less", "save", "skip", "norm"])),
     ends=st.sets(st.integers(1, 13), max_size=2),
     seed=st.integers(0, 10**6),
     eagerness=st.sampled_from([0.0, 0.5, 2.0]),
     policy=st.sampled_from(["lookahead", "lru"]),
     cache=st.integers(60, 120),
+    closes=st.booleans(),
 )
 # A barrier has copied a row that is not yet written when the row's eviction follows.
-@example(events={8: "evaluate"}, ends={1}, seed=0, eagerness=0.0, policy="lru", cache=60)
-def test_what_happens_between_iterations_changes_no_bit(events, ends, seed, eagerness, policy, cache):
+@example(events={8: "evaluate"}, ends={1}, seed=0, eagerness=0.0, policy="lru", cache=60, closes=True)
+@example(events={8: "evaluate"}, ends={1}, seed=0, eagerness=0.0, policy="lru", cache=60, closes=False)
+def test_what_happens_between_iterations_changes_no_bit(events, ends, seed, eagerness, policy, cache, closes):
     edges = [0, *sorted(ends), len(BATCHES)]
     parts = [BATCHES[start:stop] for start, stop in itertools.pairwise(edges)]
     if all(events.get(number) == "skip" for number in range(len(BATCHES))):
         return
     reference = make_reference(BATCHES, OPTIMIZERS["adam"](), "wide_deep")
     expected_then = expected_of(reference, BATCHES, events)
-    drivers = [explorer(seed + number, eagerness) for number in range(len(parts))]
-    found, seen = train_with_events(parts, events, OPTIMIZERS["adam"](), drivers, policy=policy, cache=cache)
+    driver = explorer(seed, eagerness)
+    found, seen = train_with_events(
+        parts, events, OPTIMIZERS["adam"](), driver, closes=closes, policy=policy, cache=cache
+    )
     assert_identical(of_reference(reference), found)
     assert seen == expected_then, "what is seen in mid-training is what the reference says"

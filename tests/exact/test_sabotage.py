@@ -42,10 +42,10 @@ def together(defect, seed, **settings):
     """Three trainers with a barrier in the middle."""
 
     def loop(one):
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.batches()):
             one.train(batch)
             if number == 4:
-                one.batches.barrier()
+                one.loader.flush()
 
     late = ("write-back",) if seed % 2 else ()
     return run(TOGETHER, seed, last=late, loop=loop, sabotage=defect, **({"cache": 36} | settings))

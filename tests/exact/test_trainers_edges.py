@@ -1,4 +1,4 @@
-"""Several trainers in the corners: no samples, no step, clipping, mixed precision, saved states, other models (I1)."""
+"""Several trainers in the corners: no samples, no step, clipping, leaving early, other models (I1)."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def test_a_row_has_its_value_wherever_it_goes(life, design, lookahead):
 
 def accumulating(one):
     """Two batches an iteration."""
-    one.dense.zero_grad()
-    for batch in one.batches:
+    one.optimizer.zero_grad()
+    for batch in one.batches():
         loss = nn.functional.binary_cross_entropy_with_logits(one.model(batch.dense, batch.sparse), batch.labels)
         if len(batch):
             loss.backward()
         else:
             (loss * 0).backward()
-        if one.batches.step_due:
+        if one.loader.step_due:
             one.step()
-            one.dense.zero_grad()
+            one.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_accumulated_batches_give_what_one_trainer_gives(trainers, size, last, a
 @pytest.mark.parametrize("skipped", [{0, 3, 4}, {5, 6}, set(range(7))])
 def test_iterations_without_a_step_change_nothing(design, skipped):
     def loop(one):
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.batches()):
             one.backward(batch)
             if number in skipped:
-                one.batches.zero_grad()
+                one.optimizer.zero_grad()
             else:
                 one.step()
 
@@ -131,9 +131,9 @@ def test_iterations_without_a_step_change_nothing(design, skipped):
 
 def clipping(max_norm, norms):
     def loop(one):
-        for batch in one.batches:
+        for batch in one.batches():
             one.backward(batch)
-            norms.setdefault(one.rank, []).append(clip_grad_norm_(one.model.parameters(), one.rows, max_norm).item())
+            norms.setdefault(one.rank, []).append(clip_grad_norm_(one.model.parameters(), one.loader, max_norm).item())
             one.step()
 
     return loop
@@ -170,7 +170,7 @@ def scaling(bad, where):
 
     def loop(one):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.batches()):
             poisoned = number == bad and one.rank == 1
             handle = None
             if poisoned and where == "rows":
@@ -178,12 +178,11 @@ def scaling(bad, where):
             loss = nn.functional.binary_cross_entropy_with_logits(one.model(batch.dense, batch.sparse), batch.labels)
             if poisoned and where == "loss":
                 loss = loss * math.inf
-            one.dense.zero_grad()
+            one.optimizer.zero_grad()
             scaler.scale(loss).backward()
             if handle is not None:
                 handle.remove()
-            scaler.step(one.dense)
-            one.rows.step(scaler=scaler)
+            scaler.step(one.optimizer)
             scaler.update()
         return scaler.get_scale()
 
@@ -209,47 +208,14 @@ def test_rows_alone_that_are_not_finite_on_one_trainer_are_skipped_by_all():
     assert all(np.isfinite(values).all() for _, values in found[0].state.rows.values())
 
 
-@pytest.mark.parametrize("assign", ["contiguous", "round_robin", "aware"])
-@pytest.mark.parametrize("design", DESIGNS)
-@pytest.mark.parametrize("cut", [1, 4])
-def test_training_goes_on_from_a_saved_state(design, assign, cut):
-    world = World(BATCHES, "adam", trainers=3, assign=assign)
-    saved = {}
-
-    def first(one):
-        for number, batch in enumerate(one.batches):
-            one.train(batch)
-            if number == cut - 1:
-                saved[one.rank] = one.batches.state_dict(), {k: v.clone() for k, v in one.model.named_parameters()}
-                break
-
-    run(world, loop=first, design=design, cache=40)
-    for state, _ in saved.values():
-        assert state["data"]["batches"] == cut
-        for name, part in state["tables"].items():
-            assert torch.equal(part["ids"], saved[0][0]["tables"][name]["ids"])
-            assert torch.equal(part["rows"], saved[0][0]["tables"][name]["rows"])
-
-    def load(one):
-        state, dense = saved[one.rank]
-        with torch.no_grad():
-            for name, parameter in one.model.named_parameters():
-                parameter.copy_(dense[name])
-        one.batches.load_state_dict(state)
-
-    found = run(world, seed=1, before=load, design=design, cache=40, lookahead=2)
-    assert len(found.losses[0]) == len(BATCHES) - cut
-    assert_identical(world.reference(), found.state)
-
-
 @pytest.mark.parametrize("design", DESIGNS)
 @pytest.mark.parametrize("step", [True, False])
 def test_all_may_break_off(design, step):
     def loop(one):
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.loader):
             one.backward(batch)
             if number == 4 and not step:
-                one.batches.zero_grad()
+                one.optimizer.zero_grad()
                 break
             one.step()
             if number == 4:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from bagpipe import Checkpointing
 from bagpipe.errors import CheckpointError, PipelineError
 from bagpipe.reference import Reference
 from bagpipe.state import of_reference
 from harness.plain import threads_left
 from harness.seams import SAVE, Assigner, Checkpoints
-from harness.trainers import DESIGNS, Several, World, run, small_model
+from harness.trainers import DESIGNS, Several, World, loss_of, plain_loop, run, run_alone, small_model
 from harness.world import assert_identical, make_batches
 
 BATCHES = make_batches(7, last=2)
@@ -64,10 +65,11 @@ def test_iterations_of_several_batches_resume(tmp_path, design):
     world = World(BATCHES, "adagrad", trainers=2, dense=momentum)
 
     def loop(one):
-        for batch in one.batches:
-            one.backward(batch)
-            if one.batches.step_due:
+        for batch in one.batches():
+            (loss_of(one.model, batch) / 2).backward()
+            if one.loader.step_due:
                 one.step()
+                one.optimizer.zero_grad()
 
     options = {"design": design, "accumulate": 2, "loop": loop}
     expected = run(world, **options)
@@ -97,7 +99,7 @@ def test_each_trainer_goes_on_with_its_own_generator_and_buffers(tmp_path):
 
     def before(one):
         one.model.own.manual_seed(7 + one.rank)
-        one.batches.attach(own=one.model.own)
+        one.loader.register_for_checkpointing(own=one.model.own)
 
     def train(**kept):
         several = Several(world, kept={"directory": tmp_path, **kept} if kept else None)
@@ -146,25 +148,19 @@ def run_any(world, kept):
 
 
 def alone(world, directory, every=None, resume=None):
-    """A run with one trainer, by `accelerate`."""
-    from bagpipe import Checkpointing, accelerate
-    from bagpipe.state import of_store
-    from harness.trainers import One, plain_loop
-    from harness.world import initial
+    """A run with one trainer."""
+    checkpoint = (
+        Checkpointing(directory, every=every, keep=100)
+        if resume is None
+        else Checkpointing(None, resume=directory / f"{resume:08d}")
+    )
 
-    model, _, _, rows = world.make()
-    checkpoint = None if every is None else Checkpointing(directory, every=every, keep=100)
-    batches = accelerate(
-        model, world.batches, rows, tables=world.tables, initial=initial, cache=300, checkpoint=checkpoint,
-        resume=None if resume is None else directory / f"{resume:08d}",
-    )  # fmt: skip
-    one = One(0, batches, model, world.dense(list(model.parameters())), rows, [])
-    with batches:
-        batches.attach(dense=one.dense)
+    def loop(one):
+        one.loader.register_for_checkpointing()
+        assert one.loader.epoch == 0
         plain_loop(one)
-    state = of_store(model, [layout.table.name for layout in batches.layouts], batches.store)
-    batches.store.close()
-    return state
+
+    return run_alone(world, loop=loop, checkpoint=checkpoint).state
 
 
 def test_what_goes_wrong_with_a_checkpoint_ends_all_trainers(tmp_path, monkeypatch):
@@ -183,7 +179,7 @@ def test_what_goes_wrong_with_a_checkpoint_ends_all_trainers(tmp_path, monkeypat
 
 def test_a_trainer_that_leaves_alone_at_a_mark_is_an_error_on_all(tmp_path):
     def loop(one):
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.loader):
             one.train(batch)
             if one.rank == 1 and number == 2:
                 break

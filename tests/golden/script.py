@@ -19,6 +19,7 @@ from torch import nn
 import bagpipe
 
 FEATURES = {"user": 1000, "item": 500, "city": 20}
+loss_fn = nn.BCEWithLogitsLoss()
 
 
 class Net(nn.Module):
@@ -47,13 +48,27 @@ def make_loader(path, size=64):
     ]
 
 
-def main(data, checkpoints, kill_at=0):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, loss_fn = Net(), nn.BCEWithLogitsLoss()
+def train_now(model, loader, checkpoints):
+    """After each iteration how many there were."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    rows = bagpipe.optim.Adagrad(lr=0.1)
+    keep = bagpipe.Checkpointing(checkpoints, every=5, keep=2, resume="auto")
+    model, optimizer, loader = bagpipe.prepare(model, optimizer, loader, rows=rows, cache=900, checkpoint=keep)
+    loader.register_for_checkpointing()
+    for _ in range(loader.epoch, 1):
+        for batch in loader:
+            loss = loss_fn(model(batch), batch["label"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loader.loop.done
+
+
+def train_at_start(model, loader, checkpoints):
+    """The same as the release at the start has it."""
     rows = bagpipe.optim.Adagrad(lr=0.1)
     keep = bagpipe.Checkpointing(checkpoints, every=5, keep=2)
-    with bagpipe.accelerate(model, make_loader(data), rows, cache=900, checkpoint=keep, resume="auto") as batches:
+    with bagpipe.accelerate(model, loader, rows, cache=900, checkpoint=keep, resume="auto") as batches:
         dense = torch.optim.Adam(model.parameters(), lr=0.01)
         batches.attach(dense=dense)
         for batch in batches:
@@ -62,8 +77,17 @@ def main(data, checkpoints, kill_at=0):
             loss.backward()
             dense.step()
             rows.step()
-            if batches.done == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            yield batches.done
+
+
+def main(data, checkpoints, kill_at=0):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Net()
+    train = train_now if hasattr(bagpipe, "prepare") else train_at_start
+    for done in train(model, make_loader(data), checkpoints):
+        if done == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model.safetensors"
         bagpipe.export(model, path)

@@ -10,19 +10,22 @@ OTHERS = make_batches(2, seed=99)
 """For evaluation."""
 
 
-def evaluated(model, batches):
+def evaluated(model, others=OTHERS):
     """The bits of what a model says of other batches, in the middle of training."""
     with torch.no_grad():
-        return [model(other.dense, other.sparse).numpy().tobytes() for other in batches.evaluate(OTHERS)]
+        return [model(other.dense, other.sparse).numpy().tobytes() for other in others]
 
 
-def saved(batches):
-    """The bits of all rows in a state dict, by table and id."""
-    return {
-        name: dict(zip(part["ids"].tolist(), [row.numpy().tobytes() for row in part["rows"]], strict=True))
-        for name, part in batches.state_dict()["tables"].items()
-        if len(part["ids"])
-    }
+def written(loop):
+    """The bits of all rows ever written, by table and id."""
+    loop.barrier()
+    found = {}
+    for number, layout in enumerate(loop.layouts):
+        for ids, rows in loop.touched_rows(number):
+            found.setdefault(layout.table.name, {}).update(
+                zip(ids.tolist(), [row.tobytes() for row in rows], strict=True)
+            )
+    return found
 
 
 def expected_of(reference, batches, events):
@@ -48,23 +51,24 @@ def train_with_events(events):
 
     def loop(one):
         seen = {}
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.batches()):
             event = events.get(number)
             if event == "evaluate":
-                seen[number] = evaluated(one.model, one.batches)
+                one.loader.flush()
+                seen[number] = evaluated(one.model)
             elif event == "save":
-                seen[number] = saved(one.batches)
+                seen[number] = written(one.loop)
             elif event == "barrier":
-                one.batches.barrier()
+                one.loader.flush()
             one.backward(batch)
             if event == "skip":
-                one.batches.zero_grad()
+                one.optimizer.zero_grad()
                 continue
             if event == "norm":
-                assert one.batches.grad_norm() > 0
+                assert one.loop.grad_norm() > 0
             one.step()
             if event == "barrier after":
-                one.batches.barrier()
+                one.loader.flush()
         return seen
 
     return loop

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bagpipe import api, together
+from bagpipe import together, world
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Routes
 from bagpipe.store import MemoryStore
@@ -42,15 +42,15 @@ class Sabotage:
     @contextmanager
     def between_the_parts(self):
         """Loops that are made meanwhile have their plans and groups from here."""
-        local, shared = api.LocalPlans, together.SharedPlans
+        edit, local, shared = self.plans, world.LocalPlans, together.SharedPlans
 
         def all_ends(*arguments):
             ends = strict_groups(*arguments)
             return ends if self.group is None else [self.group(end) for end in ends]
 
         with (
-            mock.patch.object(api, "LocalPlans", lambda *made: _EditedPlans(local(*made), self.plans, 0)),
-            mock.patch.object(together, "SharedPlans", lambda *made: _EditedOfAll(shared(*made), self.plans)),
+            mock.patch.object(world, "LocalPlans", lambda *made, **more: _EditedPlans(local(*made, **more), edit, 0)),
+            mock.patch.object(together, "SharedPlans", lambda *made: _EditedOfAll(shared(*made), edit)),
             mock.patch.object(together, "memory_groups", all_ends),
         ):
             yield

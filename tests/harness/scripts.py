@@ -16,6 +16,7 @@ from bagpipe.store.views import shared_views
 from bagpipe.together import run_threads
 from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.stages import Threads
+from bagpipe.world import World
 from harness.collectives import strict_groups
 
 DEADLINE_S = 60.0
@@ -101,11 +102,10 @@ class Trainers:
     @contextmanager
     def _launched(self):
         def here():
-            return getattr(self._here, "launch", None)
+            return self._here.launch
 
         def driver():
             return self.drivers[here().trainer]
 
-        found = [patch(f"bagpipe.{name}.current", here) for name in ("script", "opening")]
-        with found[0], found[1], patch("bagpipe.script.Threads", driver):
+        with patch.object(World, "current", here), patch("bagpipe.script.Threads", driver):
             yield

@@ -5,6 +5,7 @@ A pair such as `SAVE` is a place where a test may put something of its own: `mon
 
 from __future__ import annotations
 
+from bagpipe import prepared as preparing
 from bagpipe.checkpoint import export as exporting
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.export import export
@@ -24,7 +25,6 @@ from bagpipe.reference import Reference
 from bagpipe.resuming import find_run, holding, note_config, open_run
 from bagpipe.store import MemoryStore
 from bagpipe.store.versioned import VersionedStore
-from bagpipe.trainer import state as trainer_state
 from bagpipe.trainer.stages import Threads
 from bagpipe.training import train
 from bagpipe.types import Batch
@@ -58,7 +58,8 @@ __all__ = [
 
 SAVE = (VersionedStore, "save")
 """Writes the rows of a checkpoint: (store, done, ...)."""
-STATE_BYTES_MAX = (trainer_state, "STATE_BYTES_MAX")
+STATE_BYTES_MAX = (preparing, "WEIGHT_BYTES_MAX")
+"""The size from which on an optimizer's state of a layer is no part of its state_dict."""
 EXPORTED_BLOCKS = (exporting.ExportedTable, "blocks")
 """The blocks of a table's rows, as an export writes them."""
 EXPORTED_BLOCK_ROWS = (exporting, "ROWS_PER_BLOCK")
@@ -66,7 +67,7 @@ EXAMINE = "bagpipe.doctor.examine"
 """What the shortest command calls."""
 DEFINED = {"export": export, "Batch": Batch}
 """Public names, and what they are names of."""
-HOMES = "bagpipe.checkpoint.export, bagpipe.api, bagpipe.trainer.clip, bagpipe.training"
+HOMES = "bagpipe.checkpoint.export, bagpipe.prepared, bagpipe.script, bagpipe.training"
 """Modules whose import must not hide a public name."""
 LIGHT_MODULES = (
     *("bagpipe.cluster.processor_role", "bagpipe.cluster.server_role", "bagpipe.data.processors.child"),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagpipe.api import accelerate
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import Checkpointing, Saving, make_facts, with_marks
@@ -17,17 +16,20 @@ from bagpipe.config import Config
 from bagpipe.layers import bind
 from bagpipe.layout import RowLayout
 from bagpipe.models import build_model
-from bagpipe.optim import Frozen, RowOptimizer
+from bagpipe.optim import Frozen, PerTable, RowOptimizer
 from bagpipe.oracle.assign import Assigner
+from bagpipe.prepared import PreparedLoader, row_parameters
 from bagpipe.reference import Reference
 from bagpipe.resuming import check_same_run
 from bagpipe.state import State, of_reference, of_store
 from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
 from bagpipe.together import Trainers
-from bagpipe.trainer.batches import Batches, attach
 from bagpipe.trainer.checkpointer import Periods
+from bagpipe.trainer.loop import TrainLoop
+from bagpipe.trainer.state import dense_parameters
 from harness.explorer import explorer
+from harness.flat import prepare
 from harness.sabotage import NOTHING
 from harness.world import OPTIMIZERS, TABLES, dense_sgd, initial
 
@@ -109,23 +111,33 @@ class One:
     """One trainer, as a test's loop sees it."""
 
     rank: int
-    batches: Batches
     model: nn.Module
-    dense: torch.optim.Optimizer
-    rows: RowOptimizer
+    optimizer: torch.optim.Optimizer
+    loader: PreparedLoader
+    rows: RowOptimizer | PerTable
     losses: list[float]
+    held: Any = None
+
+    @property
+    def loop(self) -> TrainLoop:
+        """What the loader trains with."""
+        return self.loader.loop
+
+    def batches(self):
+        """Its batches; held, so that what goes wrong with one of them is told to the others, as by `bagpipe train`."""
+        self.held = iter(self.loader)
+        return self.held
 
     def backward(self, batch, scale=1.0):
         """A forward and a backward pass."""
         loss = loss_of(self.model, batch)
-        self.dense.zero_grad()
+        self.optimizer.zero_grad()
         (loss * scale).backward()
         self.losses.append(loss.item())
 
     def step(self):
-        """Both optimizers."""
-        self.dense.step()
-        self.rows.step()
+        """Dense parameters and rows."""
+        self.optimizer.step()
 
     def train(self, batch):
         """All of an iteration."""
@@ -140,8 +152,19 @@ def loss_of(model, batch):
 
 def plain_loop(one: One):
     """What users write."""
-    for batch in one.batches:
+    for batch in one.batches():
         one.train(batch)
+
+
+def trainer_over(loop: TrainLoop, optimizer, rows) -> One:
+    """A trainer whose loop is there already."""
+    loader = PreparedLoader(loop, row_parameters(loop.binding, loop.lookups.device), [optimizer], {})
+    return One(loop.rank, loop.model, optimizer, loader, rows, [])
+
+
+def state_of(one: One) -> State:
+    """What it has trained so far, as the store has it."""
+    return of_store(one.model, [layout.table.name for layout in one.loop.layouts], one.loop.store)
 
 
 class Several:
@@ -181,40 +204,39 @@ class Several:
                 accumulate=accumulate, drivers=drivers, run=None if together is None else together.run,
                 checkpointer=checkpointer,
             )  # fmt: skip
-        for batches, (_, _, layouts, rows) in zip(self.trainers.batches, self.made, strict=True):
-            if rows is not layouts[0].optimizer:
-                attach(rows, batches)
         self.ones = [
-            One(rank, batches, made[0], world.dense(list(made[0].parameters())), made[3], [])
-            for rank, (batches, made) in enumerate(zip(self.trainers.batches, self.made, strict=True))
+            trainer_over(loop, world.dense(list(made[0].parameters())), made[3])
+            for loop, made in zip(self.trainers.loops, self.made, strict=True)
         ]
 
     def run(self, loop=plain_loop, before=None) -> Found:
         """Train; the state is read when all are through."""
         states = []
 
-        def train(rank, batches):
+        def train(rank, _):
             one = self.ones[rank]
-            batches.attach(dense=one.dense)
+            one.loader.register_for_checkpointing()
             if before is not None:
                 before(one)
-            with batches:
+            with one.loader, one.loop:
                 result = loop(one)
             if rank == 0:
-                states.append(of_store(one.model, [layout.table.name for layout in batches.layouts], batches.store))
+                states.append(state_of(one))
             return result
 
         results = self.trainers.run(train)
-        dense = [{name: value.detach().clone() for name, value in one.model.named_parameters()} for one in self.ones]
+        dense = [
+            {name: value.detach().clone() for name, value in dense_parameters(one.model).items()} for one in self.ones
+        ]
         for rank, parameters in enumerate(dense):
             for name, value in parameters.items():
                 same = value.numpy().tobytes() == dense[0][name].numpy().tobytes()
                 assert same, f"dense parameter {name} of trainer {rank} differs from trainer 0"
-        updates = {layout.optimizer.updates for one in self.ones for layout in one.batches.layouts}
+        updates = {layout.optimizer.updates for one in self.ones for layout in one.loop.layouts}
         assert len(updates) == 1, f"optimizers have made {updates} updates"
         return Found(
             states[0], dense, [one.losses for one in self.ones], results,
-            [one.batches.stats() for one in self.ones], updates.pop(),
+            [one.loop.stats() for one in self.ones], updates.pop(),
             self.together and self.together.steps,
         )  # fmt: skip
 
@@ -241,12 +263,14 @@ def run_alone(world, driver=None, loop=plain_loop, sabotage=NOTHING, **options) 
     model, _, _, rows = world.make()
     options = {"cache": 300, "check": True, "store": sabotage.store or "memory"} | options
     with sabotage.between_the_parts():
-        batches = accelerate(
-            model, world.batches, rows, tables=world.tables, initial=initial, driver=driver or explorer(0), **options
-        )
-    one = One(0, batches, model, world.dense(list(model.parameters())), rows, [])
-    with batches, closing(batches.store):
+        one = One(
+            0, *prepare(
+                model, world.dense(list(model.parameters())), world.batches, rows, features=world.tables,
+                initial=initial, driver=driver or explorer(0), **options,
+            ), rows, [],
+        )  # fmt: skip
+    with closing(one.loop.store), one.loader, one.loop:
         result = loop(one)
-        batches.close()
-        state = of_store(model, [layout.table.name for layout in batches.layouts], batches.store)
-    return Found(state, [], [one.losses], [result], [batches.stats()], rows.updates)
+        one.loader.close()
+        state = state_of(one)
+    return Found(state, [], [one.losses], [result], [one.loop.stats()], rows.updates)

@@ -73,7 +73,9 @@ def make_reference(batches, optimizer, name="dlrm", trainers=1, assign=None):
     """The ground truth, before its first iteration."""
     model = make_model(name)
     binding = bind(model, list(batches[0].sparse), tables=TABLES)
-    layouts = [RowLayout(t, binding.dims(n), optimizer, initial(t)) for n, t in enumerate(binding.tables)]
+    layouts = [
+        RowLayout(t, binding.dims(n), optimizer.for_table(t.name), initial(t)) for n, t in enumerate(binding.tables)
+    ]
     return Reference(model, binding, layouts, dense_sgd, trainers, assign)
 
 

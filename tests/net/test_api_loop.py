@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import bagpipe
+from harness.flat import prepare
 from harness.plain import (
     assert_close,
     assert_same_bits,
@@ -29,8 +30,14 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 def session(batches, rows, net=None, **options):
     net = net or make_net()
-    loop = bagpipe.accelerate(net, batches, rows, **({"cache": 60, "check": True} | options))
-    return net, loop, sgd(net.parameters())
+    return prepare(net, sgd(net.parameters()), batches, rows, **({"cache": 60, "check": True} | options))
+
+
+def train(net, optimizer, loader, loss=loss_of):
+    for batch in loader:
+        optimizer.zero_grad()
+        loss(net, batch).backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("num_batches", [6, 7, 8, 2])
@@ -44,23 +51,21 @@ def test_accumulated_batches_are_one_iteration_also_a_short_last_one(num_batches
             (loss_of(plain, batch) / 3).backward()
         optimizer.step()
     rows = bagpipe.optim.SGD(0.1)
-    net, loop, dense = session(batches, rows, accumulate=3)
+    net, optimizer, loader = session(batches, rows, accumulate=3)
     steps = 0
-    with loop:
-        for batch in loop:
-            (loss_of(net, batch) / 3).backward()
-            if loop.step_due:
-                dense.step()
-                rows.step()
-                dense.zero_grad()
-                steps += 1
+    for batch in loader:
+        (loss_of(net, batch) / 3).backward()
+        if loader.step_due:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
     assert steps == -(-num_batches // 3) == rows.updates
     assert_close(plain.state_dict(), net.state_dict())
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 0.3, 100.0])
-@pytest.mark.parametrize("named", ["rows", "batches"])
-def test_clipping_counts_dense_and_row_gradients_together(max_norm, named):
+@pytest.mark.parametrize("by", ["bagpipe", "torch"])
+def test_clipping_counts_dense_and_row_gradients_together(max_norm, by):
     batches = make_batches()
     plain = make_net()
     optimizer = sgd(plain.parameters())
@@ -70,73 +75,70 @@ def test_clipping_counts_dense_and_row_gradients_together(max_norm, named):
         loss_of(plain, batch).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
         optimizer.step()
-    rows = bagpipe.optim.SGD(0.1)
-    net, loop, dense = session(batches, rows)
-    with loop:
-        for batch, expected in zip(loop, norms, strict=True):
-            dense.zero_grad()
-            loss_of(net, batch).backward()
-            given = rows if named == "rows" else loop
-            norm = bagpipe.clip_grad_norm_(net.parameters(), given, max_norm)
-            torch.testing.assert_close(norm, expected)
-            dense.step()
-            rows.step()
+    net, optimizer, loader = session(batches, bagpipe.optim.SGD(0.1))
+    for batch, expected in zip(loader, norms, strict=True):
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        if by == "bagpipe":
+            norm = bagpipe.clip_grad_norm_(net.parameters(), loader, max_norm)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+        torch.testing.assert_close(norm, expected)
+        optimizer.step()
     assert_close(plain.state_dict(), net.state_dict())
 
 
 def test_the_norm_of_rows_alone_and_their_scaling():
     batches = make_batches(3)
-    rows = bagpipe.optim.SGD(0.1)
-    net, loop, _ = session(batches, rows)
-    plain = make_net()
-    with loop:
-        for batch, given in zip(loop, batches, strict=True):
-            loss_of(net, batch).backward()
-            plain.zero_grad()
-            loss_of(plain, given).backward()
-            grads = [plain.user.weight.grad, plain.item.weight.grad]
-            expected = torch.nn.utils.clip_grad_norm_([plain.user.weight, plain.item.weight], 1e9)
-            assert loop.grad_norm() == pytest.approx(expected.item(), rel=1e-5)
-            loop.scale_gradients(0.5)
-            assert loop.grad_norm() == pytest.approx(expected.item() / 2, rel=1e-5)
-            rows.step()
-            with torch.no_grad():
-                for weight, grad in zip([plain.user.weight, plain.item.weight], grads, strict=True):
-                    weight -= 0.05 * grad
+    net, plain = make_net(), make_net()
+    only_rows = torch.optim.SGD([net.user.weight, net.item.weight], lr=0.1)
+    net, optimizer, loader = prepare(net, only_rows, batches, cache=60, check=True)
+    for batch, given in zip(loader, batches, strict=True):
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        plain.zero_grad()
+        loss_of(plain, given).backward()
+        grads = [plain.user.weight.grad, plain.item.weight.grad]
+        expected = torch.nn.utils.clip_grad_norm_([plain.user.weight, plain.item.weight], 1e9)
+        assert loader.loop.grad_norm() == pytest.approx(expected.item(), rel=1e-5)
+        loader.loop.scale_gradients(0.5)
+        assert loader.loop.grad_norm() == pytest.approx(expected.item() / 2, rel=1e-5)
+        optimizer.step()
+        with torch.no_grad():
+            for weight, grad in zip([plain.user.weight, plain.item.weight], grads, strict=True):
+                weight -= 0.05 * grad
     assert_close(plain.state_dict(), net.state_dict())
 
 
 def test_a_norm_that_is_not_finite_can_be_an_error():
-    rows = bagpipe.optim.SGD(0.1)
-    net, loop, _ = session(make_batches(2), rows)
-    with loop:
-        batch = next(iter(loop))
-        (loss_of(net, batch) * float("inf")).backward()
+    net, _, loader = session(make_batches(2), bagpipe.optim.SGD(0.1))
+    with loader:
+        batches = iter(loader)
+        (loss_of(net, next(batches)) * float("inf")).backward()
         with pytest.raises(bagpipe.errors.GradientError, match="norm of all gradients"):
-            bagpipe.clip_grad_norm_(net.parameters(), rows, 1.0, error_if_nonfinite=True)
+            bagpipe.clip_grad_norm_(net.parameters(), loader, 1.0, error_if_nonfinite=True)
         with pytest.raises(bagpipe.errors.ConfigError, match="max_norm"):
-            bagpipe.clip_grad_norm_(net.parameters(), rows, -1.0)
+            bagpipe.clip_grad_norm_(net.parameters(), loader, -1.0)
 
 
-@pytest.mark.parametrize("by", ["rows.step", "scaler.step"])
-def test_mixed_precision_skips_what_overflows_and_goes_on_exactly(by):
+def test_mixed_precision_skips_what_overflows_and_goes_on_exactly():
     """The batch that overflows leaves no trace: the result is that of training without it."""
     batches = make_batches(8)
     bad = 3
 
-    def run(train, skip):
+    def run(batches, skip):
         rows = bagpipe.optim.Adam(0.01)
-        net, loop, dense = session(train, rows)
+        net, optimizer, loader = session(batches, rows)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10**6)
         steps = []
-        with loop:
-            for number, batch in enumerate(loop):
-                dense.zero_grad()
-                factor = float("inf") if number == skip else 1.0
-                scaler.scale(loss_of(net, batch) * factor).backward()
-                scaler.step(dense)
-                steps.append(rows.step(scaler=scaler) if by == "rows.step" else bool(scaler.step(loop)))
-                scaler.update()
+        for number, batch in enumerate(loader):
+            before = rows.updates
+            optimizer.zero_grad()
+            factor = float("inf") if number == skip else 1.0
+            scaler.scale(loss_of(net, batch) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            steps.append(rows.updates == before + 1)
         return net.state_dict(), steps, rows.updates, scaler.get_scale()
 
     with_skip, steps, updates, scale = run(batches, bad)
@@ -152,19 +154,15 @@ def test_unscaled_gradients_can_be_clipped():
     batches = make_batches(4)
 
     def run(scaled):
-        rows = bagpipe.optim.SGD(0.1)
-        net, loop, dense = session(batches, rows)
+        net, optimizer, loader = session(batches, bagpipe.optim.SGD(0.1))
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
-        with loop:
-            for batch in loop:
-                dense.zero_grad()
-                scaler.scale(loss_of(net, batch)).backward()
-                scaler.unscale_(dense)
-                scaler.unscale_(loop)
-                bagpipe.clip_grad_norm_(net.parameters(), rows, 0.05)
-                scaler.step(dense)
-                rows.step(scaler=scaler)
-                scaler.update()
+        for batch in loader:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, batch)).backward()
+            scaler.unscale_(optimizer)
+            bagpipe.clip_grad_norm_(net.parameters(), loader, 0.05)
+            scaler.step(optimizer)
+            scaler.update()
         return net.state_dict()
 
     assert_same_bits(run(False), run(True))
@@ -172,33 +170,14 @@ def test_unscaled_gradients_can_be_clipped():
 
 def test_an_iteration_without_a_step_changes_nothing():
     batches = make_batches(6)
-    rows = bagpipe.optim.Adagrad(0.1)
-    net, loop, dense = session(batches, rows)
-    with loop:
-        for number, batch in enumerate(loop):
-            dense.zero_grad()
-            loss_of(net, batch).backward()
-            if number == 2:
-                loop.zero_grad()
-                continue
-            dense.step()
-            rows.step()
+    net, optimizer, loader = session(batches, bagpipe.optim.Adagrad(0.1))
+    for number, batch in enumerate(loader):
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        if number != 2:
+            optimizer.step()
     expected = train_fast(make_net(), batches[:2] + batches[3:], bagpipe.optim.Adagrad(0.1))
     assert_same_bits(expected, net.state_dict())
-
-
-def test_gradients_that_nobody_used_are_reported_once():
-    rows = bagpipe.optim.SGD(0.1)
-    net, loop, _ = session(make_batches(4), rows)
-
-    def train():
-        with loop:
-            for batch in loop:
-                loss_of(net, batch).backward()
-
-    with pytest.warns(UserWarning, match=r"iteration 0 has row gradients but had no rows\.step.*accumulate=") as seen:
-        train()
-    assert len(seen) == 1
 
 
 def test_several_losses_and_backward_passes_add_up():
@@ -214,16 +193,13 @@ def test_several_losses_and_backward_passes_add_up():
         for loss in losses(plain, batch):
             loss.backward(retain_graph=True)
         optimizer.step()
-    rows = bagpipe.optim.SGD(0.1)
-    net, loop, dense = session(batches, rows)
-    with loop:
-        for batch in loop:
-            dense.zero_grad()
-            for loss in losses(net, batch):
-                loss.backward(retain_graph=True)
-                assert loop.grad_norm() > 0  # looking in between must not miss what comes later
-            dense.step()
-            rows.step()
+    net, optimizer, loader = session(batches, bagpipe.optim.SGD(0.1))
+    for batch in loader:
+        optimizer.zero_grad()
+        for loss in losses(net, batch):
+            loss.backward(retain_graph=True)
+            assert loader.loop.grad_norm() > 0  # looking in between must not miss what comes later
+        optimizer.step()
     assert_close(plain.state_dict(), net.state_dict())
 
 
@@ -256,21 +232,6 @@ def test_a_gradient_penalty_reaches_the_rows():
 
     expected = train_plain(make_net(), make_batches(), loss=penalised)
     assert_close(expected, train_fast(make_net(), make_batches(), loss=penalised))
-
-
-@pytest.mark.filterwarnings("ignore")  # those of the compiler itself
-def test_a_compiled_model_trains_as_it_is():
-    """Graphs break at the look-ups; what lies between is compiled."""
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    loop = bagpipe.accelerate(net, make_batches(), rows, cache=60)
-    compiled, dense = torch.compile(net, backend="eager"), sgd(net.parameters())
-    with loop:
-        for batch in loop:
-            dense.zero_grad()
-            loss_of(compiled, batch).backward()
-            dense.step()
-            rows.step()
-    assert_close(train_plain(make_net(), make_batches()), net.state_dict())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -311,50 +272,43 @@ def reference_after(count, rows):
 @pytest.mark.parametrize("store", ["memory", "mapped"])
 @pytest.mark.parametrize("policy", ["lookahead", "lru"])
 def test_a_break_keeps_what_was_trained(store, policy):
-    rows = bagpipe.optim.Adagrad(0.1)
-    net, loop, dense = session(make_batches(), rows, store=store, policy=policy, cache=30)
-    with loop:
-        for number, batch in enumerate(loop):
-            dense.zero_grad()
-            loss_of(net, batch).backward()
-            dense.step()
-            rows.step()
-            if number == 4:
-                break
+    net, optimizer, loader = session(make_batches(), bagpipe.optim.Adagrad(0.1), store=store, policy=policy, cache=30)
+    for number, batch in enumerate(loader):
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        optimizer.step()
+        if number == 4:
+            break
     assert_same_bits(reference_after(5, bagpipe.optim.Adagrad(0.1)), net.state_dict())
     net.eval()
     with torch.no_grad():
         assert net(make_batches()[7]).shape == (6,)
 
 
-def test_a_loop_can_be_left_and_entered_again_within_its_block():
+def test_a_loop_that_was_left_begins_anew_with_its_rows():
     rows = bagpipe.optim.Adagrad(0.1)
-    net, loop, dense = session(make_batches(), rows)
-    with loop:
-        for _ in range(4):
-            for batch in loop:
-                dense.zero_grad()
-                loss_of(net, batch).backward()
-                dense.step()
-                rows.step()
-                if rows.updates % 2 == 0:
-                    break
-    assert_same_bits(reference_after(8, bagpipe.optim.Adagrad(0.1)), net.state_dict())
+    net, optimizer, loader = session(make_batches(), rows)
+    for _ in range(4):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.step()
+            if rows.updates % 2 == 0:
+                break
+    expected = train_fast(make_net(), make_batches()[:2] * 4, bagpipe.optim.Adagrad(0.1))
+    assert_same_bits(expected, net.state_dict())
 
 
 def test_an_exception_in_the_loop_surfaces_and_keeps_what_was_trained():
-    rows = bagpipe.optim.Adagrad(0.1)
-    net, loop, dense = session(make_batches(), rows)
+    net, optimizer, loader = session(make_batches(), bagpipe.optim.Adagrad(0.1))
 
     def train():
-        with loop:
-            for number, batch in enumerate(loop):
-                dense.zero_grad()
-                loss_of(net, batch).backward()
-                if number == 3:
-                    1 / 0  # noqa: B018
-                dense.step()
-                rows.step()
+        for number, batch in enumerate(loader):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if number == 3:
+                1 / 0  # noqa: B018
+            optimizer.step()
 
     with pytest.raises(ZeroDivisionError):
         train()
@@ -368,18 +322,9 @@ def test_a_loader_that_fails_in_the_middle_ends_the_data(with_block):
         raise FileNotFoundError("part-00005.parquet")
 
     rows = bagpipe.optim.Adagrad(0.1)
-    net, loop, dense = session(failing(), rows)
-
-    def train():
-        with loop if with_block else nullcontext():
-            for batch in loop:
-                dense.zero_grad()
-                loss_of(net, batch).backward()
-                dense.step()
-                rows.step()
-
-    with pytest.raises(FileNotFoundError, match="part-00005"):
-        train()
+    net, optimizer, loader = session(failing(), rows)
+    with pytest.raises(FileNotFoundError, match="part-00005"), loader if with_block else nullcontext():
+        train(net, optimizer, loader)
     assert rows.updates == 5
     assert_same_bits(reference_after(5, bagpipe.optim.Adagrad(0.1)), net.state_dict())
 
@@ -409,23 +354,21 @@ def test_a_shuffling_data_loader_gives_what_it_gives_in_a_plain_loop(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_several_epochs_go_through_one_window_and_reading_ahead_draws_no_global_random_numbers(workers):
+def test_each_epoch_has_an_order_of_its_own_and_reading_ahead_draws_no_global_random_numbers(workers):
     seen = []
 
     def run():
         torch.manual_seed(7)
-        loader = DataLoader(Rows(12), batch_size=5, shuffle=True, num_workers=workers)
+        data = DataLoader(Rows(12), batch_size=5, shuffle=True, num_workers=workers)
         net = make_net()
         net.top.insert(2, nn.Dropout(0.5))
-        rows = bagpipe.optim.SGD(0.1)
-        _, loop, dense = session(loader, rows, net, epochs=3)
-        with loop:
-            for batch in loop:
+        net, optimizer, loader = session(data, bagpipe.optim.SGD(0.1), net)
+        for _ in range(3):
+            for batch in loader:
                 seen.append(batch["user"].tolist())
-                dense.zero_grad()
+                optimizer.zero_grad()
                 loss_of(net, batch).backward()
-                dense.step()
-                rows.step()
+                optimizer.step()
         return net.state_dict(), torch.get_rng_state()
 
     first, state = run()
@@ -474,22 +417,9 @@ def test_bags_may_all_be_empty():
     assert_close(train_plain(Bag(), batches, loss=loss), train_fast(Bag(), batches, loss=loss))
 
 
-def test_a_model_can_be_accelerated_again_and_goes_on_with_its_rows():
-    batches = make_batches(9)
-    net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
-    for part in (batches[:2], batches[2:7], batches[7:]):
-        train_fast(net, part, rows)
-    assert_same_bits(train_fast(make_net(), batches, bagpipe.optim.Adagrad(0.1)), net.state_dict())
-
-
-def test_accelerating_again_refuses_another_layout_a_running_loop_and_another_store(tmp_path):
-    net = make_net()
-    train_fast(net, make_batches(2), bagpipe.optim.Adagrad(0.1))
-    with pytest.raises(bagpipe.errors.ModelError, match=r"adagrad.*sgd"):
-        bagpipe.accelerate(net, make_batches(2), bagpipe.optim.SGD(0.1))
-    with pytest.raises(bagpipe.errors.ConfigError, match="in a store already"):
-        bagpipe.accelerate(net, make_batches(2), bagpipe.optim.Adagrad(0.1), store=tmp_path / "rows")
-    with bagpipe.accelerate(net, make_batches(2), bagpipe.optim.Adagrad(0.1)) as loop:
-        next(iter(loop))
-        with pytest.raises(bagpipe.errors.ModelError, match="in a training loop"):
-            bagpipe.accelerate(net, make_batches(2), bagpipe.optim.Adagrad(0.1))
+def test_epochs_are_one_training_over_all_their_batches():
+    batches = make_batches(3)
+    net, optimizer, loader = session(batches, bagpipe.optim.Adagrad(0.1))
+    for _ in range(3):
+        train(net, optimizer, loader)
+    assert_same_bits(train_fast(make_net(), batches * 3, bagpipe.optim.Adagrad(0.1)), net.state_dict())

@@ -334,17 +334,6 @@ def test_one_layer_under_two_names_stays_one_layer():
         assert_close(expected, train_fast(Twice(), make_batches(), features=features))
 
 
-def test_a_table_of_the_data_may_be_spread_over_two_layers():
-    """Two tables then, with names of their own."""
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    tables = [bagpipe.Table("id", None, ("user", "item"))]
-    options = {"tables": tables, "features": {"user": "user", "item": "item"}}
-    found = train_fast(net, make_batches(), rows, **options)
-    assert_close(train_plain(make_net(), make_batches()), found)
-    assert [layout.table.name for layout in net.user.lookups.layouts] == ["id", "item"]
-    assert [layout.table.rows for layout in net.user.lookups.layouts] == [30, 20]
-
-
 def test_defaults_of_torch_change_nothing():
     net, plain = make_net(), make_net()
     expected = train_plain(plain, make_batches())
@@ -447,12 +436,12 @@ def test_two_features_in_a_tuple_are_two_whatever_their_first_values_are(kind, n
 
 def test_a_model_without_bags_has_none_in_its_batches_either():
     batches = [((torch.tensor([3, 1]), torch.tensor([0, 1])), torch.ones(2))]
-    net, rows = Towers(names=("t0", "t1")), bagpipe.optim.SGD(0.1)
+    net = Towers(names=("t0", "t1"))
     tables = [bagpipe.Table("t0", 20, ("0",)), bagpipe.Table("t1", 20, ("1",))]
-    with bagpipe.accelerate(net, batches, rows, tables=tables) as loop:
-        for batch in loop:
-            net(batch).sum().backward()
-            rows.step()
-            for other in loop.evaluate(batches):
-                assert net(other).shape == (2, 1)
-    assert [loop.store.num_rows(table) for table in (0, 1)] == [2, 2]
+    net, optimizer, loader = bagpipe.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), batches, features=tables)
+    for batch in loader:
+        net(batch).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert net(batches[0]).shape == (2, 1)
+    assert [loader.loop.store.num_rows(table) for table in (0, 1)] == [2, 2]

@@ -15,7 +15,7 @@ import bagpipe
 from bagpipe import Checkpointing
 from bagpipe.data import Loader, generated
 from bagpipe.errors import CheckpointError, ConfigError, ModelError, StoreError
-from harness.kept import BATCH, DATA, EPOCHS, STORED, Noisy, Run, assert_same_end, undisturbed
+from harness.kept import BATCH, DATA, EPOCHS, STORED, Noisy, Run, assert_same_end, every, undisturbed
 from harness.plain import nothing_left  # noqa: F401
 from harness.seams import SAVE, Checkpoints, MemoryStore
 
@@ -34,16 +34,16 @@ KINDS = {
     "adam": {"rows": "adam"},
     "accumulate": {"accumulate": 2},
     "epochs of a loader": {"make_loader": lambda: Loader(DATA, BATCH, seed=1), "epochs": EPOCHS},
+    "loader on threads": {
+        "make_loader": lambda: Loader(DATA, BATCH, epochs=EPOCHS, seed=1, workers=2),
+        "accumulate": 2,
+    },
     "list": {"make_loader": lambda: STORED},
+    "epochs of a list": {"make_loader": lambda: STORED[:3], "epochs": EPOCHS, "accumulate": 2},
     "generator": {"make_loader": lambda: iter(STORED)},
     "DataLoader": {"make_loader": lambda: DataLoader(STORED, batch_size=None)},
     "shuffling DataLoader": {"make_loader": shuffling, "epochs": EPOCHS},
 }
-
-
-def every(directory, period=1, **options):
-    """Checkpoints, all of which stay."""
-    return Checkpointing(directory, **({"every": period, "keep": 100} | options))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +52,8 @@ def test_a_run_resumed_at_any_iteration_ends_with_the_same_bits(tmp_path, kind):
     expected = undisturbed(**options)
     assert_same_end(expected, undisturbed(checkpoint=every(tmp_path), **options))  # being kept changes nothing
     found = Checkpoints(tmp_path).list()
-    iterations = -(-9 // options.get("accumulate", 1))
+    epochs = options.get("epochs", 1)
+    iterations = epochs * -(-9 // epochs // options.get("accumulate", 1))
     assert [each.done for each in found] == list(range(1, iterations + 1))
     assert {1, 2} <= {len(each.chain) for each in found}  # all rows, or those that changed
     for each in found:
@@ -79,16 +80,18 @@ def test_lookahead_cache_policy_and_store_may_change(tmp_path, other):
     assert_same_end(expected, found)
 
 
-def test_a_run_ended_after_every_iteration_ends_with_the_same_bits(tmp_path):
-    expected = undisturbed()
+@pytest.mark.parametrize("kind", ["adam", "epochs of a loader", "list", "shuffling DataLoader"])
+def test_a_run_ended_after_every_iteration_ends_with_the_same_bits(tmp_path, kind):
+    options = KINDS[kind]
+    expected = undisturbed(**options)
     for number in range(1, 10):
-        run = Run(checkpoint=every(tmp_path), resume="auto")
+        run = Run(checkpoint=every(tmp_path), resume="auto", **options)
         assert run.loop.done == number - 1
         # the next batch is asked for, so that the iteration before it is over and kept
         found = run.train(2 if number < 9 else None).end()
         assert Checkpoints(tmp_path).latest().done == number
     assert_same_end(expected, found)
-    again = Run(checkpoint=every(tmp_path), resume=True)
+    again = Run(checkpoint=every(tmp_path), resume=True, **options)
     assert again.loop.done == 9
     assert_same_end(expected, again.train().end())  # nothing is left to do
 
@@ -204,12 +207,13 @@ def test_a_parameter_without_a_shape_cannot_be_kept(tmp_path):
         def forward(self, batch):
             return self.top(self.items(batch["items"]))
 
-    rows = bagpipe.optim.SGD(0.1)
-    batches = [{"items": torch.tensor([[1], [2]])}]
-    with bagpipe.accelerate(Lazy(), batches, rows, cache=10, checkpoint=Checkpointing(tmp_path)) as loop:
-        loop.attach()
-        with pytest.raises(CheckpointError, match=r"'top\.weight' has no shape yet"):
-            next(iter(loop))
+    model, batches = Lazy(), [{"items": torch.tensor([[1], [2]])}]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = bagpipe.prepare(model, optimizer, batches, cache=10, checkpoint=Checkpointing(tmp_path))
+    loader.register_for_checkpointing()
+    with pytest.raises(CheckpointError, match=r"'top\.weight' has no shape yet"):
+        next(iter(loader))
+    loader.close()
     with pytest.raises(ConfigError, match=r"checkpoint\.keep is 0"):
         Checkpointing(tmp_path, keep=0)
 
@@ -275,38 +279,40 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_changes(tmp_path,
     assert_same_end(undisturbed(), Run(resume=tmp_path).train().end())
 
 
-def test_what_is_attached_must_be_what_was_kept(tmp_path):
+def test_what_is_registered_must_be_what_was_kept(tmp_path):
     Run(checkpoint=every(tmp_path)).train(4).end()
 
-    def resumed():
-        return Run(attach=False, resume=tmp_path)
+    def resumed(**options):
+        return Run(register=False, resume=tmp_path, **options)
 
     run = resumed()
     with pytest.raises(CheckpointError, match=r"had attached 'dense', 'own', 'scheduler', and this one has nothing"):
-        next(iter(run.loop))
+        run.train()
     run.end()
     run = resumed()
-    with pytest.raises(CheckpointError, match=r"had attached 'dense', 'own', 'scheduler', and not 'adam'"):
-        run.loop.attach(adam=run.dense)
+    with pytest.raises(CheckpointError, match=r"had attached 'dense', 'own', 'scheduler', and not 'steps'"):
+        run.loader.register_for_checkpointing(steps=run.scheduler)
     run.end()
-    run = resumed()
-    sgd = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    run = resumed(dense=torch.optim.SGD)
     with pytest.raises(CheckpointError, match="'dense' was of class Adam when it was kept, and is of class SGD"):
-        run.loop.attach(dense=sgd)
+        run.loader.register_for_checkpointing()
     run.end()
-    run = resumed()
+    run = resumed(parameters=lambda model: list(model.parameters())[1:])
     with pytest.raises(CheckpointError, match=r"'dense' can't take over the state that was kept: .*group"):
-        run.loop.attach(dense=torch.optim.Adam([next(run.model.parameters())], lr=0.1))
+        run.loader.register_for_checkpointing()
     run.end()
 
 
-def test_what_cannot_be_attached_is_refused(tmp_path):
-    for options in ({}, {"checkpoint": every(tmp_path)}):
-        run = Run(attach=False, **options)
-        with pytest.raises(ModelError, match="'count' is a int: attach what has state_dict"):
-            run.loop.attach(count=3)
-        run.loop.attach(dense=run.dense)
-        run.end()
+def test_what_cannot_be_registered_is_refused(tmp_path):
+    for options in ({}, {"checkpoint": every(tmp_path / "kept")}):
+        run = Run(register=False, **options)
+        with pytest.raises(ModelError, match="'count' is a int: register what has state_dict"):
+            run.loader.register_for_checkpointing(count=3)
+        run.loader.register_for_checkpointing(scheduler=run.scheduler)
+        run.train(2).end()
+    resumed = Run(register=False, resume=tmp_path / "kept")
+    resumed.loader.register_for_checkpointing(scheduler=resumed.scheduler)  # the optimizer was saved, all the same
+    resumed.train().end()
 
     class Odd:
         def state_dict(self):
@@ -315,31 +321,31 @@ def test_what_cannot_be_attached_is_refused(tmp_path):
         def load_state_dict(self, state):
             pass
 
-    run = Run(attach=False, checkpoint=every(tmp_path))
-    run.loop.attach(odd=Odd())
-    with pytest.raises(ModelError, match="attached as 'odd' already"):
-        run.loop.attach(odd=Odd())
+    run = Run(register=False, checkpoint=every(tmp_path / "odd"))
+    run.loader.register_for_checkpointing(run.scheduler, odd=Odd())
+    with pytest.raises(ModelError, match="registered as 'odd' already"):
+        run.loader.register_for_checkpointing(odd=Odd())
     with pytest.raises(CheckpointError, match="object"):
-        next(iter(run.loop))
+        run.train()
     run.end()
-    assert not Checkpoints(tmp_path).list()
+    assert not Checkpoints(tmp_path / "odd").list()
 
 
-def test_checkpoints_without_a_word_on_the_dense_optimizer_are_refused_at_the_first_batch(tmp_path):
-    run = Run(attach=False, checkpoint=every(tmp_path))
-    with pytest.raises(CheckpointError, match=r"call batches\.attach\(dense=optimizer, \.\.\.\)"):
-        next(iter(run.loop))
+def test_checkpoints_without_a_word_on_other_states_are_refused_at_the_first_batch(tmp_path):
+    run = Run(register=False, checkpoint=every(tmp_path))
+    with pytest.raises(CheckpointError, match=r"call loader\.register_for_checkpointing\(scheduler, \.\.\.\)"):
+        run.train()
     run.end()
-    run = Run(attach=False, checkpoint=every(tmp_path))
-    run.loop.attach()
-    batches = iter(run.loop)
+    run = Run(register=False, checkpoint=every(tmp_path))
+    run.loader.register_for_checkpointing(run.scheduler)
+    batches = iter(run.loader)
     next(batches)
-    with pytest.raises(CheckpointError, match="attach before the first batch"):
-        run.loop.attach(dense=run.dense)
+    with pytest.raises(CheckpointError, match="register for checkpointing before the first batch"):
+        run.loader.register_for_checkpointing(own=run.model.own)
     run.end()
 
 
-def test_a_store_that_cannot_be_kept_and_a_second_loop_are_refused(tmp_path):
+def test_a_store_that_cannot_be_kept_is_refused(tmp_path):
     class Plain:
         def __init__(self, store):
             self._store = store
@@ -351,21 +357,6 @@ def test_a_store_that_cannot_be_kept_and_a_second_loop_are_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="Plain does not support checkpoints"):
         Run(checkpoint=every(tmp_path), store=lambda layouts: Plain(MemoryStore(layouts)))
-    run = Run().train()
-    with pytest.raises(ConfigError, match="for the first loop over a model"):
-        bagpipe.accelerate(run.model, STORED, run.rows, tables=DATA.tables, checkpoint=every(tmp_path))
-    run.end()
-
-
-def test_a_second_loop_over_rows_that_were_kept_goes_on_with_them(tmp_path):
-    found = []
-    for options in ({}, {"checkpoint": every(tmp_path / "kept", 4), "store": tmp_path / "rows"}):
-        run = Run(**options).train()
-        run.loop = bagpipe.accelerate(
-            run.model, STORED, run.rows, tables=DATA.tables, cache=500, store=options.get("store", "memory")
-        )
-        found.append(run.train().end())
-    assert_same_end(*found)
 
 
 def failing_after(monkeypatch, number, error):
@@ -434,15 +425,11 @@ def test_two_checkpoints_are_never_written_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("how", ["break", "exception"])
 def test_leaving_the_loop_waits_for_the_checkpoint_under_way(tmp_path, how):
     run = Run(checkpoint=every(tmp_path, 2))
-    batches = iter(run.loop)
-    with run.loop:
-        for _ in range(3):
-            batch = next(batches)
-            run.model(batch.dense, batch.sparse).sum().backward()
-            run.rows.step()
-        if how == "exception":
-            with pytest.raises(ValueError, match="mine"), run.loop:
-                raise ValueError("mine")
+    if how == "break":
+        run.train(3)
+    else:
+        with pytest.raises(ValueError, match="mine"):
+            run.train(3, ValueError("mine"))
     assert [each.done for each in Checkpoints(tmp_path).list()] == [2]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bagpipe-checkpoint")]
     run.end()
@@ -453,8 +440,8 @@ def test_the_users_own_error_is_not_hidden_by_that_of_a_checkpoint(tmp_path, mon
     run = Run(checkpoint=every(tmp_path, 2))
 
     def loop():
-        with run.loop:
-            for number, _ in enumerate(run.loop):
+        with run.loader:
+            for number, _ in enumerate(run.loader):
                 if number == 2:
                     raise ValueError("the user's")
 
@@ -487,18 +474,16 @@ def test_what_a_run_is_and_what_it_notes_is_in_its_checkpoints(tmp_path):
 
 def test_an_iteration_without_a_step_and_evaluation_do_not_matter(tmp_path):
     def train(run):
-        with run.loop:
-            for number, batch in enumerate(run.loop, start=run.loop.done):
-                if number not in (2, 5):
-                    run.model(batch.dense, batch.sparse).sum().backward()
-                    run.dense.step()
-                    run.rows.step()
-                    run.dense.zero_grad()
-                if number == 4:
-                    for held_out in run.loop.evaluate(STORED[:1]):
-                        run.model.eval()
-                        run.model(held_out.dense, held_out.sparse)
-                        run.model.train()
+        for number, batch in enumerate(run.loader, start=run.loop.done):
+            if number not in (2, 5):
+                run.model(batch.dense, batch.sparse).sum().backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            if number == 4:
+                run.model.eval()
+                with torch.no_grad():
+                    run.model(STORED[0].dense, STORED[0].sparse)
+                run.model.train()
         return run.end()
 
     expected = train(Run())

@@ -152,14 +152,16 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGUSR1, lambda *_: None)  # only the main thread may
 data = generated("tiny", 2000)
 model = build_model("wide_deep", data.tables, data.num_dense, 4, torch.device("meta"), seed=0)
-rows = bagpipe.optim.SGD(0.1)
-with bagpipe.accelerate(model, Loader(data, 100), rows, tables=data.tables) as batches:
-    for batch in batches:
-        model(batch.dense, batch.sparse).sum().backward()
-        rows.step()
-print(sys.argv[1:], type(batches.store).__name__, batches.store.num_rows(0) > 0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = bagpipe.prepare(model, optimizer, Loader(data, 100), features=data.tables)
+for batch in loader:
+    model(batch.dense, batch.sparse).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+store = loader.loop.store
+print(sys.argv[1:], type(store).__name__, store.num_rows(0) > 0)
 values = [values for table in range(3) for values in sorted(
-    (ids.tobytes(), rows.tobytes()) for ids, rows in batches.store.iterate(table, 1))]
+    (ids.tobytes(), rows.tobytes()) for ids, rows in store.iterate(table, 1))]
 print(hashlib.sha256(repr(values).encode()).hexdigest(), flush=True)
 sys.exit(5)
 """

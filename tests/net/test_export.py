@@ -14,6 +14,7 @@ import bagpipe
 from bagpipe import Table
 from bagpipe.errors import ModelError, StoreError
 from harness import seams
+from harness.flat import prepare
 from harness.plain import (
     assert_close,
     assert_same_bits,
@@ -86,17 +87,15 @@ def test_unsigned_buffers_are_exported_and_loaded_back_equal(tmp_path, dtype):
 
 
 def test_an_export_in_the_middle_of_training_has_every_update_so_far(tmp_path):
-    net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
-    loop = bagpipe.accelerate(net, make_batches(), rows, cache=60, check=True)
-    dense = sgd(net.parameters())
-    with loop:
-        for number, batch in enumerate(loop):
-            dense.zero_grad()
-            loss_of(net, batch).backward()
-            dense.step()
-            rows.step()
-            if number == 4:
-                bagpipe.export(net, tmp_path / "model.safetensors")
+    net = make_net()
+    rows = bagpipe.optim.Adagrad(0.1)
+    net, optimizer, loader = prepare(net, sgd(net.parameters()), make_batches(), rows, cache=60, check=True)
+    for number, batch in enumerate(loader):
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        optimizer.step()
+        if number == 4:
+            bagpipe.export(net, tmp_path / "model.safetensors")
     expected = train_fast(make_net(), make_batches()[:5], bagpipe.optim.Adagrad(0.1))
     found = load_file(tmp_path / "model.safetensors")
     assert_same_bits(expected, {name: found[name] for name in expected})
@@ -107,9 +106,18 @@ def test_an_export_in_the_middle_of_training_has_every_update_so_far(tmp_path):
 def test_an_existing_file_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     net = make_net()
-    before = train_fast(net, make_batches(2), bagpipe.optim.SGD(0.1))
+    net, optimizer, loader = prepare(net, sgd(net.parameters()), make_batches(2), cache=60)
+
+    def train():
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.step()
+
+    train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
     bagpipe.export(net, path)
-    train_fast(net, make_batches(2, seed=5), bagpipe.optim.SGD(0.1))
+    train()
     blocks = getattr(*seams.EXPORTED_BLOCKS)
     failures = {OSError(28, "No space left on device"): StoreError, KeyboardInterrupt(): KeyboardInterrupt}
     for error, raised in failures.items():
@@ -149,7 +157,7 @@ def test_tables_are_written_block_by_block(tmp_path, monkeypatch):
     """A table of 51 MB is exported in blocks of 64 KB."""
     monkeypatch.setattr(*seams.EXPORTED_BLOCK_ROWS, 1024)
     model = nn.Sequential(nn.EmbeddingBag(800_000, 16, mode="sum", device="meta"))
-    bagpipe.accelerate(model, [torch.tensor([[1], [2]])], bagpipe.optim.SGD(0.1), seed=4)
+    prepare(model, sgd(model.parameters()), [torch.tensor([[1], [2]])], seed=4)
     tracemalloc.start()
     bagpipe.export(model, tmp_path / "model.safetensors")
     peak = tracemalloc.get_traced_memory()[1]
@@ -164,14 +172,14 @@ def test_tables_are_written_block_by_block(tmp_path, monkeypatch):
 
 def test_what_has_no_plain_weight_is_refused_by_name(tmp_path):
     model = nn.ModuleDict({"word": nn.EmbeddingBag(2**58, 4, mode="sum", device="meta")})
-    loop = bagpipe.accelerate(
-        model, [{"word": torch.tensor([[2**60]])}], bagpipe.optim.SGD(0.1), tables=[Table("word", None)]
+    _, _, loader = bagpipe.prepare(
+        model, sgd(model.parameters()), [{"word": torch.tensor([[2**60]])}], features=[Table("word", None)]
     )
     with pytest.raises(ModelError, match=r"word\.weight has a row for any 64-bit id"):
         bagpipe.export(model, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"'word' has .* GB of weights"):
         model.state_dict()
-    loop.close()
+    loader.close()
     for name, value in (("complex", torch.ones(2, dtype=torch.complex64)), ("empty", torch.empty(2, device="meta"))):
         plain = nn.Linear(2, 2)
         plain.register_buffer(name, value)

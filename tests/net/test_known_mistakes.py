@@ -16,6 +16,7 @@ from bagpipe import Table
 from bagpipe.errors import BatchError, PipelineError, ValueRangeError
 from harness import seams
 from harness.explorer import explorer
+from harness.flat import prepare
 from harness.plain import (
     assert_close,
     assert_same_bits,
@@ -28,23 +29,28 @@ from harness.plain import (
 )
 
 
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def prepared(loader, rows=None, **options):
+    """Of the net, with SGD for its rows."""
+    net = make_net()
+    return prepare(net, sgd(net.parameters()), loader, rows or bagpipe.optim.SGD(0.1), **({"cache": 40} | options))
+
+
 def test_prefetched_values_reach_the_cache():
     """Elsewhere they are assigned to a temporary. Every row of every batch is read as it was written last."""
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    plain, optimizer = make_net(), None
-    optimizer = sgd(plain.parameters())
-    batches = make_batches()
-    loop = bagpipe.accelerate(net, batches, rows, policy="nocache", cache=40)
-    dense = sgd(net.parameters())
-    with loop:
-        for batch, given in zip(loop, batches, strict=True):
-            with torch.no_grad():
-                torch.testing.assert_close(net.user(batch["user"]), plain.user(given["user"]))
-            for model, part, steps in ((net, batch, (dense, rows)), (plain, given, (optimizer,))):
-                model.zero_grad()
-                loss_of(model, part).backward()
-                for each in steps:
-                    each.step()
+    plain, batches = make_net(), make_batches()
+    of_plain = sgd(plain.parameters())
+    net, optimizer, loader = prepared(batches, policy="nocache")
+    for batch, given in zip(loader, batches, strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(net.user(batch["user"]), plain.user(given["user"]))
+        step(net, optimizer, batch)
+        step(plain, of_plain, given)
 
 
 def test_rows_that_one_batch_alone_uses_are_updated():
@@ -78,14 +84,12 @@ def test_optimizer_state_does_not_leak_to_the_next_tenant_of_a_slot(optimizer):
 @pytest.mark.parametrize("lookahead", [1, 4, 200])
 def test_the_last_batches_are_trained_too(num_batches, lookahead):
     """Elsewhere the last L batches are never sent, nor a last partial one."""
-    loader = DataLoader(Samples(num_batches * 6 - 4), batch_size=6)
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    seen = []
-    with bagpipe.accelerate(net, loader, rows, lookahead=lookahead, cache=40) as loop:
-        for batch in loop:
-            seen.append(len(batch["label"]))
-            loss_of(net, batch).backward()
-            rows.step()
+    rows, seen = bagpipe.optim.SGD(0.1), []
+    data = DataLoader(Samples(num_batches * 6 - 4), batch_size=6)
+    net, optimizer, loader = prepared(data, rows, lookahead=lookahead)
+    for batch in loader:
+        seen.append(len(batch["label"]))
+        step(net, optimizer, batch)
     assert seen == [6] * (num_batches - 1) + [2]
     assert rows.updates == num_batches
 
@@ -93,12 +97,12 @@ def test_the_last_batches_are_trained_too(num_batches, lookahead):
 @pytest.mark.parametrize("num_batches", [5, 6])
 def test_the_last_group_of_accumulated_batches_is_trained_too(num_batches):
     rows = bagpipe.optim.SGD(0.1)
-    net = make_net()
-    with bagpipe.accelerate(net, make_batches(num_batches), rows, accumulate=4, cache=60) as loop:
-        for batch in loop:
-            loss_of(net, batch).backward()
-            if loop.step_due:
-                rows.step()
+    net, optimizer, loader = prepared(make_batches(num_batches), rows, accumulate=4, cache=60)
+    for batch in loader:
+        loss_of(net, batch).backward()
+        if loader.step_due:
+            optimizer.step()
+            optimizer.zero_grad()
     assert rows.updates == 2
 
 
@@ -127,27 +131,25 @@ def test_plans_are_trained_in_their_order_whatever_the_schedule():
     """Elsewhere a trainer takes whatever plan arrived first."""
     batches = [batch | {"number": torch.tensor([float(number)])} for number, batch in enumerate(make_batches(15))]
     for seed in range(10):
-        loop = bagpipe.accelerate(
-            make_net(), batches, bagpipe.optim.SGD(0.1), cache=40, policy="lru", driver=explorer(seed, 5.0)
-        )
-        with loop:
-            assert [batch["number"].item() for batch in loop] == list(range(15))
+        _, _, loader = prepared(batches, policy="lru", driver=explorer(seed, 5.0))
+        assert [batch["number"].item() for batch in loader] == list(range(15))
 
 
 def test_large_ids_never_pass_through_floats():
     """Above 2**24 neighbours would collide in float32, above 2**53 in float64."""
     ids = [2**24, 2**24 + 1, 2**53, 2**53 + 1, 2**62, 2**62 + 1, -(2**63), 2**63 - 1]
     model = nn.ModuleDict({"word": nn.EmbeddingBag(10**6, 2, mode="sum", device="meta")})
-    rows = bagpipe.optim.SGD(1.0)
     batches = [{"word": torch.tensor(ids).reshape(-1, 1)}] * 3
-    with bagpipe.accelerate(
-        model, batches, rows, tables=[Table("word", None)], cache=20, initial=lambda _: bagpipe.initial.Constant(0.0)
-    ) as loop:
-        for batch in loop:
-            weights = torch.arange(1.0, 1 + len(ids))
-            (model["word"](batch["word"]).sum(1) * weights).sum().backward()
-            rows.step()
-    values = loop.read_rows(0, np.array(ids))
+    model, optimizer, loader = prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), batches, features=[Table("word", None)], cache=20,
+        initial=lambda _: bagpipe.initial.Constant(0.0),
+    )  # fmt: skip
+    for batch in loader:
+        weights = torch.arange(1.0, 1 + len(ids))
+        optimizer.zero_grad()
+        (model["word"](batch["word"]).sum(1) * weights).sum().backward()
+        optimizer.step()
+    values = loader.loop.read_rows(0, np.array(ids))
     assert values[:, 0].tolist() == [-3.0 * (1 + position) for position in range(len(ids))]
     with pytest.raises(BatchError, match="floats lose ids"):
         bagpipe.Ids(torch.tensor([[2.0**24]]))
@@ -158,11 +160,11 @@ def test_counts_are_not_taken_for_ids():
     values, offsets = torch.tensor([7, 7, 3]), torch.tensor([0, 2])
     batches = [{"feature": (values, offsets), "lengths": torch.tensor([2, 1])}] * 2
     model = nn.ModuleDict({"feature": nn.EmbeddingBag(9, 2, mode="sum")})
-    with bagpipe.accelerate(model, batches, bagpipe.optim.SGD(0.1)) as loop:
-        for batch in loop:
-            assert batch["feature"][1].tolist() == [0, 2]
-            assert batch["lengths"].tolist() == [2, 1]
-            assert batch["feature"][0].tolist() == [7, 7, 3]
+    _, _, loader = bagpipe.prepare(model, sgd(model.parameters()), batches)
+    for batch in loader:
+        assert batch["feature"][1].tolist() == [0, 2]
+        assert batch["lengths"].tolist() == [2, 1]
+        assert batch["feature"][0].tolist() == [7, 7, 3]
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "nocache"])
@@ -177,35 +179,31 @@ def test_two_misses_never_get_the_same_slot(policy):
 
 def test_victims_are_written_back():
     """Every row ends in the store, also those that left the cache to make room."""
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    loop = bagpipe.accelerate(net, make_batches(), rows, policy="lru", cache=22, check=True)
-    with loop:
-        for batch in loop:
-            loss_of(net, batch).backward()
-            rows.step()
+    net, optimizer, loader = prepared(make_batches(), policy="lru", cache=22, check=True)
+    for batch in loader:
+        step(net, optimizer, batch)
     for table, name in enumerate(("user", "item")):
         touched = torch.cat([batch[name].reshape(-1) for batch in make_batches()]).unique()
-        assert sorted(loop.store.ids(table).tolist()) == touched.tolist()
+        assert sorted(loader.loop.store.ids(table).tolist()) == touched.tolist()
 
 
 def test_errors_of_background_threads_are_not_swallowed(monkeypatch):
     """Elsewhere they are logged, and training goes on with what there is."""
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    loop = bagpipe.accelerate(net, make_batches(), rows, cache=22, policy="lru", driver=seams.threads(20))
-    read = loop.store.read
+    rows = bagpipe.optim.SGD(0.1)
+    net, optimizer, loader = prepared(make_batches(), rows, cache=22, policy="lru", driver=seams.threads(20))
+    store = loader.loop.store
+    read = store.read
 
     def fails(table, ids, out):
         if rows.updates == 3:
             raise RuntimeError("bits have rotted")
         read(table, ids, out)
 
-    monkeypatch.setattr(loop.store, "read", fails)
+    monkeypatch.setattr(store, "read", fails)
 
     def train():
-        with loop:
-            for batch in loop:
-                loss_of(net, batch).backward()
-                rows.step()
+        for batch in loader:
+            step(net, optimizer, batch)
 
     with pytest.raises(PipelineError, match=r"fetch-\d thread failed.*bits have rotted"):
         train()

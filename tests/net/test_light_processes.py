@@ -79,14 +79,36 @@ def test_every_public_name_is_there_and_is_the_thing_itself():
     for name, thing in seams.DEFINED.items():
         assert getattr(bagpipe, name) is thing
     assert set(bagpipe.__all__) <= set(dir(bagpipe))
-    with pytest.raises(AttributeError, match="has no attribute 'accelerated'"):
-        bagpipe.accelerated  # noqa: B018 - the look-up is the test
+    with pytest.raises(AttributeError, match="has no attribute 'prepared_model'"):
+        bagpipe.prepared_model  # noqa: B018 - the look-up is the test
 
 
 def test_no_module_hides_a_public_name_whatever_is_imported_first():
-    names = "bagpipe.export, bagpipe.accelerate, bagpipe.clip_grad_norm_"
+    names = "bagpipe.export, bagpipe.prepare, bagpipe.clip_grad_norm_"
     loaded_by(f"import {seams.HOMES}; assert all(callable(each) for each in ({names}))")
 
 
 def test_a_star_import_gives_the_public_names():
     loaded_by("exec('from bagpipe import *', space := {}); import bagpipe; assert set(bagpipe.__all__) <= set(space)")
+
+
+def test_a_script_that_trains_alone_loads_what_it_needs():
+    code = (
+        "import torch, bagpipe\n"
+        "net = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, mode='sum'), torch.nn.Linear(4, 1))\n"
+        "net, optimizer, loader = bagpipe.prepare(\n"
+        "    net, torch.optim.SGD(net.parameters(), lr=0.1), [torch.arange(8).reshape(4, 2)] * 3, cache=50)\n"
+        "for batch in loader:\n"
+        "    net(batch).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "loader.close()\n"
+        "print(json.dumps(sorted(name for name in sys.modules if name.startswith('bagpipe'))))\n"
+    )
+    program = "import json, sys\n" + code
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
+    assert child.returncode == 0, child.stderr.decode()
+    ours = json.loads(child.stdout.splitlines()[-1])
+    assert "bagpipe.trainer.loop" in ours
+    assert len(ours) <= 90
+    assert not [name for name in ours if name.split(".")[1:2] in (["cluster"], ["wire"], ["server"], ["data"])]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagpipe import Cache, Options, clip_grad_norm_, prepare
+from bagpipe import Cache, Options, clip_grad_norm_, optim, prepare
 from bagpipe.errors import ModelError, PipelineError
 from bagpipe.state import of_store
 from harness.scripts import Trainers
@@ -28,22 +28,42 @@ FEATURES = [table.features for table in TABLES]
 
 def run(trainers, batches, optimizer="adagrad", epochs=2, before_step=lambda model, loader: None, **cache):
     """The state that N trainers end with, each running the same script."""
+
+    def optimizers(model):
+        return [dense_sgd([each for each in model.parameters() if not each.is_meta])]
+
+    return run_with(trainers, batches, optimizers, OPTIMIZERS[optimizer], epochs, before_step, **cache)
+
+
+def run_with(
+    trainers,
+    batches,
+    make,
+    rows=lambda: None,
+    epochs=2,
+    before_step=lambda model, loader: None,
+    make_after=None,
+    **cache,
+):
+    """The same with the optimizers that `make` gives for a model; what `make_after` gives for them is stepped too."""
     models = [make_model(NAME) for _ in range(trainers.trainers)]
 
     def script(rank):
         model = models[rank]
-        dense = dense_sgd([each for each in model.parameters() if not each.is_meta])
-        model, dense, loader = prepare(
-            model, dense, batches, rows=OPTIMIZERS[optimizer](), cache=Cache(300, **cache), features=TABLES,
+        model, optimizers, loader = prepare(
+            model, make(model), batches, rows=rows(), cache=Cache(300, **cache), features=TABLES,
             store=trainers.options(rank)["store"], options=Options(initial=initial),
         )  # fmt: skip
+        stepped = [*optimizers, *([] if make_after is None else make_after(optimizers))]
         for _ in range(epochs):
             for batch in loader:
                 loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
-                dense.zero_grad()
+                for each in optimizers:
+                    each.zero_grad()
                 loss.backward()
                 before_step(model, loader)
-                dense.step()
+                for each in stepped:
+                    each.step()
         names = [layout.table.name for layout in loader.loop.layouts]
         return of_store(model, names, trainers.store)
 
@@ -54,14 +74,85 @@ def run(trainers, batches, optimizer="adagrad", epochs=2, before_step=lambda mod
 
 
 def reference(batches, optimizer="adagrad", trainers=1, epochs=2):
+    return reference_with(batches, OPTIMIZERS[optimizer](), trainers, epochs)
+
+
+def reference_with(batches, rows, trainers=1, epochs=2):
     assign = Assigner("contiguous", trainers, 0, FEATURES)
-    return train_reference(batches * epochs, OPTIMIZERS[optimizer](), NAME, trainers, assign)[0]
+    return train_reference(batches * epochs, rows, NAME, trainers, assign)[0]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_row_optimizer_has_the_bits_of_the_reference(optimizer):
     batches = make_batches(8, last=3)
     assert_identical(reference(batches, optimizer), run(Trainers(1), batches, optimizer))
+
+
+def in_two(kind, **settings):
+    """SGD for dense parameters, and this one of torch for the weights of layers."""
+
+    def make(model):
+        weights = [each for each in model.parameters() if each.is_meta]
+        return [dense_sgd([each for each in model.parameters() if not each.is_meta]), kind(weights, **settings)]
+
+    return make
+
+
+TRANSLATED = {
+    "SGD of all": (lambda model: [dense_sgd(model.parameters())], lambda: optim.SGD(0.1)),
+    "SGD": (in_two(torch.optim.SGD, lr=0.3), lambda: optim.SGD(0.3)),
+    "Adagrad": (in_two(torch.optim.Adagrad, lr=0.2), lambda: optim.Adagrad(0.2)),
+    "Adagrad, its settings": (
+        in_two(torch.optim.Adagrad, lr=0.2, lr_decay=0.1, initial_accumulator_value=0.3, eps=1e-3),
+        lambda: optim.Adagrad(0.2, lr_decay=0.1, initial_accumulator_value=0.3, eps=1e-3),
+    ),
+    "SparseAdam": (in_two(torch.optim.SparseAdam, lr=0.05), lambda: optim.Adam(0.05)),
+    "SparseAdam, its settings": (
+        in_two(torch.optim.SparseAdam, lr=0.05, betas=(0.8, 0.9), eps=1e-4),
+        lambda: optim.Adam(0.05, betas=(0.8, 0.9), eps=1e-4),
+    ),
+}
+
+
+@pytest.mark.parametrize("trainers", [1, 3])
+@pytest.mark.parametrize(("make", "rows"), TRANSLATED.values(), ids=TRANSLATED)
+def test_a_translated_optimizer_has_the_bits_of_the_reference(make, rows, trainers):
+    batches = make_batches(8, last=3)
+    assert_identical(reference_with(batches, rows(), trainers), run_with(Trainers(trainers), batches, make))
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_scheduler_of_a_translated_optimizer_has_the_bits_of_a_schedule(trainers):
+    batches = make_batches(8, last=3)
+
+    def factor(step):
+        return 1 / (1 + step)
+
+    def scheduler(optimizers):
+        return [torch.optim.lr_scheduler.LambdaLR(optimizers[1], factor)]
+
+    found = run_with(Trainers(trainers), batches, in_two(torch.optim.Adagrad, lr=0.2), make_after=scheduler)
+    assert_identical(reference_with(batches, optim.Adagrad(lambda step: 0.2 * factor(step)), trainers), found)
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_schedule_of_rows_moves_the_rate_of_all_layers(trainers):
+    def rows():
+        return optim.Adam(lambda step: 0.05 / (1 + step))
+
+    batches = make_batches(8, last=3)
+    found = run_with(Trainers(trainers), batches, lambda model: [dense_sgd(model.parameters())], rows)
+    assert_identical(reference_with(batches, rows(), trainers), found)
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_rows_by_table_have_the_bits_of_the_reference(trainers):
+    def rows():
+        return optim.PerTable(optim.SGD(0.1), {"ad": optim.Adagrad(0.2), "word": optim.Adam(0.05)})
+
+    batches = make_batches(8, last=3)
+    found = run_with(Trainers(trainers), batches, lambda model: [dense_sgd(model.parameters())], rows)
+    assert_identical(reference_with(batches, rows(), trainers), found)
 
 
 @pytest.mark.parametrize("lookahead", [1, 3, "auto"])

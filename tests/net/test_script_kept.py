@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import bagpipe
-from bagpipe import accelerate
 from bagpipe.errors import CheckpointError, ConfigError, PipelineError
 from bagpipe.state import of_store
+from harness.flat import prepare
+from harness.kept import resuming
 from harness.scripts import Trainers
 from harness.seams import Checkpoints, ResumePoint
 from harness.world import TABLES, assert_identical, initial, make_batches, make_model
@@ -22,10 +23,10 @@ BATCHES = make_batches(6, last=3)
 class Script:
     """What a user's script does on each trainer."""
 
-    def __init__(self, *settings, attach=True, store=None, **launch):
+    def __init__(self, *settings, register=True, store=None, **launch):
         self.trainers = Trainers(2, *settings, store=store, recorded=True, **launch)
         self.models = [make_model("wide_deep") for _ in range(2)]
-        self.attach, self.trained = attach, [0, 0]
+        self.register, self.trained = register, [0, 0]
 
     def run(self, stop=None, **options):
         """Train on both; the state."""
@@ -35,17 +36,18 @@ class Script:
     def train(self, rank, stop, options):
         """The script."""
         model, rows = self.models[rank], bagpipe.optim.Adam(0.05)
-        where = {"cache": 300, "tables": TABLES, "initial": initial} | self.trainers.options(rank)
-        with accelerate(model, BATCHES, rows, **where, **options) as batches:
-            dense = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            if self.attach:
-                batches.attach(dense=dense)
-            for batch in batches:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = {"cache": 300, "features": TABLES, "initial": initial} | options | self.trainers.options(rank)
+        checkpoint = resuming(options.pop("checkpoint", None), options.pop("resume", None))
+        _, _, loader = prepare(model, optimizer, BATCHES, rows, checkpoint=checkpoint, **options)
+        if self.register:
+            loader.register_for_checkpointing()
+        for _ in range(loader.epoch, 1):
+            for batch in loader:
                 loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
-                dense.zero_grad()
+                optimizer.zero_grad()
                 loss.backward()
-                dense.step()
-                rows.step()
+                optimizer.step()
                 self.trained[rank] += 1
                 if self.trained[rank] == stop:
                     raise KeyError("lost")
@@ -105,12 +107,14 @@ def test_a_directory_that_servers_would_refuse_is_refused_before_anything_is_tra
     assert Checkpoints(tmp_path / "run" / "below").latest().done == 6
 
 
-def test_a_script_that_attached_nothing_is_not_saved(tmp_path, expected):
-    script = Script("recovery.every=1", attach=False, recovers=True, checkpoints=(str(tmp_path),))
+def test_a_script_that_registered_nothing_is_not_saved(tmp_path, expected):
+    script = Script("recovery.every=1", register=False, recovers=True, checkpoints=(str(tmp_path),))
     assert_identical(expected["contiguous"], script.run())
     assert not [*tmp_path.iterdir()]
-    with pytest.raises((CheckpointError, PipelineError), match=r"attach|left the training loop"):  # or its peer's
-        Script(attach=False).run(checkpoint=bagpipe.Checkpointing("unused", every=1))
+    with pytest.raises(
+        (CheckpointError, PipelineError), match=r"checkpointing|left the training loop"
+    ):  # or its peer's
+        Script(register=False).run(checkpoint=bagpipe.Checkpointing("unused", every=1))
 
 
 def test_a_run_that_has_no_mark_left_goes_on_from_its_own_checkpoint(tmp_path, expected):

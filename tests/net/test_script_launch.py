@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra"),
 ]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerated.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "prepared.py"
 RESUMED = EXAMPLE.with_name("resumed.py")
 
 
@@ -79,17 +79,17 @@ from bagpipe.data import Loader, generated
 from bagpipe.models import build_model
 data = generated("tiny", 2000)
 model = build_model("wide_deep", data.tables, data.num_dense, 4, torch.device("meta"), seed=0)
-rows = bagpipe.optim.SGD(0.1)
-with bagpipe.accelerate(model, Loader(data, 100), rows, tables=data.tables) as batches:
-    dense = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, batch in enumerate(batches):
-        if number == 5 and batches.rank == 1 and sys.argv[1] == "raise":
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = bagpipe.prepare(model, optimizer, Loader(data, 100), features=data.tables)
+with loader:
+    for number, batch in enumerate(loader):
+        if number == 5 and loader.rank == 1 and sys.argv[1] == "raise":
             raise ValueError("enough")
         model(batch.dense, batch.sparse).square().mean().backward()
-        dense.step(), rows.step(), dense.zero_grad()
-        if number == 5 and (batches.rank == 1 or sys.argv[1] == "break"):
+        optimizer.step(), optimizer.zero_grad()
+        if number == 5 and (loader.rank == 1 or sys.argv[1] == "break"):
             break
-print("trainer", batches.rank, "of", batches.trainers, flush=True)
+print("trainer", loader.rank, "of", loader.trainers, flush=True)
 """
 
 

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import bagpipe
-from bagpipe import accelerate, optim
+from bagpipe import optim
 from bagpipe.errors import BatchError, CapacityError, ConfigError, ModelError, PipelineError
 from bagpipe.state import of_store
+from harness.flat import prepare
 from harness.scripts import Trainers
 from harness.world import TABLES, assert_identical, dense_sgd, initial, make_batches, make_model
 
@@ -20,36 +21,34 @@ NAME = "wide_deep"
 
 
 class World:
-    """Trainers, each with a model, a row optimizer and a dense one."""
+    """Trainers, each with a model, an optimizer and one for rows."""
 
     def __init__(self, *settings, trainers=2, batches=None, rows=lambda rank: optim.Adagrad(0.1)):
         self.trainers = Trainers(trainers, *settings)
         self.batches = make_batches(8, last=3) if batches is None else batches
         self.models = [make_model(NAME) for _ in range(trainers)]
         self.rows = [rows(rank) for rank in range(trainers)]
-        self.dense = {}
+        self.optimizers = {}
 
-    def open(self, rank, batches=None, again=False, **options):
-        """What the script's `accelerate` returns."""
-        where = self.trainers.again(rank) if again else self.trainers.options(rank)
-        found = accelerate(
-            self.models[rank], self.batches if batches is None else batches, self.rows[rank],
-            **({"cache": 300, "tables": TABLES, "initial": initial} | where | options),
+    def open(self, rank, batches=None, **options):
+        """The loader of the script's `prepare`."""
+        model = self.models[rank]
+        _, self.optimizers[rank], loader = prepare(
+            model, dense_sgd(list(model.parameters())), self.batches if batches is None else batches, self.rows[rank],
+            **({"cache": 300, "features": TABLES, "initial": initial} | self.trainers.options(rank) | options),
         )  # fmt: skip
-        self.dense[rank] = dense_sgd(list(self.models[rank].parameters()))
-        return found
+        return loader
 
     def backward(self, rank, batch):
         """Up to the gradients."""
         found = self.models[rank](batch.dense, batch.sparse)
-        self.dense[rank].zero_grad()
+        self.optimizers[rank].zero_grad()
         nn.functional.binary_cross_entropy_with_logits(found, batch.labels).backward()
 
     def step(self, rank, batch):
         """One iteration."""
         self.backward(rank, batch)
-        self.dense[rank].step()
-        self.rows[rank].step()
+        self.optimizers[rank].step()
 
     def state(self):
         """What rows and dense parameters are in the end."""
@@ -59,33 +58,38 @@ class World:
         """Train on all trainers; the state."""
 
         def script(rank):
-            with self.open(rank, **options) as found:
-                for batch in found:
-                    self.step(rank, batch)
+            for batch in self.open(rank, **options):
+                self.step(rank, batch)
 
         self.trainers.run(script)
         return self.state()
 
 
-def test_a_second_loop_over_the_same_model_goes_on_with_its_rows():
-    world = World()
+@pytest.mark.parametrize("between", [None, "close", "break"])
+def test_a_further_epoch_goes_on_with_the_rows_of_the_one_before(between):
+    world = World(batches=make_batches(4, last=3))
 
     def script(rank):
-        for turn, part in enumerate((world.batches[:4], world.batches[4:])):
-            with world.open(rank, part, again=bool(turn)) as found:
-                for batch in found:
-                    world.step(rank, batch)
+        loader = world.open(rank)
+        for number, batch in enumerate(loader):
+            world.step(rank, batch)
+            if between == "break" and number == 3:
+                break
+        if between == "close":
+            loader.close()
+        for batch in loader:
+            world.step(rank, batch)
 
     world.trainers.run(script)
-    assert_identical(World().train(), world.state())
+    assert_identical(World(batches=world.batches * 2).train(), world.state())
 
 
 def test_a_break_on_all_trainers_ends_cleanly_with_what_was_trained():
     world = World()
 
     def script(rank):
-        with world.open(rank) as found:
-            for number, batch in enumerate(found):
+        with world.open(rank) as loader:
+            for number, batch in enumerate(loader):
                 world.step(rank, batch)
                 if number == 3:
                     break
@@ -100,8 +104,8 @@ def test_a_break_on_one_trainer_is_an_error_on_both_before_any_deadline(leaver, 
     world = World()
 
     def script(rank):
-        with world.open(rank) as found:
-            for number, batch in enumerate(found):
+        with world.open(rank) as loader:
+            for number, batch in enumerate(loader):
                 if rank == leaver and number == 3 and not stepped:
                     break
                 world.step(rank, batch)
@@ -117,12 +121,12 @@ def test_a_break_on_one_trainer_is_an_error_on_both_before_any_deadline(leaver, 
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_trainers_script_raises_reaches_the_others(failing):
+def test_where_one_trainers_script_raises_the_others_are_told_that_it_has_left(failing):
     world = World()
 
     def script(rank):
-        with world.open(rank) as found:
-            for number, batch in enumerate(found):
+        with world.open(rank) as loader:
+            for number, batch in enumerate(loader):
                 if rank == failing and number == 2:
                     raise ValueError("no more")
                 world.step(rank, batch)
@@ -130,20 +134,20 @@ def test_what_one_trainers_script_raises_reaches_the_others(failing):
     errors = world.trainers.failures(script)
     assert isinstance(errors[failing], ValueError)
     assert isinstance(errors[1 - failing], PipelineError)
-    assert "no more" in str(errors[1 - failing])
+    assert f"trainer {failing} has left" in str(errors[1 - failing])
 
 
 def test_a_loader_that_fails_is_raised_on_all_after_what_came_before():
     trained = []
     world = World()
 
-    def loader(rank):
+    def batches(rank):
         yield from world.batches[:5]
         raise OSError("the disk is gone")
 
     def script(rank):
-        with world.open(rank, loader(rank)) as found:
-            for batch in found:
+        with world.open(rank, batches(rank)) as loader:
+            for batch in loader:
                 world.step(rank, batch)
                 trained.append(rank)
 
@@ -160,8 +164,8 @@ def test_a_batch_that_can_not_be_divided_is_named_on_all():
     given = [{"dense": batch.dense, "labels": batch.labels, **batch.sparse} for batch in world.batches[:3]] + [wrong]
 
     def script(rank):
-        with world.open(rank, given) as found:
-            for batch in found:
+        with world.open(rank, given) as loader:
+            for batch in loader:
                 sparse = {name: part for name, part in batch.items() if name not in ("dense", "labels")}
                 world.step(rank, SimpleNamespace(dense=batch["dense"], labels=batch["labels"], sparse=sparse))
 
@@ -196,7 +200,6 @@ def test_a_part_that_is_too_large_to_be_sent_is_refused_before_training():
         ({"rows": lambda rank: optim.SGD(0.1) if rank else optim.Adagrad(0.1)}, "rows differs.*adagrad.*sgd"),
         ({"options": {"cache": 299}}, "cache differs between trainers: 300 on trainer 0, 299 on trainer 1"),
         ({"options": {"lookahead": 3}}, "lookahead differs between trainers: auto on trainer 0, 3 on trainer 1"),
-        ({"options": {"epochs": 2}}, "epochs differs"),
         ({"options": {"initial": lambda table: bagpipe.initial.Normal(5, table.name)}}, "rows differs.*first values"),
     ],
 )
@@ -217,8 +220,8 @@ def test_dense_parameters_that_differ_are_refused_by_name():
         next(world.models[1].parameters()).add_(1)
 
     def script(rank):
-        with world.open(rank) as found:
-            for batch in found:
+        with world.open(rank) as loader:
+            for batch in loader:
                 world.step(rank, batch)
 
     errors = world.trainers.failures(script)
@@ -237,12 +240,13 @@ def test_evaluation_on_all_trainers_sees_every_update_and_changes_nothing():
     world, seen = World(), {}
 
     def script(rank):
-        with world.open(rank) as found:
-            for number, batch in enumerate(found):
+        with world.open(rank) as loader:
+            for number, batch in enumerate(loader):
                 world.step(rank, batch)
                 if number in (2, 5):
+                    loader.flush()
                     with torch.no_grad():
-                        for other in found.evaluate(world.batches[:2]):
+                        for other in world.batches[:2]:
                             seen.setdefault(rank, []).append(world.models[rank](other.dense, other.sparse))
 
     world.trainers.run(script)
@@ -251,18 +255,17 @@ def test_evaluation_on_all_trainers_sees_every_update_and_changes_nothing():
     assert_identical(World().train(), world.state())
 
 
-def test_one_trainer_may_evaluate_alone_after_a_barrier_of_all():
+def test_one_trainer_may_evaluate_alone_after_a_flush_of_all():
     world, seen = World(), []
 
     def script(rank):
-        with world.open(rank) as found:
-            for batch in found:
+        with world.open(rank) as loader:
+            for batch in loader:
                 world.step(rank, batch)
-                found.barrier()
-                if found.rank == 0:
+                loader.flush()
+                if loader.rank == 0:
                     with torch.no_grad():
-                        for each in found.evaluate(world.batches[:1]):
-                            seen.append(world.models[0](each.dense, each.sparse))
+                        seen.append(world.models[0](world.batches[0].dense, world.batches[0].sparse))
 
     world.trainers.run(script)
     assert len(seen) == 8
@@ -273,51 +276,17 @@ def test_clipping_scales_all_gradients_by_one_factor_on_all_trainers():
     world, norms = World(rows=lambda _: optim.SGD(0.5)), {0: [], 1: []}
 
     def script(rank):
-        with world.open(rank) as found:
-            for batch in found:
+        with world.open(rank) as loader:
+            for batch in loader:
                 world.backward(rank, batch)
-                norm = bagpipe.clip_grad_norm_(world.models[rank].parameters(), world.rows[rank], 0.01)
+                norm = bagpipe.clip_grad_norm_(world.models[rank].parameters(), loader, 0.01)
                 norms[rank].append(norm.item())
-                world.dense[rank].step()
-                world.rows[rank].step()
+                world.optimizers[rank].step()
 
     world.trainers.run(script)
     assert norms[0] == norms[1]
     assert min(norms[0]) > 0.01
     assert world.state().differing(World(rows=lambda _: optim.SGD(0.5)).train())
-
-
-@pytest.mark.parametrize("assign", ["contiguous", "aware"])
-@pytest.mark.parametrize("stop", [3, 8])
-def test_a_saved_state_goes_on_where_it_was_on_all_trainers(stop, assign):
-    settings = f"assign={assign}"
-    world, saved = World(settings), {}
-
-    def first(rank):
-        with world.open(rank) as found:
-            for number, batch in enumerate(found):
-                world.step(rank, batch)
-                if number + 1 == stop:
-                    break
-            state = found.state_dict()
-            if found.rank == 0:
-                dense = {name: value.detach().clone() for name, value in world.models[0].named_parameters()}
-                saved.update(rows=state, dense=dense)
-
-    world.trainers.run(first)
-    again = World(settings)
-
-    def second(rank):
-        with again.open(rank) as found:
-            with torch.no_grad():
-                for name, value in again.models[rank].named_parameters():
-                    value.copy_(saved["dense"][name])
-            found.load_state_dict(saved["rows"])
-            for batch in found:
-                again.step(rank, batch)
-
-    again.trainers.run(second)
-    assert_identical(World(settings).train(), again.state())
 
 
 @pytest.mark.parametrize("within", [True, False])
@@ -345,19 +314,19 @@ def test_export_on_all_trainers_writes_one_file_with_every_update(tmp_path, with
     paths = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
 
     def script(rank):
-        rows = optim.SGD(0.1)
-        with accelerate(models[rank], batches, rows, cache=300, tables=tables, **trainers.options(rank)) as found:
-            dense = dense_sgd(list(models[rank].parameters()))
-            for number, batch in enumerate(found):
-                models[rank](batch).square().mean().backward()
-                dense.step()
-                rows.step()
-                dense.zero_grad()
-                if within and number == 4:
-                    bagpipe.export(models[rank], paths[rank])
+        model = models[rank]
+        _, optimizer, loader = prepare(
+            model, dense_sgd(model.parameters()), batches, cache=300, features=tables, **trainers.options(rank)
+        )
+        for number, batch in enumerate(loader):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if within and number == 4:
+                bagpipe.export(model, paths[rank])
         if not within:
-            bagpipe.export(models[rank], paths[rank])
-        return models[rank].state_dict()
+            bagpipe.export(model, paths[rank])
+        return model.state_dict()
 
     expected = trainers.run(script)[0]
     found = load_file(paths[0])

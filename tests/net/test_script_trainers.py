@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from bagpipe import Ids, accelerate, optim
+from bagpipe import Ids, optim
 from bagpipe.state import of_store
 from harness.fake_kjt import KeyedJagged
+from harness.flat import prepare
 from harness.scripts import Trainers
 from harness.seams import Assigner
 from harness.world import (
@@ -35,28 +36,27 @@ def make_models(trainers):
     return [make_model(NAME) for _ in range(trainers.trainers)]
 
 
+def prepared(trainers, rank, model, batches, rows, **options):
+    """Model, optimizer and loader of one trainer."""
+    options = {"cache": 300, "features": TABLES, "initial": initial} | trainers.options(rank) | options
+    return prepare(model, dense_sgd(model.parameters()), batches, rows, **options)
+
+
 def train(trainers, batches, optimizer="adagrad", unpack=lambda batch: batch, **options):
     """The state that N trainers end with, and how many samples each one's batches had."""
     models = make_models(trainers)
 
     def script(rank):
-        model = models[rank]
-        rows = OPTIMIZERS[optimizer]()
-        found = accelerate(
-            model, batches, rows, cache=300, tables=TABLES, initial=initial, **trainers.options(rank), **options
-        )
-        dense = dense_sgd(list(model.parameters()))
+        model, own, loader = prepared(trainers, rank, models[rank], batches, OPTIMIZERS[optimizer](), **options)
         sizes = []
-        with found:
-            for given in found:
-                batch = unpack(given)
-                loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
-                dense.zero_grad()
-                loss.backward()
-                dense.step()
-                rows.step()
-                sizes.append(len(batch.labels))
-        return of_store(model, [layout.table.name for layout in found.layouts], trainers.store), sizes
+        for given in loader:
+            batch = unpack(given)
+            loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
+            own.zero_grad()
+            loss.backward()
+            own.step()
+            sizes.append(len(batch.labels))
+        return of_store(model, [layout.table.name for layout in loader.loop.layouts], trainers.store), sizes
 
     results = trainers.run(script)
     for state, _ in results[1:]:
@@ -183,14 +183,12 @@ def test_bags_give_the_same_bits_as_pairs_with_and_without_their_end_and_keyed()
         models[1].load_state_dict(models[0].state_dict())
 
         def script(rank, shape=shape, trainers=trainers, models=models):
-            model, rows = models[rank], optim.Adagrad(0.1)
-            with accelerate(model, list(bags(shape)), rows, cache=200, **trainers.options(rank)) as batches:
-                dense = dense_sgd(list(model.parameters()))
-                for batch in batches:
-                    dense.zero_grad()
-                    nn.functional.mse_loss(model(batch["ids"]), batch["labels"]).backward()
-                    dense.step()
-                    rows.step()
+            given, rows = list(bags(shape)), optim.Adagrad(0.1)
+            model, optimizer, loader = prepared(trainers, rank, models[rank], given, rows, features=None, initial=None)
+            for batch in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(batch["ids"]), batch["labels"]).backward()
+                optimizer.step()
             return model.state_dict()
 
         found += trainers.run(script)
@@ -218,19 +216,17 @@ def test_only_the_first_trainer_reads_its_loader_beyond_the_first_batch():
     models = make_models(trainers)
 
     def script(rank):
-        def loader():
+        def given():
             for batch in batches:
                 read[rank] += 1
                 yield batch
 
-        model, rows = models[rank], optim.SGD(0.1)
-        with accelerate(
-            model, loader(), rows, cache=300, tables=TABLES, initial=initial, **trainers.options(rank)
-        ) as found:
-            assert (found.rank, found.trainers) == (rank, 2)
-            for batch in found:
-                model(batch.dense, batch.sparse).sum().backward()
-                rows.step()
+        model, optimizer, loader = prepared(trainers, rank, models[rank], given(), optim.SGD(0.1))
+        assert (loader.rank, loader.trainers) == (rank, 2)
+        for batch in loader:
+            model(batch.dense, batch.sparse).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     trainers.run(script)
     assert read == [7, 1]
@@ -242,25 +238,19 @@ def test_several_epochs_and_accumulated_batches_are_shared():
     models = make_models(trainers)
 
     def script(rank):
-        model, rows = models[rank], optim.Adagrad(0.1)
-        found = accelerate(
-            model, batches, rows, cache=300, tables=TABLES, initial=initial, epochs=2, accumulate=2,
-            **trainers.options(rank),
-        )  # fmt: skip
-        dense = dense_sgd(list(model.parameters()))
+        model, optimizer, loader = prepared(trainers, rank, models[rank], batches, optim.Adagrad(0.1), accumulate=2)
         steps = 0
-        with found:
-            for batch in found:
+        for _ in range(2):
+            for batch in loader:
                 nn.functional.binary_cross_entropy_with_logits(
                     model(batch.dense, batch.sparse), batch.labels
                 ).backward()
-                if found.step_due:
-                    dense.step()
-                    rows.step()
-                    dense.zero_grad()
+                if loader.step_due:
+                    optimizer.step()
+                    optimizer.zero_grad()
                     steps += 1
-        return steps, of_store(model, [layout.table.name for layout in found.layouts], trainers.store)
+        return steps, of_store(model, [layout.table.name for layout in loader.loop.layouts], trainers.store)
 
     (steps, state), (steps_too, state_too) = trainers.run(script)
-    assert steps == steps_too == 5
+    assert steps == steps_too == 6
     assert_identical(state, state_too)

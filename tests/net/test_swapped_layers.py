@@ -11,6 +11,7 @@ from torch import nn
 
 import bagpipe
 from bagpipe.errors import ModelError
+from harness.flat import prepare
 from harness.plain import (
     Net,
     assert_same_bits,
@@ -18,6 +19,7 @@ from harness.plain import (
     make_batches,
     make_net,
     nothing_left,  # noqa: F401
+    sgd,
     train_fast,
     train_plain,
 )
@@ -27,7 +29,7 @@ ID = torch.tensor([[0]])
 
 
 class Hidden(Net):
-    """Calls one of its layers through a plain list, which `accelerate` can't see."""
+    """Calls one of its layers through a plain list, which `prepare` can't see."""
 
     def __init__(self):
         super().__init__()
@@ -38,18 +40,17 @@ class Hidden(Net):
         return self.top(torch.cat([*vectors, batch["dense"]], 1)).squeeze(1)
 
 
-def accelerate(net, rows=None, **options):
-    return bagpipe.accelerate(net, make_batches(), rows or bagpipe.optim.SGD(0.1), cache=60, **options)
+def prepared(net, **options):
+    return prepare(net, sgd(net.parameters()), make_batches(), bagpipe.optim.SGD(0.1), cache=60, **options)
 
 
 def test_a_model_that_keeps_its_layers_in_a_plain_list_is_refused_at_its_first_look_up():
     net = Hidden()
     before = net.layers[0].weight.clone()
-    with (
-        accelerate(net) as loop,
-        pytest.raises(ModelError, match=r"layer 'user' is no longer part.*the model's own 'user'.*nn\.ModuleList"),
-    ):
-        loss_of(net, next(iter(loop)))
+    _, _, loader = prepared(net)
+    batches = iter(loader)
+    with pytest.raises(ModelError, match=r"layer 'user' is no longer part.*the model's own 'user'.*nn\.ModuleList"):
+        loss_of(net, next(batches))
     assert torch.equal(before, net.layers[0].weight)
 
 
@@ -57,7 +58,7 @@ def test_a_model_that_keeps_its_layers_in_a_plain_list_is_refused_at_its_first_l
 def test_a_layer_that_a_closure_holds_refuses_by_its_name_in_the_model(kind):
     net = nn.ModuleDict({"tables": nn.ModuleList([kind(20, 4)])})
     held = net["tables"][0]
-    bagpipe.accelerate(net, [{"item": ID}], bagpipe.optim.SGD(0.1), cache=9)
+    bagpipe.prepare(net, sgd(net.parameters()), [{"item": ID}], cache=9)
     for call in (held, held.forward):
         with pytest.raises(ModelError, match=r"layer 'tables\.0'"):
             call(ID)
@@ -67,34 +68,31 @@ def test_a_layer_that_a_closure_holds_refuses_by_its_name_in_the_model(kind):
 def test_copies_of_a_swapped_layer_refuse_too(copied):
     net = make_net()
     held = net.user
-    accelerate(net)
+    prepared(net)
     with pytest.raises(ModelError, match="'user'"):
         copied(held)(ID)
     assert torch.equal(copied(held).weight, held.weight)
 
 
-def test_the_stand_in_of_an_earlier_loop_refuses_once_the_model_is_accelerated_again():
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    accelerate(net, rows).close()
-    first = net.user
-    first(ID)
-    accelerate(net, rows).close()
-    with pytest.raises(ModelError, match="'user'"):
-        first(ID)
-    net.user(ID)
-
-
-def test_the_model_itself_goes_on_after_the_loop_and_in_further_loops():
+def test_the_model_itself_goes_on_after_an_epoch_and_in_further_ones():
     batches = make_batches()
     expected = train_fast(make_net(), batches + batches)
     net = make_net()
     held = net.user
-    train_fast(net, batches)
+    net, optimizer, loader = prepared(net)
+
+    def train():
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.step()
+
+    train()
     saved = {name: value.clone() for name, value in net.state_dict().items()}
-    train_fast(net, batches)
+    train()
     assert_same_bits(expected, net.state_dict())
     net.load_state_dict(saved)
-    train_fast(net, batches)
+    train()
     assert_same_bits(expected, net.state_dict())
     assert net(batches[0]).shape == (6,)
     with pytest.raises(ModelError):
@@ -120,9 +118,9 @@ def test_a_layer_under_several_names_of_a_model_is_called_by_all_of_them():
 def test_a_swapped_layer_in_another_model_is_refused_there():
     net, other = make_net(), make_net()
     other.user = net.user
-    accelerate(net)
+    prepared(net)
     with pytest.raises(ModelError, match=r"layer 'user' was 'user' of another model.*one nn\.Module"):
-        accelerate(other)
+        prepared(other)
     assert other.user is not net.user
     with pytest.raises(ModelError, match="no longer part"):
         other.user(ID)
@@ -131,7 +129,7 @@ def test_a_swapped_layer_in_another_model_is_refused_there():
 def test_a_layer_that_was_kept_is_not_swapped_and_still_works():
     net = make_net()
     held = net.user
-    accelerate(net, keep=["user"])
+    prepared(net, keep=["user"])
     assert held is net.user
     held(ID)
 
@@ -140,4 +138,4 @@ def test_a_forward_of_the_layer_s_own_is_still_refused():
     net = make_net()
     net.user.forward = lambda ids: ids
     with pytest.raises(ModelError, match="forward of its own"):
-        accelerate(net)
+        prepared(net)

@@ -71,16 +71,15 @@ class Model(nn.Module):
 
 
 model, rows = Model(), bagpipe.optim.Adagrad(0.1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 kept = bagpipe.Checkpointing(sys.argv[2], every=4) if len(sys.argv) > 2 else None
-with bagpipe.accelerate(model, data, rows, cache=64, checkpoint=kept) as batches:
-    dense = torch.optim.Adam(model.parameters(), lr=0.1)
-    batches.attach(dense=dense)
-    for sparse, labels in batches:
-        loss = nn.functional.binary_cross_entropy_with_logits(model(sparse), labels)
-        dense.zero_grad()
-        loss.backward()
-        dense.step()
-        rows.step()
+model, optimizer, loader = bagpipe.prepare(model, optimizer, data, rows=rows, cache=64, checkpoint=kept)
+loader.register_for_checkpointing()
+for sparse, labels in loader:
+    loss = nn.functional.binary_cross_entropy_with_logits(model(sparse), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 print("steps", rows.updates, "weight", model.top.weight.sum().item(), flush=True)
 """
 

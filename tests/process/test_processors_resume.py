@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bagpipe.data import Loader, generated
+from bagpipe.data import Loader
 from bagpipe.data.processors import pool
+from harness.kept import BATCH, DATA, EPOCHS, Run, assert_same_end, every, undisturbed
 from harness.plain import nothing_left  # noqa: F401
-from harness.resumed import BATCH, EPOCHS, SAMPLES, Session, assert_same_end
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -29,23 +29,17 @@ def pids(monkeypatch):
     return found
 
 
-def test_a_run_read_by_processes_goes_on_after_any_stop_with_the_same_bits(pids, monkeypatch):
+def test_a_run_read_by_processes_goes_on_after_any_stop_with_the_same_bits(pids, monkeypatch, tmp_path):
     monkeypatch.setattr(pool, "group_size", lambda _: 1)  # so that there is something to share
-    data = generated("tiny", SAMPLES)
 
-    def loader(processes):
-        return Loader(data, BATCH, epochs=EPOCHS, seed=1, processes=processes)
+    def read_by(processes):
+        return {"make_loader": lambda: Loader(DATA, BATCH, epochs=EPOCHS, seed=1, processes=processes)}
 
-    undisturbed = Session(loader(0))
-    undisturbed.train()
-    expected = undisturbed.end()
-    first = Session(loader(2))
-    saved = first.train(4)[-1]
-    first.end()
+    expected = undisturbed(**read_by(0))
+    Run(checkpoint=every(tmp_path), **read_by(2)).train(5).end()
     assert len(pids) == 2
     for processes in (0, 2):
-        resumed = Session(loader(processes), saved)
-        assert len(resumed.train()) == 5
-        assert_same_end(expected, resumed.end())
+        resumed = Run(resume=tmp_path / "00000004", **read_by(processes))
+        assert_same_end(expected, resumed.train().end())
     assert len(pids) == 4
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

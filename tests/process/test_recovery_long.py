@@ -147,36 +147,39 @@ SCRIPT = """
 import hashlib, sys, torch, bagpipe
 from bagpipe.data import Loader, generated
 from bagpipe.models import build_model
+from bagpipe.row_parameter import dense_parameters_of
 torch.set_num_threads(1)
 torch.manual_seed(0)
 data = generated("tiny", 4000)
 model = build_model("wide_deep", data.tables, data.num_dense, 4, torch.device("meta"), seed=0)
 rows = bagpipe.optim.Adagrad(0.1)
-with bagpipe.accelerate(model, Loader(data, 50, seed=3, epochs=2), rows, tables=data.tables) as batches:
-    dense = torch.optim.Adam(model.parameters(), 0.01)
-    if "--attach" in sys.argv:
-        batches.attach(dense=dense)
-    for batch in batches:
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+loader = Loader(data, 50, seed=3, epochs=2)
+cache = bagpipe.Cache(lookahead=8)  # so that rows are written all the time
+model, optimizer, loader = bagpipe.prepare(model, optimizer, loader, rows=rows, features=data.tables, cache=cache)
+if "--register" in sys.argv:
+    loader.register_for_checkpointing()
+for epoch in range(loader.epoch, 1):
+    for batch in loader:
         loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
-        dense.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        dense.step()
-        rows.step()
-if batches.rank == 0:
-    values = [value.detach().numpy().tobytes() for value in model.parameters()]
+        optimizer.step()
+if loader.rank == 0:
+    values = [value.detach().numpy().tobytes() for _, value in dense_parameters_of(model)]
     values += [pair for table in range(3) for pair in sorted(
-        (ids.tobytes(), rows.tobytes()) for ids, rows in batches.store.iterate(table, 1))]
+        (ids.tobytes(), rows.tobytes()) for ids, rows in loader.loop.store.iterate(table, 1))]
     print(hashlib.sha256(repr(values).encode()).hexdigest(), flush=True)
 """
 
 
-@pytest.mark.parametrize(("trainers", "attached"), [(1, "--attach"), (1, ""), (2, "--attach")])
-def test_a_script_is_run_again_and_goes_on_from_the_last_mark(tmp_path, trainers, attached):
+@pytest.mark.parametrize(("trainers", "registered"), [(1, "--register"), (1, ""), (2, "--register")])
+def test_a_script_is_run_again_and_goes_on_from_the_last_mark(tmp_path, trainers, registered):
     script, once = tmp_path / "script.py", tmp_path / "once"
     script.write_text(SCRIPT)
     once.mkdir()
     words = ("launch", "--servers", "2", "--trainers", str(trainers), "--set", "recovery.every=10")
-    words = (*words, "--set", "threads=1", str(script), *filter(None, [attached]))
+    words = (*words, "--set", "threads=1", str(script), *filter(None, [registered]))
     kills = "server-1/server.write.applied=kill@60, trainer-0/trainer.step.updated=kill@50"
     fault = {failpoints.VARIABLE: kills, failpoints.ONCE_VARIABLE: str(once)}
     done = subprocess.run(
@@ -190,9 +193,9 @@ def test_a_script_is_run_again_and_goes_on_from_the_last_mark(tmp_path, trainers
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(once.iterdir())) == 2
-    assert ("going back to iteration" in done.stderr) == bool(attached)
+    assert ("going back to the checkpoint after" in done.stderr) == bool(registered)
     if trainers == 1:
-        alone = subprocess.run([sys.executable, str(script), attached], capture_output=True, text=True, check=True)
+        alone = subprocess.run([sys.executable, str(script), registered], capture_output=True, text=True, check=True)
     else:
         alone = subprocess.run(
             [*BAGPIPE, *words], capture_output=True, text=True, timeout=400, check=True, cwd=tmp_path

@@ -25,7 +25,7 @@ from bagpipe.wire.messages import Message, Open, Opened
 from bagpipe.wire.sockets import SocketNetwork
 from harness.server_process import TABLES, WIDTH, read, servers, store_over, values
 from harness.wire import get
-from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from harness.world import OPTIMIZERS, assert_identical, make_batches, train_prepared, train_reference
 
 RUN = bytes(range(16))
 
@@ -41,7 +41,7 @@ def wait_until_stopped(pid):
 
 
 def opening(addresses, security=None, **options):
-    """What `accelerate` opens its store with."""
+    """What `prepare` opens its store with."""
 
     def open_store(layouts):
         network = SocketNetwork(security)
@@ -56,7 +56,7 @@ def test_training_over_servers_with_keys_is_bit_identical(tmp_path):
     expected, losses = train_reference(batches, OPTIMIZERS["adagrad"](), "wide_deep")
     with servers(2, "--keys", str(server_file)) as started:
         store = opening([one.address for one in started], load_keys(client_file, "client"), shared_memory=False)
-        found, found_losses = train_accelerated(
+        found, found_losses = train_prepared(
             batches, OPTIMIZERS["adagrad"](), "wide_deep", cache=90, lookahead=3, store=store
         )
     assert_identical(expected, found)
@@ -81,7 +81,7 @@ def test_training_goes_on_exactly_after_a_server_was_paused(shared_memory, pause
 
         patience = Patience(retry_s=0.5, deadline_s=60)
         store = opening([one.address for one in started], shared_memory=shared_memory, patience=patience)
-        found, _ = train_accelerated(pausing(), OPTIMIZERS["adam"](), "wide_deep", cache=60, lookahead=2, store=store)
+        found, _ = train_prepared(pausing(), OPTIMIZERS["adam"](), "wide_deep", cache=60, lookahead=2, store=store)
         assert not going_on.is_alive(), "training can't end while rows are missing"
     assert_identical(expected, found)
 

@@ -22,7 +22,7 @@ from bagpipe.server.process import ServerOptions, serve, stopped_by_signals
 from bagpipe.store.links import Patience
 from bagpipe.store.remote import RemoteStore
 from bagpipe.wire.sockets import SocketNetwork
-from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from harness.world import OPTIMIZERS, assert_identical, make_batches, train_prepared, train_reference
 
 
 class Rows:
@@ -69,20 +69,19 @@ def wait_until_ended(pids: list[int], seconds: float = 60.0) -> list[int]:
 
 
 @pytest.mark.parametrize(("shared_memory", "store"), [(True, "memory"), (False, "memory"), ("auto", "mapped")])
-def test_training_over_two_servers_is_bit_identical(shared_memory, store, tmp_path, monkeypatch) -> None:
+def test_training_over_two_servers_is_bit_identical(shared_memory, store, tmp_path) -> None:
     batches = make_batches(10, last=3)
     expected, _ = train_reference(batches, OPTIMIZERS["adam"](), "wide_deep")
     settings = {"servers": 2, "store": store, "wire": {"shared_memory": shared_memory}}
     config = parse_config(settings | ({"store_memory": "8MB"} if store == "mapped" else {}))
     opened = []
 
-    def open_remote(_: object, layouts, *__: object, **___: object) -> RemoteStore:
+    def open_remote(layouts) -> RemoteStore:
         opened.append(open_store(config, layouts, tmp_path))
         assert all(bool(stats.shared) == bool(shared_memory) for stats in opened[0].server_stats())
         return opened[0]
 
-    monkeypatch.setattr("bagpipe.api.open_rows", open_remote)
-    found, _ = train_accelerated(batches, OPTIMIZERS["adam"](), "wide_deep", cache=90, lookahead=3)
+    found, _ = train_prepared(batches, OPTIMIZERS["adam"](), "wide_deep", cache=90, lookahead=3, store=open_remote)
     assert_identical(expected, found)
     assert "ends with" in (tmp_path / "server-1.log").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["server-0.log", "server-1.log"], "no rows are left"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagpipe.oracle.partition import DESIGNS
+from bagpipe.oracle.design import DESIGNS
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES
 from definitions.division import Trainers, check_waits, divided, tight_places

@@ -19,7 +19,7 @@ from bagpipe.policy_options import PolicyOptions
 from bagpipe.types import Table
 from definitions.plan_contract import check_contract, run_in_several_orders
 from harness.examples import examples
-from harness.world import OPTIMIZERS, TABLES, assert_identical, make_batches, train_accelerated, train_reference
+from harness.world import OPTIMIZERS, TABLES, assert_identical, make_batches, train_prepared, train_reference
 
 WIDTHS = (4, 8, 4, 4, 8)
 FEATURES = (("a", "b"), ("c", "d"), ("e", "f"), ("g", "h"), ("i", "j"))
@@ -135,6 +135,6 @@ def test_the_number_of_oracles_and_threads_changes_no_bit(monkeypatch, policy, o
     batches = make_batches(14, last=3)
     expected, losses = train_reference(batches, OPTIMIZERS["adagrad"]())
     options = {"oracles": min(oracles, len(TABLES)), "threads": threads, "sample": 4}
-    found, own = train_accelerated(batches, OPTIMIZERS["adagrad"](), policy=policy, cache=120, policy_options=options)
+    found, own = train_prepared(batches, OPTIMIZERS["adagrad"](), policy=policy, cache=120, policy_options=options)
     assert_identical(expected, found)
     assert own == losses

@@ -13,19 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-import bagpipe
 from bagpipe.errors import BatchError, CapacityError, GradientError, StoreError, ValueRangeError
+from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.stages import Threads
 from bagpipe.trainer.update import RowUpdate
-from harness.accelerated import adagrad, start, train
 from harness.plain import (
     assert_same_bits,
     loss_of,
     make_batches,
     make_net,
     nothing_left,  # noqa: F401
+    threads_left,
     train_fast,
 )
+from harness.started import adagrad, start, step, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -36,10 +37,11 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("policy", ["lookahead", "lru"])
 def test_a_later_batch_too_large_for_the_cache_ends_the_data(policy):
     batches = make_batches()[:4] + make_batches(1, size=60, seed=9) + make_batches()
-    net, rows, loop, dense = start(batches, cache=22, policy=policy)
+    rows = adagrad()
+    net, optimizer, loader = start(batches, rows=rows, cache=22, policy=policy)
     named = r"iteration 4 needs \d+ rows of tables 'user', 'item' \(rows of 8 floats\) at once.* at least \d+ rows"
     with pytest.raises(CapacityError, match=named):
-        train(net, rows, loop, dense)
+        train(net, optimizer, loader)
     assert rows.updates == 4
     assert_same_bits(train_fast(make_net(), batches[:4], adagrad()), net.state_dict())
 
@@ -50,10 +52,11 @@ def test_an_id_out_of_range_in_the_middle_is_named_and_the_rows_are_written_back
     batches = make_batches()
     batches[5] = batches[5] | {"item": batches[5]["item"].clone()}
     batches[5]["item"][2, 1] = bad
-    net, rows, loop, dense = start(batches, accumulate=accumulate)
+    rows = adagrad()
+    net, optimizer, loader = start(batches, rows=rows, accumulate=accumulate)
     named = rf"batch 5: feature 'item' has id {bad}, out of range for table 'item' \(20 rows\)"
     with pytest.raises(ValueRangeError, match=named):
-        train(net, rows, loop, dense)
+        train(net, optimizer, loader)
     assert rows.updates == (5 if accumulate == 1 else 3)
     if accumulate == 1:
         assert_same_bits(train_fast(make_net(), batches[:5], adagrad()), net.state_dict())
@@ -62,29 +65,27 @@ def test_an_id_out_of_range_in_the_middle_is_named_and_the_rows_are_written_back
 def test_a_batch_that_lacks_a_feature_ends_the_data():
     batches = make_batches()
     del batches[3]["user"]
-    net, rows, loop, dense = start(batches)
+    rows = adagrad()
+    net, optimizer, loader = start(batches, rows=rows)
     with pytest.raises(BatchError, match="batch 3 has no ids of feature 'user'"):
-        train(net, rows, loop, dense)
+        train(net, optimizer, loader)
     assert rows.updates == 3
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_stops_before_the_update(value):
-    net, rows, loop, dense = start()
-    with loop:
-        for number, batch in enumerate(loop):
-            dense.zero_grad()
-            loss = loss_of(net, batch)
-            if number == 3:
-                (loss * value).backward()
-                with pytest.raises(
-                    GradientError, match=r"iteration 3: the gradient of row \d+ of table '\w+' is not finite"
-                ):
-                    rows.step()
-                break
-            loss.backward()
-            dense.step()
-            rows.step()
+    rows = adagrad()
+    net, optimizer, loader = start(rows=rows)
+    named = r"iteration 3: the gradient of row \d+ of table '\w+' is not finite"
+    for number, batch in enumerate(loader):
+        if number < 3:
+            step(net, batch, optimizer)
+            continue
+        optimizer.zero_grad()
+        (loss_of(net, batch) * value).backward()
+        with pytest.raises(GradientError, match=named):
+            optimizer.step()
+        break
     assert rows.updates == 3
     assert_same_bits(train_fast(make_net(), make_batches()[:3], adagrad()), net.state_dict())
 
@@ -96,10 +97,11 @@ def test_a_full_disk_surfaces_as_a_store_error_without_a_hang(monkeypatch, polic
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    net, rows, loop, dense = start(store="mapped", driver=Threads(20), policy=policy, cache=60, depth=1)
+    rows = adagrad()
+    net, optimizer, loader = start(rows=rows, store="mapped", driver=Threads(20), policy=policy, cache=60, depth=1)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreError, match="No space left") as caught:
-        train(net, rows, loop, dense)
+        train(net, optimizer, loader)
     assert caught.value.errno == errno.ENOSPC
     assert rows.updates < 8 or policy == "lookahead"
 
@@ -117,8 +119,8 @@ INTERRUPTED = """
 
     batches = make_batches(400, seed=1)
     net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
-    loop = bagpipe.accelerate(net, batches, rows, cache=60, store="mapped")
-    dense = sgd(net.parameters())
+    optimizer = sgd(net.parameters())
+    net, optimizer, loader = bagpipe.prepare(net, optimizer, batches, rows=rows, cache=60, store=bagpipe.Files())
     done = 0
     def interrupt():
         while done < 20:
@@ -129,12 +131,11 @@ INTERRUPTED = """
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     threading.Thread(target=interrupt).start()
     try:
-        with loop:
-            for batch in loop:
-                dense.zero_grad()
-                loss_of(net, batch).backward()
-                rows.step()
-                done = rows.updates
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.step()
+            done = rows.updates
     except (KeyboardInterrupt, SystemExit) as error:
         print(type(error).__name__)
     assert threads_left() == [], threads_left()
@@ -146,7 +147,6 @@ INTERRUPTED = """
     ("name", "error", "delay"), [("SIGINT", "KeyboardInterrupt", 0.0037), ("SIGTERM", "SystemExit", 0.0)]
 )
 def test_a_real_signal_ends_the_loop_between_two_updates(tmp_path, name, error, delay):
-    """Dense parameters are left alone here, as only the row update is made whole by bagpipe."""
     script = textwrap.dedent(INTERRUPTED.format(tests=str(Path(__file__).parents[1]), delay=delay, signal=name))
     result = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "state.pt")], capture_output=True, text=True, timeout=120
@@ -154,18 +154,32 @@ def test_a_real_signal_ends_the_loop_between_two_updates(tmp_path, name, error, 
     assert result.stdout.strip() == error, result.stderr
     updates, found = torch.load(tmp_path / "state.pt")
     assert 20 <= updates < 400
-    rows, net = adagrad(), make_net()
-    with bagpipe.accelerate(net, make_batches(400, seed=1)[:updates], rows, cache=60) as loop:
-        for batch in loop:
-            loss_of(net, batch).backward()
-            rows.step()
-            net.zero_grad()
-    assert_same_bits(net.state_dict(), found)
+    assert_same_bits(train_fast(make_net(), make_batches(400, seed=1)[:updates], adagrad()), found)
+
+
+def test_a_signal_while_a_batch_is_waited_for_ends_the_loop(monkeypatch):
+    expected = train_fast(make_net(), make_batches()[:4], adagrad())
+    rows = adagrad()
+    net, optimizer, loader = start(rows=rows, check=True, store="mapped")
+    wait = Pipeline.wait
+
+    def interrupted(self):
+        if rows.updates == 4:
+            signal.raise_signal(signal.SIGINT)
+        return wait(self)
+
+    monkeypatch.setattr(Pipeline, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(net, optimizer, loader)
+    assert threads_left() == []
+    assert loader.loop.closed
+    assert_same_bits(expected, net.state_dict())
 
 
 def test_a_signal_during_an_update_waits_until_it_is_done(monkeypatch):
     expected = train_fast(make_net(), make_batches()[:4], adagrad())
-    net, rows, loop, dense = start(check=True)
+    rows = adagrad()
+    net, optimizer, loader = start(rows=rows, check=True)
     applied = RowUpdate.apply
 
     def apply(*arguments):
@@ -175,6 +189,6 @@ def test_a_signal_during_an_update_waits_until_it_is_done(monkeypatch):
 
     monkeypatch.setattr(RowUpdate, "apply", apply)
     with pytest.raises(KeyboardInterrupt):
-        train(net, rows, loop, dense)
+        train(net, optimizer, loader)
     assert rows.updates == 4
     assert_same_bits(expected, net.state_dict())

@@ -17,7 +17,6 @@ from torch import nn
 
 import bagpipe
 from bagpipe.errors import BatchError
-from harness.accelerated import adagrad, start, step, train
 from harness.fake_kjt import KeyedJagged
 from harness.plain import (
     assert_close,
@@ -31,6 +30,7 @@ from harness.plain import (
     train_plain,
 )
 from harness.scripts import Trainers
+from harness.started import adagrad, start, step, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Named = namedtuple("Named", ["user", "item", "dense", "label"])
@@ -83,21 +83,17 @@ SHAPES = {
 
 
 def run(loader, unpack=lambda given: given, **options):
-    """The model and how many updates its rows have had, after training or its error."""
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    options = {"cache": 60, "check": True} | options
-    loop, dense = bagpipe.accelerate(net, loader, rows, **options), sgd(net.parameters())
+    """The model, its row optimizer, and what trains them to the end or to an error."""
+    rows = bagpipe.optim.SGD(0.1)
+    net, optimizer, loader = start(loader, rows=rows, **{"check": True} | options)
 
     def trained():
-        with loop:
-            for given in loop:
-                batch = unpack(given)
-                loss = loss_fn(net(batch), batch["label"])
-                loss.backward()
-                if loop.step_due:
-                    dense.step()
-                    rows.step()
-                    dense.zero_grad()
+        for given in loader:
+            batch = unpack(given)
+            loss_fn(net(batch), batch["label"]).backward()
+            if loader.step_due:
+                optimizer.step()
+                optimizer.zero_grad()
 
     return net, rows, trained
 
@@ -174,13 +170,13 @@ def test_a_keyed_jagged_tensor_whose_lengths_or_weights_are_filled_again_is_refu
             yield {"ids": KeyedJagged(["a", "b"], torch.arange(number % 3, number % 3 + 6), factors, own)}
 
     net, rows = Bags(), bagpipe.optim.SGD(0.1)
-    loop = bagpipe.accelerate(net, loader(), rows, cache=30)
+    net, optimizer, batches = bagpipe.prepare(net, sgd(net.parameters()), loader(), rows=rows, cache=30)
 
     def trained():
-        with loop:
-            for batch in loop:
-                net(batch["ids"]).backward()
-                rows.step()
+        for batch in batches:
+            net(batch["ids"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     with pytest.raises(BatchError, match=rf"'ids\.{part}' of batch 0"):
         trained()
@@ -214,15 +210,14 @@ def test_a_batch_that_is_overwritten_while_it_is_trained_ends_the_loop():
         assert stepped.wait(60)
         yield second | {"label": first["label"]}
 
-    net, rows, loop, dense = start(loader(), policy="nocache")
+    net, optimizer, batches = start(loader(), policy="nocache")
 
     def trained():
-        with loop:
-            for batch in loop:
-                given.set()
-                assert overwritten.wait(60)
-                step(net, batch, dense, rows)
-                stepped.set()
+        for batch in batches:
+            given.set()
+            assert overwritten.wait(60)
+            step(net, batch, optimizer)
+            stepped.set()
 
     with pytest.raises(BatchError, match="'label' of batch 0"):
         trained()
@@ -232,10 +227,9 @@ def test_trainers_of_a_launch_refuse_what_all_of_them_are_given_and_is_filled_ag
     trainers, nets = Trainers(2), [make_net() for _ in range(2)]
 
     def script(rank):
-        factor, rows = torch.ones(1), bagpipe.optim.SGD(0.1)
+        factor = torch.ones(1)
         loader = (batch | {"factor": factor.fill_(number)} for number, batch in enumerate(make_batches()))
-        loop = bagpipe.accelerate(nets[rank], loader, rows, cache=60, **trainers.options(rank))
-        train(nets[rank], rows, loop, sgd(nets[rank].parameters()))
+        train(*start(loader, nets[rank], **trainers.options(rank)))
 
     errors = trainers.failures(script)
     assert isinstance(errors[0], BatchError)
@@ -340,9 +334,7 @@ def test_trainers_of_a_launch_take_batches_as_they_come_from_a_generator(number)
         trainers, nets = Trainers(number), [make_net() for _ in range(number)]
 
         def script(rank):
-            rows = bagpipe.optim.SGD(0.1)
-            loop = bagpipe.accelerate(nets[rank], make_loader(), rows, cache=60, **trainers.options(rank))
-            train(nets[rank], rows, loop, sgd(nets[rank].parameters()))
+            train(*start(make_loader(), nets[rank], **trainers.options(rank)))
 
         trainers.run(script)
         return nets[0].state_dict()
@@ -376,12 +368,16 @@ def test_slices_of_one_tensor_are_neither_refused_nor_copied_in_any_number_of_ep
     columns |= {"dense": both[:, :2], "label": both[:, 2]}
     places = []
 
-    def look(model, batch):
-        places.append(batch["dense"].data_ptr())
-        return loss_fn(model(batch), batch["label"])
+    def trained(loader, see=lambda batch: None):
+        net, optimizer, loader = start(loader, lookahead=20)
+        for _ in range(3):
+            for batch in loader:
+                see(batch)
+                step(net, batch, optimizer)
+        return net.state_dict()
 
-    found = train_fast(make_net(), Slices(columns), adagrad(), loss=look, epochs=3, lookahead=20)
-    assert_close(train_fast(make_net(), batches, adagrad(), epochs=3), found)
+    found = trained(Slices(columns), lambda batch: places.append(batch["dense"].data_ptr()))
+    assert_close(trained(batches), found)
     assert places == [columns["dense"][first:].data_ptr() for first in range(0, 48, 6)] * 3
 
 
@@ -494,27 +490,26 @@ def test_arrays_of_objects_and_bare_storages_are_watched_too(kind):
 def test_records_with_objects_and_empty_arrays_pass():
     records = np.zeros(3, [("name", object), ("number", np.float32)])
     batches = ({"ids": torch.tensor([[i, i]]), "records": records, "none": np.empty((0, 2))} for i in range(6))
-    model, rows = nn.Sequential(nn.EmbeddingBag(50, 2)), bagpipe.optim.SGD(0.1)
-    with bagpipe.accelerate(model, batches, rows, cache=400, features={"ids": "0"}) as loop:
-        for batch in loop:
-            model[0](batch["ids"]).sum().backward()
-            rows.step()
-            assert batch["records"] is records
-    assert loop.done == 6
+    trained = list(train_bags(batches))
+    assert all(batch["records"] is records for batch in trained)
+    assert len(trained) == 6
+
+
+def train_bags(loader):
+    """Each batch, once it was trained."""
+    model = nn.Sequential(nn.EmbeddingBag(50, 2))
+    optimizer = sgd(model.parameters())
+    model, optimizer, batches = bagpipe.prepare(model, optimizer, loader, cache=400, features={"ids": "0"})
+    for batch in batches:
+        optimizer.zero_grad()
+        model[0](batch["ids"]).sum().backward()
+        optimizer.step()
+        yield batch
 
 
 def assert_refused(loader):
-    model, rows = nn.Sequential(nn.EmbeddingBag(50, 2)), bagpipe.optim.SGD(0.1)
-    loop = bagpipe.accelerate(model, loader, rows, cache=400, features={"ids": "0"})
-
-    def train():
-        with loop:
-            for batch in loop:
-                model[0](batch["ids"]).sum().backward()
-                rows.step()
-
     with pytest.raises(BatchError, match="the loader has overwritten 'label' of batch"):
-        train()
+        list(train_bags(loader))
 
 
 def test_a_large_buffer_whose_numbers_change_places_is_refused():

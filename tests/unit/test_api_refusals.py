@@ -12,7 +12,7 @@ from bagpipe.cluster.context import Launch
 from bagpipe.config import parse_config
 from bagpipe.errors import BatchError, CapacityError, ConfigError, ModelError
 from bagpipe.types import Table
-from harness.accelerated import adagrad, assert_untouched, start, step
+from harness.flat import prepare
 from harness.plain import (
     assert_same_bits,
     make_batches,
@@ -21,6 +21,7 @@ from harness.plain import (
     sgd,
     train_fast,
 )
+from harness.started import adagrad, assert_untouched, start, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def test_layers_that_can_not_be_exact_are_refused_by_name(options, named):
     net = make_net(**options)
     with pytest.raises(ModelError, match=f"'item'.*{named}"):
-        bagpipe.accelerate(net, make_batches(), adagrad())
+        start(net=net)
     assert_untouched(net)
 
 
@@ -48,7 +49,7 @@ def test_tied_weights_are_refused():
     net.other = nn.EmbeddingBag(20, 4)
     net.other.weight = net.item.weight
     with pytest.raises(ModelError, match=r"(?=.*item)(?=.*other).*share one weight"):
-        bagpipe.accelerate(net, make_batches(), adagrad())
+        start(net=net)
 
 
 def test_a_weight_that_another_module_uses_is_refused():
@@ -56,47 +57,37 @@ def test_a_weight_that_another_module_uses_is_refused():
     net.out = nn.Linear(4, 20, bias=False)
     net.out.weight = net.item.weight
     with pytest.raises(ModelError, match=r"'item' and 'out.weight' share one weight"):
-        bagpipe.accelerate(net, make_batches(), adagrad())
+        start(net=net)
 
 
 def test_a_table_larger_than_its_layer_is_refused():
     tables = [Table("user", 31), Table("item", 20)]
     with pytest.raises(ModelError, match="table 'user' has 31 rows and layer 'user' 30"):
-        bagpipe.accelerate(make_net(), make_batches(), adagrad(), tables=tables)
+        start(features=tables)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_a_dense_optimizer_that_holds_a_table_is_refused(kind):
+def test_an_optimizer_may_have_the_dense_part_alone():
     net = make_net()
-    optimizer = kind(net.parameters(), lr=0.1)
-    with pytest.raises(
-        ModelError, match=rf"a {kind.__name__} holds the weight of layer 'user'.*after bagpipe.accelerate"
-    ):
-        bagpipe.accelerate(net, make_batches(), adagrad())
-    assert_untouched(net)
-    del optimizer
-
-
-def test_an_optimizer_of_the_dense_part_alone_may_exist_before():
-    net = make_net()
-    dense, rows = sgd(net.top.parameters()), adagrad()
-    with bagpipe.accelerate(net, make_batches(), rows) as loop:
-        for batch in loop:
-            step(net, batch, dense, rows)
+    train(*prepare(net, sgd(net.top.parameters()), make_batches(), adagrad(), cache=60))
     assert_same_bits(train_fast(make_net(), make_batches(), adagrad()), net.state_dict())
 
 
 def test_a_model_without_embedding_layers_is_refused():
     with pytest.raises(ModelError, match=r"no nn.EmbeddingBag or nn.Embedding layer"):
-        bagpipe.accelerate(nn.Linear(2, 2), make_batches(), adagrad())
+        start(net=nn.Linear(2, 2))
 
 
-def test_one_row_optimizer_drives_one_model():
+@pytest.mark.parametrize("trained", [False, True])
+def test_row_optimizers_are_for_one_model(trained):
+    """They count its updates."""
     rows = adagrad()
-    net, other = make_net(), make_net()
-    with bagpipe.accelerate(net, make_batches(), rows):
-        with pytest.raises(ModelError, match="already drives"):
-            bagpipe.accelerate(other, make_batches(), rows)
+    first = start(rows=rows)
+    if trained:
+        train(*first)
+    for again in (rows, bagpipe.optim.PerTable(adagrad(), {"item": rows})):
+        other = make_net()
+        with pytest.raises(ConfigError, match=r"this Adagrad was given to bagpipe\.prepare already.*for each model"):
+            start(net=other, rows=again)
         assert_untouched(other)
 
 
@@ -104,21 +95,19 @@ def test_layers_in_a_plain_list_are_told_where_to_go():
     class Hidden(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = [nn.EmbeddingBag(5, 2)]
+            self.layers, self.top = [nn.EmbeddingBag(5, 2)], nn.Linear(2, 1)
 
     with pytest.raises(ModelError, match=r"nn\.ModuleList"):
-        bagpipe.accelerate(Hidden(), [{"a": torch.tensor([[1]])}], bagpipe.optim.SGD(0.1))
+        start([{"a": torch.tensor([[1]])}], Hidden())
 
 
 # Settings
 
 
-def test_optimizers_of_unknown_tables_and_iterators_for_several_epochs_are_refused():
+def test_row_optimizers_of_unknown_tables_are_refused():
     rows = bagpipe.optim.PerTable(adagrad(), {"usr": bagpipe.optim.SGD(0.1)})
     with pytest.raises(ConfigError, match=r"'usr'.*'user', 'item'"):
-        bagpipe.accelerate(make_net(), make_batches(), rows)
-    with pytest.raises(ConfigError, match=r"epochs is 2.*can be read once"):
-        bagpipe.accelerate(make_net(), iter(make_batches()), adagrad(), epochs=2)
+        start(rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +127,7 @@ def test_policies_that_can_not_be_are_refused_before_a_batch_is_read(options, me
             return super().__iter__()
 
     with pytest.raises(ConfigError, match=message):
-        bagpipe.accelerate(net, Read(make_batches()), adagrad(), **options)
+        start(Read(make_batches()), net, **options)
     assert not read
     assert_untouched(net)
 
@@ -147,12 +136,11 @@ def test_nocache_may_be_told_that_it_reads_no_batch_ahead():
     start(policy="nocache", lookahead=1)[2].close()
 
 
-def test_a_policy_that_reads_old_rows_is_refused_with_several_trainers(monkeypatch):
+def test_a_policy_that_reads_old_rows_is_refused_with_several_trainers():
     launch = Launch(parse_config({}), (), b"", None, trainers=3)
-    monkeypatch.setattr("bagpipe.api.current", lambda: launch)
     net, stale = make_net(), {"policy": "windowed", "policy_options": {"mode": "stale"}}
-    with pytest.raises(ConfigError, match="mode 'stale' is for one trainer, not 3: use 'strict'"):
-        bagpipe.accelerate(net, make_batches(), adagrad(), **stale)
+    with launch.entered(), pytest.raises(ConfigError, match="mode 'stale' is for one trainer, not 3: use 'strict'"):
+        start(net=net, **stale)
     assert_untouched(net)
 
 
@@ -163,7 +151,6 @@ def test_a_policy_that_reads_old_rows_is_refused_with_several_trainers(monkeypat
         {"lookahead": -3},
         {"lookahead": "far"},
         {"lookahead": True},
-        {"epochs": 0},
         {"accumulate": 0},
         {"depth": 0},
         {"threads": 0},
@@ -177,11 +164,29 @@ def test_settings_out_of_range_are_refused_with_their_value(options):
     net, rows = make_net(), adagrad()
     (name, value), *_ = options.items()
     with pytest.raises(ConfigError) as caught:
-        bagpipe.accelerate(net, make_batches(), rows, **options)
+        start(net=net, rows=rows, **options)
     assert name in str(caught.value)
     assert str(value) in str(caught.value)
     assert_untouched(net)
-    bagpipe.accelerate(net, make_batches(), rows)  # the optimizer is still free
+    start(net=net, rows=rows)  # nothing of it stands in the way
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"options": {"device": "cpu"}}, r"options is \{'device': 'cpu'\}: give a bagpipe\.Options"),
+        ({"checkpoint": "runs/1"}, r"checkpoint is 'runs/1': give a bagpipe\.Checkpointing"),
+        ({"store": 3}, r"store is 3: give 'memory', a directory, a bagpipe\.Files"),
+        ({"store": None}, "store is None"),
+        ({"features": ["user", "item"]}, r"features is \['user', 'item'\]: give a mapping.*bagpipe\.Table"),
+        ({"cache": bagpipe.Cache(60, options=3)}, "options of the policy are 3: give a mapping"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_with_what_to_give(options, named):
+    net = make_net()
+    with pytest.raises(ConfigError, match=named):
+        bagpipe.prepare(net, sgd(net.parameters()), make_batches(), **options)
+    assert_untouched(net)
 
 
 @pytest.mark.parametrize("dims", [(4, 4), (4, 9)])
@@ -205,7 +210,7 @@ def test_a_cache_smaller_than_the_first_batch_says_which_size_is_enough(dims, un
 def test_an_empty_loader_is_refused():
     net = make_net()
     with pytest.raises(BatchError, match="loader is empty"):
-        bagpipe.accelerate(net, [], adagrad())
+        start([], net)
     assert_untouched(net)
 
 
@@ -215,7 +220,7 @@ def test_a_batch_without_ids_is_refused_with_what_it_has():
     with pytest.raises(
         BatchError, match=r"no ids.*a dict in which 'x' is a tensor of float32.*'user' is a NumPy array"
     ):
-        bagpipe.accelerate(net, batches, adagrad())
+        start(batches, net)
     assert_untouched(net)
 
 
@@ -223,10 +228,10 @@ def test_ids_that_are_not_integers_are_refused_with_their_type():
     batches = [batch | {"item": batch["item"].float()} for batch in make_batches()]
     for features in (None, {"user": "user", "item": "item"}):
         with pytest.raises(BatchError, match=r"'item'.* is a tensor of float32 and shape \(6, 3\): ids are integers"):
-            bagpipe.accelerate(make_net(), batches, adagrad(), features=features)
+            start(batches, features=features)
 
 
 def test_a_pair_that_is_not_bags_is_refused_when_nobody_has_named_it():
     batches = [batch | {"item": (torch.tensor([4, 5]), torch.tensor([3, 0]))} for batch in make_batches()]
     with pytest.raises(BatchError, match=r"batch 0: 'item' is a pair.*offsets of bags.*'item\.0'"):
-        bagpipe.accelerate(make_net(), batches, adagrad())
+        start(batches)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import pytest
 
 import bagpipe
-from bagpipe.errors import ConfigError, ModelError, StoreError
+from bagpipe.errors import ConfigError, StoreError
 from bagpipe.store import MemoryStore
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from harness.plain import (
     assert_same_bits,
-    loss_of,
     make_batches,
     make_net,
     nothing_left,  # noqa: F401
     train_fast,
 )
+from harness.started import start, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def accelerate(directory, net=None, rows=None, **options):
-    return bagpipe.accelerate(
-        net or make_net(), make_batches(), rows or bagpipe.optim.SGD(0.1), cache=60, store=directory, **options
-    )
+def store_of(place, **options):
+    """The store of a model that was prepared."""
+    return start(store=place, **options)[2].loop.store
 
 
 @pytest.mark.parametrize("device", [None, "meta"])
@@ -39,52 +38,48 @@ def test_rows_in_a_directory_train_to_the_same_bits_and_leave_nothing_there(tmp_
 def test_what_can_not_hold_files_is_refused_and_stays_as_it_is(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(StoreError, match=r"notes.txt is a file: give a directory"):
-        accelerate(tmp_path / "notes.txt")
+        store_of(tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    with pytest.raises(ConfigError, match="store='rows': give 'memory', 'mapped', or the path of a directory"):
-        accelerate("rows")
+    with pytest.raises(ConfigError, match=r"store='rows': give .* the path of a directory for the files, .*'\./rows'"):
+        store_of("rows")
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "table-00000.rows").write_text("of an earlier version")
     with pytest.raises(StoreError, match=r"earlier version .*checkpoints only; remove .*or give another directory"):
-        accelerate(tmp_path / "rows")
+        store_of(tmp_path / "rows")
     assert (tmp_path / "rows" / "table-00000.rows").read_text() == "of an earlier version"
 
 
-def test_the_directory_of_a_model_s_earlier_loop_may_be_named_again(tmp_path):
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    first = accelerate(tmp_path / "rows", net, rows)
-    first.close()
-    with pytest.raises(ConfigError, match="rows are in a store already"):
-        accelerate(tmp_path / "others", net, rows)
-    assert accelerate(tmp_path / "rows", net, rows).store is first.store
+def test_a_call_that_fails_late_leaves_a_directory_that_can_be_used(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as failing:
+        failing.setattr("bagpipe.script.TrainLoop", fail)
+        with pytest.raises(MemoryError):
+            store_of(tmp_path / "rows")
+    store_of(tmp_path / "rows").close()
 
 
-def test_a_call_that_fails_late_leaves_a_directory_that_can_be_used(tmp_path):
-    rows = bagpipe.optim.SGD(0.1)
-    with bagpipe.accelerate(make_net(), make_batches(), rows), pytest.raises(ModelError, match="already drives"):
-        accelerate(tmp_path / "rows", rows=rows)
-    accelerate(tmp_path / "rows").store.close()
+@pytest.mark.parametrize("name", ["rows", "memory", "mapped"])
+def test_the_directory_of_files_may_have_any_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "table-00000.rows").write_text("of an earlier version")
+    with pytest.raises(StoreError, match="earlier version"):
+        store_of(bagpipe.Files(name))
 
 
 @pytest.mark.parametrize("store", ["mapped", "directory"])
 def test_memory_for_rows_on_disk_can_be_bounded(tmp_path, store):
     place = tmp_path / "rows" if store == "directory" else store
-    assert accelerate(place, store_memory="7.5MB").store._residency.bytes_max == 7_500_000
-    assert accelerate(tmp_path / "other").store._residency.bytes_max == RESIDENT_BYTES_MAX
+    assert store_of(place, store_memory="7.5MB")._residency.bytes_max == 7_500_000
+    assert store_of(tmp_path / "other")._residency.bytes_max == RESIDENT_BYTES_MAX
 
 
-@pytest.mark.parametrize(
-    ("store", "value", "named"),
-    [
-        ("memory", "1GB", "goes with rows on disk"),
-        ("mapped", "much", "'much'"),
-        ("mapped", "1MB", "at least '5MB'"),
-        ("mapped", 7_000_000, "7000000"),
-    ],
-)
-def test_memory_that_can_not_be_kept_is_refused_with_its_value(store, value, named):
-    with pytest.raises(ConfigError, match=rf"store_memory.*{named}"):
-        accelerate(store, store_memory=value)
+@pytest.mark.parametrize(("value", "named"), [("much", "'much'"), ("1MB", "at least '5MB'"), (7_000_000, "7000000")])
+def test_memory_that_can_not_be_kept_is_refused_with_its_value(value, named):
+    with pytest.raises(ConfigError, match=rf"memory of bagpipe\.Files is .*{named}"):
+        bagpipe.Files(memory=value)
 
 
 class Noted(MemoryStore):
@@ -103,17 +98,17 @@ class Noted(MemoryStore):
         super().write_many(parts, passed)
 
 
-def test_iterations_of_a_later_loop_are_counted_on():
-    """Or trainers would not wait for each other: what they read after was passed in the loop before."""
-    net, told = make_net(), []
-    for options in ({"store": Noted}, {}, {}):
-        rows = bagpipe.optim.SGD(0.1)
-        with bagpipe.accelerate(net, make_batches(4), rows, cache=60, policy="nocache", **options) as loop:
-            for batch in loop:
-                loss_of(net, batch).backward()
-                rows.step()
-        told.append([number for number in loop.store.passed if number >= 0])
-        assert {-1, *range(len(told) * 4)} >= set(loop.store.after)
+@pytest.mark.parametrize("closed", [False, True])
+def test_iterations_of_a_later_epoch_are_counted_on(closed):
+    """Or trainers would not wait for each other: what they read after was passed in the epoch before."""
+    net, optimizer, loader = start(make_batches(4), policy="nocache", store=Noted)
+    store, told = loader.loop.store, []
+    for _ in range(3):
+        train(net, optimizer, loader)
+        if closed:
+            loader.close()
+        told.append([number for number in store.passed if number >= 0])
+        assert {-1, *range(len(told) * 4)} >= set(store.after)
     assert told[-1] == list(range(12))
-    assert max(loop.store.after) > 8, "rows that the last loop itself has written"
-    assert -1 in loop.store.after, "what is of no iteration stays so"
+    assert max(store.after) > 8, "rows that the last epoch itself has written"
+    assert -1 in store.after, "what is of no iteration stays so"

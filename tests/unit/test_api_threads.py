@@ -1,4 +1,4 @@
-"""Nothing outlives its session: no thread, no temporary directory, no worker process, no cache."""
+"""Nothing outlives its epoch: no thread, no temporary directory, no worker process; and no cache its loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import bagpipe
 from bagpipe.cache import RowCache
 from bagpipe.errors import DeadlineError, PipelineError
 from bagpipe.trainer import stages
@@ -26,75 +25,81 @@ from harness.plain import (
     directories_left,
     loss_of,
     make_batches,
-    make_net,
     nothing_left,  # noqa: F401
     threads_left,
 )
+from harness.started import start, step, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def begin(num_batches=2, **options):
-    """A session in the middle of its loop."""
-    net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
-    options = {"cache": 60, "store": "mapped", "threads": 2} | options
-    loop = bagpipe.accelerate(net, options.pop("loader", make_batches()), rows, **options)
-    iterator = iter(loop)
+    """In the middle of an epoch."""
+    options = {"store": "mapped", "threads": 2} | options
+    net, optimizer, loader = start(options.pop("loader", None), **options)
+    iterator = iter(loader)
     for _ in range(num_batches):
-        loss_of(net, next(iterator)).backward()
-        rows.step()
-    return net, rows, loop, iterator
+        step(net, next(iterator), optimizer)
+    return net, optimizer, loader, iterator
 
 
-def test_an_unused_session_leaks_nothing():
-    net = make_net()
-    bagpipe.accelerate(net, make_batches(), bagpipe.optim.SGD(0.1), store="mapped")
+def test_a_loader_that_is_not_used_leaks_nothing():
+    net, optimizer, loader = start(store="mapped")
     assert threads_left(0) == []
     assert directories_left() == [], "files of rows have no names"
-    del net
+    del net, optimizer, loader
     gc.collect()
     assert threads_left(0) == []
 
 
-def test_a_session_that_is_dropped_in_the_middle_ends_by_itself():
-    net, rows, loop, iterator = begin()
+def test_a_loader_that_is_dropped_in_the_middle_ends_by_itself():
+    net, optimizer, loader, iterator = begin()
     assert threads_left(0) != []
-    watched = weakref.ref(loop)
-    del net, loop, iterator
+    watched = [weakref.ref(each) for each in (loader, loader.loop)]
+    del net, optimizer, loader, iterator
     gc.collect()
-    assert watched() is None
+    assert [each() for each in watched] == [None, None]
     assert threads_left() == []
     assert directories_left() == []
-    with bagpipe.accelerate(make_net(), make_batches(), rows):  # and the optimizer is free again
-        pass
 
 
-def test_the_cache_is_given_back_when_training_is_over():
-    net, _, loop, iterator = begin()
-    sizes = [part.numel() for part in loop.cache.data]
-    iterator.close()
-    loop.close()
+@pytest.mark.parametrize("end", ["break", "close", "last batch"])
+def test_the_cache_is_given_back_when_training_is_over(end):
+    """After its last batch an epoch leaves it to the next one."""
+    net, optimizer, loader, iterator = begin()
+    sizes = [part.numel() for part in loader.loop.cache.data]
     assert sizes == [50 * 8]  # all rows that there are
-    assert [part.numel() for part in loop.cache.data] == [0]
+    if end == "last batch":
+        for batch in iterator:
+            step(net, batch, optimizer)
+        assert [part.numel() for part in loader.loop.cache.data] == sizes
+        assert threads_left(0) == []
+    if end == "break":
+        iterator.close()
+    else:
+        loader.close()
+    assert [part.numel() for part in loader.loop.cache.data] == [0]
     assert threads_left(0) == []
     with torch.no_grad():
         net(make_batches()[0])
+    optimizer.zero_grad()
+    train(net, optimizer, loader)
 
 
 def test_closing_twice_and_before_the_first_batch_is_fine():
     for num_batches in (0, 3):
-        _, _, loop, _ = begin(num_batches)
-        loop.close()
-        loop.close()
+        _, _, loader, _ = begin(num_batches)
+        loader.close()
+        loader.close()
         assert threads_left(0) == []
 
 
 def test_worker_processes_of_the_loader_end_with_the_loop():
-    loader = DataLoader(range(600), batch_size=6, num_workers=2, collate_fn=collate, prefetch_factor=2)
-    _, _, loop, iterator = begin(loader=loader, lookahead=2)
+    batches = DataLoader(range(600), batch_size=6, num_workers=2, collate_fn=collate, prefetch_factor=2)
+    _, _, loader, iterator = begin(loader=batches, lookahead=2)
     assert len(multiprocessing.active_children()) == 2
     iterator.close()
-    loop.close()
+    loader.close()
     until = time.monotonic() + 10
     while multiprocessing.active_children() and time.monotonic() < until:
         time.sleep(0.01)
@@ -109,10 +114,10 @@ def collate(numbers):
 
 def test_a_defect_in_a_background_thread_surfaces_with_its_cause_and_leaves_nothing(monkeypatch):
     monkeypatch.setattr(RowCache, "copy_out", lambda *_: {}["missing"])
-    _, _, loop, iterator = begin(1, policy="nocache", driver=Threads(20))
+    _, _, loader, iterator = begin(1, policy="nocache", driver=Threads(20))
 
     def go_on():
-        with loop:
+        with loader:
             for _ in iterator:
                 pass
 
@@ -130,13 +135,13 @@ def test_a_loader_that_blocks_is_named_by_every_wait(monkeypatch):
         yield from make_batches()[:2]
         released.wait(30)
 
-    net, _, loop, iterator = begin(0, loader=blocking(), driver=Threads(0.3), lookahead=1)
+    net, _, loader, iterator = begin(0, loader=blocking(), driver=Threads(0.3), lookahead=1)
     # With a lookahead of one the first batch is planned as soon as it is read.
     loss_of(net, next(iterator))
     with pytest.raises(DeadlineError, match=r"waited 0.3 s for the rows of the next batch; the stages wait for: plan"):
         for _ in iterator:
             pass
-    assert loop.closed
+    assert loader.loop.closed
     released.set()
 
 
@@ -149,19 +154,20 @@ def test_leaving_a_loop_whose_loader_blocks_ends_with_a_named_error(monkeypatch)
         reached.set()
         released.wait(30)
 
-    _, _, loop, _ = begin(1, loader=blocking(), lookahead=1)
+    _, _, loader, held = begin(1, loader=blocking(), lookahead=1)
     assert reached.wait(10)
     with pytest.raises(DeadlineError, match=r"bagpipe-plan did not end within 0 s.*does the loader block"):
-        loop.close()
+        loader.close()
     assert threads_left(0) == ["bagpipe-plan"]
     released.set()
+    del held
 
 
-def test_many_sessions_leave_no_more_than_one():
+def test_many_models_leave_no_more_than_one():
     before = threading.active_count()
     for _ in range(5):
-        _, _, loop, _ = begin(3)
-        with loop:
+        _, _, loader, _ = begin(3)
+        with loader:
             pass
     assert threading.active_count() == before
 
@@ -170,20 +176,25 @@ LEFT_OPEN = """
     import sys
     sys.path.insert(0, {tests!r})
     import bagpipe
-    from harness.plain import loss_of, make_batches, make_net
+    from harness.plain import loss_of, make_batches, make_net, sgd
 
-    net, rows = make_net(), bagpipe.optim.Adagrad(0.1)
-    for batch in bagpipe.accelerate(net, make_batches(), rows, cache=40, store="mapped", threads=2):
+    net = make_net()
+    optimizer, store = sgd(net.parameters()), bagpipe.Files()
+    net, optimizer, loader = bagpipe.prepare(net, optimizer, make_batches(), cache=40, store=store)
+    {loop}
+        optimizer.zero_grad()
         loss_of(net, batch).backward()
-        rows.step()
-        if rows.updates == 3:
+        optimizer.step()
+        if number == 3:
             break
     print(net.state_dict()["user.weight"].shape)
 """
 
 
-def test_a_script_that_breaks_off_without_a_with_block_ends_cleanly(tmp_path):
-    script = textwrap.dedent(LEFT_OPEN.format(tests=str(Path(__file__).parents[1])))
+@pytest.mark.parametrize("held", ["enumerate(loader)", "held"])
+def test_a_script_that_breaks_off_without_a_with_block_ends_cleanly(held, tmp_path):
+    loop = f"held = enumerate(loader)\n    for number, batch in {held}:"
+    script = textwrap.dedent(LEFT_OPEN.format(tests=str(Path(__file__).parents[1]), loop=loop))
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120, env=environment

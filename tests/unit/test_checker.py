@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import bagpipe
 from bagpipe.cache import RowCache, TableRows
 from bagpipe.checker import Checker
 from bagpipe.errors import ConsistencyError
 from bagpipe.oracle.plan import Fetch, Plan, Victims
 from bagpipe.oracle.row_list import RowList
-from harness.accelerated import start, step, train
+from harness.started import start, step, train
 
 
 class Told:
@@ -23,7 +22,7 @@ class Told:
 
     def __init__(self):
         self.cache = RowCache([2], [4], torch.device("cpu"))
-        self.checker = Checker(["ad"], self.cache)
+        self.checker = Checker(["ad"], [2], self.cache)
         self.stored = {7: np.float32([1, 2]), 8: np.float32([3, 4])}
 
     def plan(self, iteration, row=7, slot=1):
@@ -180,10 +179,8 @@ def test_threads_raise_no_false_alarm():
 
 
 def test_a_loop_that_is_left_early_raises_no_false_alarm():
-    net, rows, loop, dense = start(check=True)
-    assert isinstance(rows, bagpipe.optim.Adagrad)
-    with loop:
-        for batch in loop:
-            step(net, batch, dense, rows)
-            if rows.updates == 6:
-                break
+    net, optimizer, loader = start(check=True)
+    for number, batch in enumerate(loader, start=1):
+        step(net, batch, optimizer)
+        if number == 6:
+            break

@@ -53,8 +53,8 @@ def test_a_run_with_other_bits_is_not_exact(job, monkeypatch):
     def with_another_seed(job, report):
         return trained(replace(job, config=parse_config(SETTINGS | {"seed": 1})), report)
 
-    trained = comparison.train_accelerated
-    monkeypatch.setattr(comparison, "train_accelerated", with_another_seed)
+    trained = comparison.train_configured
+    monkeypatch.setattr(comparison, "train_configured", with_another_seed)
     (row,) = compare(job, ["lru"], ignore)
     assert row["exact"] is False
 
@@ -73,10 +73,10 @@ def test_kernels_that_choose_who_leaves_are_called_before_the_run_that_counts(jo
         chosen_by.append((job.config.policy, job.run_dir.name == "warm-up", len(calls) > before))
         return found
 
-    lowest, trained = slots.lowest, comparison.train_accelerated
+    lowest, trained = slots.lowest, comparison.train_configured
     monkeypatch.setattr(slots, "lowest", noted)
     monkeypatch.setattr(oracle, "lowest", noted)
-    monkeypatch.setattr(comparison, "train_accelerated", counted)
+    monkeypatch.setattr(comparison, "train_configured", counted)
     names = ["belady", "frequency"]
     compare(job, names, ignore)
     assert chosen_by == [(name, warm, warm) for name in names for warm in (True, False)]
@@ -103,8 +103,8 @@ def test_the_order_is_that_of_rows_whatever_the_speeds_and_speeds_that_overlap_a
         order.append(job.config.policy)
         return state, summary | {"samples_per_second": speeds[order[-1]][order.count(order[-1]) - 1]}
 
-    trained = comparison.train_accelerated
-    monkeypatch.setattr(comparison, "train_accelerated", timed)
+    trained = comparison.train_configured
+    monkeypatch.setattr(comparison, "train_configured", timed)
     there = ["lru", "belady", "lookahead"]
     rows = compare(replace(job, config=parse_config(SETTINGS | {"cache": 500})), there, ignore, repeats=3)
     assert order == [*there, *reversed(there), *there], "in turns"

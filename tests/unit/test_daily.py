@@ -14,7 +14,7 @@ from bagpipe.cli import main
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.job import open_job
 from bagpipe.resuming import note_config, open_run
-from bagpipe.training import train, train_accelerated, train_reference, verify
+from bagpipe.training import train, train_configured, train_reference, verify
 from harness.daily import day_job, state_of, trained_reference, write_days
 
 
@@ -51,17 +51,18 @@ def test_the_second_day_has_the_bits_of_the_reference(data, first_day, tmp_path,
     before, run = first_day
     job = day_job(data, tmp_path / "run", 2, init_from=str(run), checkpoint={"every": 5}, **settings)
     expected = state_of(trained_reference(job, before))
-    found, _ = train_accelerated(job, quiet, hold=True)
+    found, _ = train_configured(job, quiet, hold=True)
     assert expected.differing(found) == []
     assert len(found.rows["user"][0]) > len(before.tables[0].written), "rows of the first day, and new ones"
     assert max(found.rows["user"][0]) >= 300
 
 
-def test_rates_are_those_of_the_run_that_begins(data, first_day, tmp_path):
+@pytest.mark.parametrize("lr", [0.3, {"name": "cosine", "lr": 0.3, "iterations": 40}], ids=["a rate", "a schedule"])
+def test_rates_are_those_of_the_run_that_begins(data, first_day, tmp_path, lr):
     before, run = first_day
-    rates = {"row_optimizer": {"name": "adam", "lr": 0.3}, "dense_optimizer": {"name": "adam", "lr": 0.2}}
+    rates = {"row_optimizer": {"name": "adam", "lr": lr}, "dense_optimizer": {"name": "adam", "lr": 0.2}}
     job = day_job(data, tmp_path / "run", 2, init_from=str(run), **rates)
-    found, _ = train_accelerated(job, quiet, hold=True)
+    found, _ = train_configured(job, quiet, hold=True)
     assert state_of(trained_reference(job, before)).differing(found) == []
 
 
@@ -108,7 +109,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_state_aga
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_accelerated(job, stop)
+        train_configured(job, stop)
     note_config(job.run_dir, job.config)  # what `kill -9` would have left
     again = open_run(job.run_dir, [])
     assert again.point.checkpoint is None
@@ -126,7 +127,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_the_same_state_aga
 def test_another_model_or_optimizer_is_refused_by_name(data, first_day, tmp_path, settings, what):
     job = day_job(data, tmp_path / "run", 2, init_from=str(first_day[1]), **settings)
     with pytest.raises(CheckpointError, match=what):
-        train_accelerated(job, quiet)
+        train_configured(job, quiet)
 
 
 def test_tables_that_have_shrunk_are_refused_by_name(data, first_day, tmp_path):
@@ -137,7 +138,7 @@ def test_tables_that_have_shrunk_are_refused_by_name(data, first_day, tmp_path):
         match=r"'user' has 420 rows in the checkpoint and only 300 rows in the model.*"
         r"'city' has 20 rows in the checkpoint and only 12",
     ):
-        train_accelerated(day_job(data, tmp_path / "run", 1, init_from=str(tmp_path / "two")), quiet)
+        train_configured(day_job(data, tmp_path / "run", 1, init_from=str(tmp_path / "two")), quiet)
 
 
 def test_the_commands_take_a_run_to_begin_with(data, first_day, tmp_path, monkeypatch, capsys):

@@ -12,6 +12,8 @@ from bagpipe.checkpoint.importing import import_rows
 from bagpipe.errors import CheckpointError, ConfigError
 from bagpipe.resuming import find_resume_point
 from bagpipe.state import of_store
+from harness.flat import prepare
+from harness.kept import unchanged
 
 
 class Model(nn.Module):
@@ -24,6 +26,11 @@ class Model(nn.Module):
 
     def forward(self, sparse):
         return self.top(sum(self.tables[name](sparse[name]) for name in self.tables)).squeeze(1)
+
+
+def decay(done):
+    """Every fourth iteration."""
+    return 1.0 if done % 4 else 0.1
 
 
 def day(rows, tables=("user",), number=1, batches=6):
@@ -41,33 +48,38 @@ class Session:
     def __init__(self, data, rows=20, tables=("user",), stop=None, lr=0.1, resume=None, **checkpoint):
         torch.manual_seed(5)
         self.model, self.rows = Model(rows, tables), bagpipe.optim.Adam(lr)
-        kept = bagpipe.Checkpointing(**checkpoint) if checkpoint else None
+        kept = bagpipe.Checkpointing(resume=resume, **checkpoint) if checkpoint else None
         features = {name: [f"tables.{name}"] for name in tables}
-        self.loop = bagpipe.accelerate(
-            self.model, data, self.rows, cache=200, features=features, checkpoint=kept, resume=resume, check=True
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        _, self.optimizer, self.loader = prepare(
+            self.model, optimizer, data, self.rows, cache=200, features=features, checkpoint=kept, check=True
         )
-        self.dense = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.dense, 4)
+        self.loop = self.loader.loop
+        # Of dense parameters alone: rows have the last group.
+        self.scheduler = torch.optim.lr_scheduler.MultiplicativeLR(self.optimizer, [decay, unchanged])
         self.generator = torch.Generator().manual_seed(3)
         self.stop = stop
 
-    def train(self, **attached):
-        things = attached or {"dense": self.dense, "scheduler": self.scheduler, "generator": self.generator}
+    def train(self, **registered):
+        things = registered or {"scheduler": self.scheduler, "generator": self.generator}
         self.drawn = []
-        with self.loop as batches:
-            batches.attach(**things)
-            self.began_at = batches.done
-            for sparse, labels in batches:
-                loss = nn.functional.binary_cross_entropy_with_logits(self.model(sparse), labels)
-                self.dense.zero_grad()
-                loss.backward()
-                self.dense.step()
-                self.rows.step()
-                self.scheduler.step()
+        self.loader.register_for_checkpointing(**things)
+        self.began_at = self.loop.done
+        for _ in range(self.loader.epoch, 1):
+            for sparse, labels in self.loader:
+                self.step(sparse, labels)
                 self.drawn.append(torch.rand(1, generator=self.generator).item())
-                if batches.done + 1 == self.stop:
+                if self.loop.done + 1 == self.stop:
                     break
         return self
+
+    def step(self, sparse, labels):
+        """One iteration."""
+        loss = nn.functional.binary_cross_entropy_with_logits(self.model(sparse), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
 
     def state(self):
         names = [layout.table.name for layout in self.loop.layouts]
@@ -88,20 +100,15 @@ def test_a_script_takes_over_all_but_generators_and_the_place_in_the_data(first,
     assert second.rows.updates == 12
     assert second.rows.lr == 0.2
     assert second.scheduler.last_epoch == 12
-    assert second.dense.state_dict()["state"][0]["step"].item() == 12
+    assert second.optimizer.dense_state()["state"][0]["step"].item() == 12
+    assert second.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.1**3)
     assert second.drawn == before.drawn, "the generator begins anew"
     # The same by hand: day one and day two in one loop of the model that is as large from the beginning.
     whole = Session(day(20) + day(30, number=2), rows=30)
-    with whole.loop as batches:
-        for number, (sparse, labels) in enumerate(batches):
-            if number == 6:
-                whole.rows.lr = 0.2
-            loss = nn.functional.binary_cross_entropy_with_logits(whole.model(sparse), labels)
-            whole.dense.zero_grad()
-            loss.backward()
-            whole.dense.step()
-            whole.rows.step()
-            whole.scheduler.step()
+    for number, (sparse, labels) in enumerate(whole.loader):
+        if number == 6:
+            whole.optimizer.param_groups[-1]["lr"] = 0.2
+        whole.step(sparse, labels)
     assert whole.state().differing(second.state()) == []
 
 
@@ -120,6 +127,28 @@ def test_new_tables_begin_and_others_keep_their_rows_whatever_their_order(first,
     assert session.loop.store.num_rows(1 - user) > 0
 
 
+def test_a_new_table_in_the_optimizer_of_all_leaves_the_others_their_states(tmp_path):
+    def trained(tables, **checkpoint):
+        torch.manual_seed(5)
+        model = Model(20, tables)
+        kept = bagpipe.Checkpointing(**checkpoint)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        features = {name: [f"tables.{name}"] for name in tables}
+        _, _, loader = prepare(model, optimizer, day(20, tables), cache=200, features=features, checkpoint=kept)
+        loader.register_for_checkpointing()
+        before = [part["sum"].clone() for part in optimizer.dense_state()["state"].values()]
+        for sparse, labels in loader:
+            nn.functional.binary_cross_entropy_with_logits(model(sparse), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return before, [part["sum"] for part in optimizer.dense_state()["state"].values()]
+
+    _, left = trained(("user",), directory=tmp_path / "first")
+    found, _ = trained(("ad", "user"), directory=None, init_from=tmp_path / "first")
+    assert [part.shape for part in found] == [(1, 2), (1,)]
+    assert all(map(torch.equal, left, found))
+
+
 def test_its_own_checkpoints_go_before(first, tmp_path):
     _, path = first
     settings = {"directory": tmp_path / "second", "every": 2, "init_from": path}
@@ -131,22 +160,22 @@ def test_its_own_checkpoints_go_before(first, tmp_path):
     assert whole.state().differing(went_on.state()) == []
 
 
-def test_what_was_attached_before_must_be_and_more_may_be(first, tmp_path):
+def test_what_was_registered_before_must_be_and_more_may_be(first, tmp_path):
     _, path = first
     more = Session(day(20), directory=None, init_from=path)
-    extra = torch.optim.lr_scheduler.ExponentialLR(more.dense, 0.9)
-    more.train(dense=more.dense, scheduler=more.scheduler, generator=more.generator, extra=extra)
+    extra = torch.optim.lr_scheduler.ExponentialLR(more.optimizer, 0.9)
+    more.train(scheduler=more.scheduler, generator=more.generator, extra=extra)
     assert extra.last_epoch == 0
     less = Session(day(20), directory=None, init_from=path)
-    with pytest.raises(CheckpointError, match="had attached 'dense', 'scheduler', and this one has 'optimizer'"):
-        less.train(optimizer=less.dense)
+    with pytest.raises(CheckpointError, match="had attached 'dense', 'scheduler', and this one has 'dense', 'steps'"):
+        less.train(steps=less.scheduler)
 
 
 def test_without_a_directory_nothing_is_saved(first, tmp_path):
     _, path = first
     Session(day(20), directory=None, init_from=path).train()
     assert [each.name for each in tmp_path.iterdir()] == ["first"]
-    with pytest.raises(ConfigError, match="give the path of a directory, or init_from"):
+    with pytest.raises(ConfigError, match="give the path of a directory, init_from or resume"):
         bagpipe.Checkpointing(None)
 
 

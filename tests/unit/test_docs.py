@@ -9,12 +9,19 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import torch
 import typer
+from torch import nn
 
+import bagpipe
 from bagpipe.cli import app
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, parse_config
+from bagpipe.data import generated, write
 from bagpipe.doctor import examine
+from bagpipe.models import build_model
+from harness.plain import loss_fn, make_batches, make_net
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,6 +89,51 @@ def test_code_of_a_page_is_python_and_names_what_there_is(page):
                 found = importlib.import_module("bagpipe")
                 for name in ast.unparse(node).split(".")[1:]:
                     found = getattr(found, name)
+
+
+CODE = [
+    pytest.param(page, code, id=f"{page.name}-{n}") for page in PAGES for n, code in enumerate(blocks(page, "python"))
+]
+
+
+def names_of(code):
+    """What a block takes for granted."""
+    model, loader = make_net(), make_batches()
+    frame = None
+    if "Shards(" in code and "write(" not in code:
+        data = generated("criteo-kaggle-like", 600, seed=0)
+        write(data, "data/kaggle")
+        model = build_model("wide_deep", data.tables, data.num_dense, 4, "meta")
+    if "from_frame(" in code:
+        columns = {
+            "clicked": [True, False],
+            "hour": [0.5, 0.1],
+            "user": [3, 5],
+            "city": ["x", "y"],
+            "tags": [["t"], []],
+        }
+        frame = pd.DataFrame({name: values * 400 for name, values in columns.items()})
+        model = nn.ModuleDict({name: nn.EmbeddingBag(9, 4, mode="sum") for name in ("user", "city", "tags")})
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    return {
+        "bagpipe": bagpipe, "torch": torch, "MyModel": make_net, "model": model, "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "loader": loader, "batch": loader[0],
+        "valid_loader": make_batches(2, seed=7), "evaluate": lambda model, batches: [model(batch) for batch in batches],
+        "loss_fn": loss_fn, "frame": frame, "resumed": Path("run.pt").exists(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "code"), CODE)
+def test_code_of_a_page_runs(page, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    less = code.replace("1_000_000", "2_000").replace("900_000", "1_800")
+    for _ in range(2 if "resume" in code else 1):  # and goes on from what the first run has left
+        names = names_of(code)
+        exec(compile(less, str(page), "exec"), names)
+        if isinstance(names["loader"], bagpipe.PreparedLoader):
+            assert names["loader"].loop.done or names["resumed"]
+            names["loader"].close()
+            names["loader"].loop.store.close()
 
 
 def commands(page):

@@ -24,6 +24,7 @@ from harness.plain import (
     train_fast,
     train_plain,
 )
+from harness.started import start
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -124,39 +125,35 @@ def test_training_twice_gives_the_same_bits(forced):
 
 
 def test_everything_else_of_the_loop_works_there_too(forced):
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    loop = bagpipe.accelerate(net, make_batches(), rows, cache=40, accumulate=2, device="cpu", check=True)
+    net, optimizer, loader = start(rows=bagpipe.optim.SGD(0.1), cache=40, accumulate=2, device="cpu", check=True)
     plain = make_net()
-    optimizer, dense = sgd(plain.parameters()), sgd(net.parameters())
+    of_plain = sgd(plain.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with loop:
-        for number, batch in enumerate(loop):
-            scaler.scale(loss_of(net, batch)).backward()
-            loss_of(plain, make_batches()[number]).backward()
-            if not loop.step_due:
-                continue
-            scaler.unscale_(dense)
-            scaler.unscale_(loop)
-            norm = bagpipe.clip_grad_norm_(net.parameters(), rows, 0.1)
-            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-            for each in (dense, loop):
-                scaler.step(each)
-            scaler.update()
-            optimizer.step()
-            for each in (optimizer, dense):
-                each.zero_grad()
-            with torch.no_grad():
-                for other, theirs in zip(loop.evaluate(make_batches(2, seed=8)), make_batches(2, seed=8), strict=True):
-                    torch.testing.assert_close(net(other), plain(theirs))
+    for number, batch in enumerate(loader):
+        scaler.scale(loss_of(net, batch)).backward()
+        loss_of(plain, make_batches()[number]).backward()
+        if not loader.step_due:
+            continue
+        scaler.unscale_(optimizer)
+        norm = bagpipe.clip_grad_norm_(net.parameters(), loader, 0.1)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        of_plain.step()
+        for each in (optimizer, of_plain):
+            each.zero_grad()
+        with torch.no_grad():
+            for other in make_batches(2, seed=8):
+                torch.testing.assert_close(net(other), plain(other))
     assert_close(plain.state_dict(), net.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(net(make_batches()[0]), plain(make_batches()[0]))
 
 
 def test_wrong_ids_and_gradients_are_refused_there_too(forced):
-    net, rows = make_net(), bagpipe.optim.SGD(0.1)
-    with bagpipe.accelerate(net, make_batches(), rows) as loop:
-        iterator = iter(loop)
+    net, optimizer, loader = start()
+    with loader:
+        iterator = iter(loader)
         earlier = next(iterator)
         batch = next(iterator)
         with pytest.raises(ModelError, match="not those of an earlier one"):
@@ -165,12 +162,12 @@ def test_wrong_ids_and_gradients_are_refused_there_too(forced):
             net.user(batch["item"])
         (loss_of(net, batch) * float("nan")).backward()
         with pytest.raises(GradientError, match="iteration 1"):
-            rows.step()
+            optimizer.step()
 
 
 def test_the_cache_is_where_the_dense_parameters_are():
     net = make_net().to("meta")
     net.top = torch.nn.Linear(10, 1)
-    assert bagpipe.accelerate(net, make_batches(), bagpipe.optim.SGD(0.1)).cache.device == torch.device("cpu")
+    assert start(net=net)[2].loop.cache.device == torch.device("cpu")
     assert embedding_device.is_host(torch.device("cpu"))
     assert not embedding_device.is_host(torch.device("cuda"))

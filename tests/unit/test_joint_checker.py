@@ -17,10 +17,10 @@ WORLD = World(BATCHES, trainers=3)
 
 def with_barrier(one):
     """A loop with a barrier in its middle."""
-    for number, batch in enumerate(one.batches):
+    for number, batch in enumerate(one.batches()):
         one.train(batch)
         if number == 4:
-            one.batches.barrier()
+            one.loader.flush()
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -28,7 +28,7 @@ def test_every_row_of_every_batch_is_looked_at(design):
     several = Several(WORLD, Together(1), design=design, cache=36)
     assert_identical(WORLD.reference(), several.run(with_barrier).state)
     for one in several.ones:
-        assert one.batches._checker.checked_rows == one.batches._pipeline.traffic.unique_rows > 0
+        assert one.loop._checker.checked_rows == one.loop._pipeline.traffic.unique_rows > 0
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -39,5 +39,5 @@ def test_threads_raise_no_false_alarm(design):
 
 def test_it_costs_nothing_where_it_is_off():
     several = Several(WORLD, Together(0), check=False)
-    assert [one.batches._checker for one in several.ones] == [None] * 3
+    assert [one.loop._checker for one in several.ones] == [None] * 3
     several.run()

@@ -69,11 +69,11 @@ def test_a_row_held_but_not_touched_stays_equal_to_its_copies(design):
 
     def before_the_end(one):
         """The cache is let go of when the data ends: look at the last batch."""
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.batches()):
             one.train(batch)
             if number == len(HELD) - 1:
-                one.batches.barrier()
-                copies[one.rank] = [part.clone() for part in one.batches.cache.data]
+                one.loader.flush()
+                copies[one.rank] = [part.clone() for part in one.loop.cache.data]
 
     assert_identical(world.reference(), several.run(before_the_end).state)
     if design == "replicated":
@@ -87,7 +87,7 @@ def test_no_trainer_takes_the_plan_that_arrives_first():
     trained = {}
 
     def loop(one):
-        for batch in one.batches:
+        for batch in one.batches():
             trained.setdefault(one.rank, []).append(int(batch.dense[0, 0]))
             one.train(batch)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe import optim
-from bagpipe.errors import ConfigError, ModelError
+from bagpipe.errors import ConfigError
 from bagpipe.optim import SGD, Adagrad, Adam, AdamW, Frozen, Momentum, PerTable, RowOptimizer, RowwiseAdagrad
 from bagpipe.schedules import Cosine, Warmup
 from harness.examples import examples
@@ -279,26 +279,6 @@ def test_optimizers_are_built_and_described_by_their_names() -> None:
     assert repr(SGD(0.1)) == "SGD(lr=0.1)"
 
 
-def test_step_calls_what_is_attached_and_tells_whether_it_was_applied() -> None:
-    optimizer, calls = SGD(0.1), []
-
-    def stepper(scaler: str | None = None) -> bool:
-        calls.append(scaler)
-        if scaler is None:
-            optimizer.advance()
-        return scaler is None
-
-    optimizer.attach(stepper)
-    assert optimizer.step() is True
-    assert optimizer.step(scaler="overflow") is False
-    assert (calls, optimizer.updates) == ([None, "overflow"], 1)
-    with pytest.raises(ModelError, match="already drives the rows of a model"):
-        optimizer.attach(stepper)
-    optimizer.detach()
-    with pytest.raises(ModelError, match=r"this SGD has no rows to update: pass it to bagpipe\.accelerate"):
-        optimizer.step()
-
-
 def test_counters_continue_from_a_saved_state() -> None:
     optimizer, fresh = Adam(0.1), Adam(0.3)
     optimizer.advance()
@@ -334,5 +314,3 @@ def test_tables_may_have_optimizers_of_their_own() -> None:
         PerTable(adagrad, {"a": SGD(1), "b": SGD(1)}).for_table("t", ["a", "b"])
     with pytest.raises(ConfigError, match=r"with tables \['ad'\], this is 'per_table' with tables \[\]"):
         PerTable(adagrad, {}).load_state_dict(both.state_dict())
-    both.attach(lambda: True)
-    assert both.step() is True

@@ -12,15 +12,16 @@ import torch
 import bagpipe
 from bagpipe.embedding import TableView
 from bagpipe.errors import ModelError
-from harness.accelerated import adagrad, start, step
 from harness.fake_kjt import KeyedJagged
 from harness.plain import (
     assert_same_bits,
     make_batches,
     make_net,
     nothing_left,  # noqa: F401
+    sgd,
     train_fast,
 )
+from harness.started import adagrad, start, step
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -79,15 +80,14 @@ def looked_up(monkeypatch):
 
 
 def train(change, batches=None, **options):
-    net, rows = make_net(), adagrad()
+    net = make_net()
     forward = net.forward
     net.forward = lambda batch: forward(
         {**batch, "user": change(batch["user"]), "item": change(batch["item"])}
     )  # as a model that prepares its ids does
-    with bagpipe.accelerate(net, batches or make_batches(), rows, cache=60, check=True, **options) as loop:
-        dense = torch.optim.SGD(net.top.parameters(), lr=0.1)
-        for batch in loop:
-            step(net, batch, dense, rows)
+    net, optimizer, loader = start(batches, net, check=True, **options)
+    for batch in loader:
+        step(net, batch, optimizer)
     return net.state_dict()
 
 
@@ -133,12 +133,12 @@ def test_ids_that_were_changed_in_place_are_looked_up_as_they_are_now(write, thr
 
 
 def test_an_id_that_is_changed_to_one_that_is_not_here_is_refused():
-    net, _, loop, _ = start()
-    with loop:
-        batch = next(iter(loop))
+    net, _, loader = start()
+    for batch in loader:
         batch["user"].numpy()[0, 0] = 29
         with pytest.raises(ModelError, match="'user' is given id 29"):
             net(batch)
+        break
 
 
 def test_ids_keep_the_type_that_the_loader_gave_them(expected):
@@ -154,7 +154,7 @@ def test_ids_keep_the_type_that_the_loader_gave_them(expected):
 
 
 def test_all_keys_of_a_keyed_jagged_tensor_are_known_without_a_search(looked_up):
-    net, rows = torch.nn.ModuleDict({"a": torch.nn.EmbeddingBag(20, 4, mode="sum")}), bagpipe.optim.SGD(0.1)
+    net = torch.nn.ModuleDict({"a": torch.nn.EmbeddingBag(20, 4, mode="sum")})
     net["b"] = torch.nn.EmbeddingBag(30, 4, mode="sum")
     random = np.random.default_rng(0)
     lengths = [torch.from_numpy(random.integers(0, 4, 10)) for _ in range(6)]
@@ -162,20 +162,20 @@ def test_all_keys_of_a_keyed_jagged_tensor_are_known_without_a_search(looked_up)
         KeyedJagged(["a", "b"], torch.from_numpy(random.integers(0, 20, int(of.sum()), dtype=np.int32)), lengths=of)
         for of in lengths
     ]
-    with bagpipe.accelerate(net, batches, rows, cache=50) as loop:
-        for batch, given in zip(loop, batches, strict=True):
-            assert torch.equal(batch.values(), given.values())
-            assert batch.values().dtype == torch.int32
-            pooled = [net[key](batch[key].values(), batch[key].offsets()[:-1]) for key in "ab"]
-            torch.cat(pooled).sum().backward()
-            rows.step()
+    net, optimizer, loader = bagpipe.prepare(net, sgd(net.parameters()), batches, cache=50)
+    for batch, given in zip(loader, batches, strict=True):
+        assert torch.equal(batch.values(), given.values())
+        assert batch.values().dtype == torch.int32
+        pooled = [net[key](batch[key].values(), batch[key].offsets()[:-1]) for key in "ab"]
+        optimizer.zero_grad()
+        torch.cat(pooled).sum().backward()
+        optimizer.step()
     assert looked_up["by id"] == 0
 
 
 def test_ids_are_integers():
-    net, _, loop, _ = start()
-    with loop:
-        batch = next(iter(loop))
+    net, _, loader = start()
+    for batch in loader:
         for wrong in (torch.float32, torch.bool, torch.complex64):
             with pytest.raises(ModelError, match=r"'user' is given ids of type torch\.\w+: give integers"):
                 net.user(batch["user"].to(wrong))

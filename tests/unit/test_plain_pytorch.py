@@ -52,17 +52,16 @@ def train_plain(name, optimizer):
 
 
 def train_fast(name, optimizer):
-    """The same with `accelerate`, and a cache that can't hold all rows."""
+    """The same with `prepare`, and a cache that can't hold all rows."""
     model, rows, losses = make(name), OPTIMIZERS[optimizer][0](), []
-    with bagpipe.accelerate(model, BATCHES, rows, cache=600, tables=DATA.tables) as batches:
-        dense = torch.optim.SGD(model.parameters(), LR)
-        for batch in batches:
-            loss = loss_of(model, batch)
-            dense.zero_grad()
-            loss.backward()
-            dense.step()
-            rows.step()
-            losses.append(loss.item())
+    dense = torch.optim.SGD(model.parameters(), LR)
+    model, dense, loader = bagpipe.prepare(model, dense, BATCHES, rows=rows, cache=600, features=DATA.tables)
+    for batch in loader:
+        loss = loss_of(model, batch)
+        dense.zero_grad()
+        loss.backward()
+        dense.step()
+        losses.append(loss.item())
     return losses, model.state_dict()
 
 

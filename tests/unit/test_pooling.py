@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import bagpipe
 from bagpipe.pooling import GivenIds, Pooling
+from harness.started import start
 
 SAMPLES = 7
 
@@ -53,15 +53,13 @@ def make_batch(seed, samples=SAMPLES):
 
 
 def train(asks, threads=2, samples=SAMPLES):
-    net, rows = Net(), bagpipe.optim.Adagrad(0.1)
+    net = Net()
     batches = [make_batch(number, samples - (number == len(asks) - 1)) for number in range(len(asks))]
-    with bagpipe.accelerate(net, batches, rows, cache=70, threads=threads, check=True) as loop:
-        dense = torch.optim.SGD(net.output.parameters(), lr=0.1)
-        for batch, ask in zip(loop, asks, strict=True):
-            dense.zero_grad()
-            net(batch, ask).backward()
-            dense.step()
-            rows.step()
+    net, optimizer, loader = start(batches, net, cache=70, threads=threads, check=True)
+    for batch, ask in zip(loader, asks, strict=True):
+        optimizer.zero_grad()
+        net(batch, ask).backward()
+        optimizer.step()
     return net.state_dict()
 
 

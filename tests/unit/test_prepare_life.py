@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,25 @@ def test_no_thread_runs_before_between_and_after_iterations():
             train(model, optimizer, batch)
     assert threads_left() == []
     assert min(seen) > 0
+
+
+def test_what_is_counted_is_that_of_one_epoch():
+    class Slow(list):
+        def __iter__(self):
+            for batch in super().__iter__():
+                time.sleep(0.01)
+                yield batch
+
+    model, optimizer, loader = prepared(Slow(make_batches()))
+    for batch in loader:
+        train(model, optimizer, batch)
+    counts = loader.stats()
+    assert counts["iterations"] == 8
+    assert counts["data_wait_seconds"] > 0
+    batches = iter(loader)
+    counts = loader.stats()
+    assert counts["iterations"] == counts["fetched_rows"] == counts["data_wait_seconds"] == 0
+    batches.close()
 
 
 def test_the_loader_is_opened_in_the_thread_and_at_the_time_of_the_for():

@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 
 import bagpipe
 from bagpipe.errors import BagpipeError, BatchError, ConfigError, GradientError, ModelError
-from harness.started import assert_untouched
 from harness.plain import Net, loss_of, make_batches, make_net, nothing_left, sgd  # noqa: F401
+from harness.started import assert_untouched
 from harness.twice import SMALL, adagrad, epochs, refuses, rest_of, run, sparse_net, weights_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -483,3 +483,21 @@ def test_the_model_of_a_refused_class_keeps_its_own_behaviour():
     loss_of(model, make_batches()[0]).backward()
     optimizer.step()
     assert not torch.equal(before, model.user.weight)
+
+
+def test_the_rate_of_rows_is_set_in_their_param_group_and_nowhere_else():
+    model, rows = make_net(), bagpipe.optim.Adam(0.01)
+    _, optimizer, loader = bagpipe.prepare(model, sgd(model.parameters()), make_batches(), rows=rows, **SMALL)
+    with loader:
+        for number, batch in enumerate(loader):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            if number == 2:
+                optimizer.param_groups[-1]["lr"] = 0.02
+            if number == 4:
+                rows.lr = 0.5
+                with pytest.raises(ConfigError, match=r"is set to 0.5 in `rows`.*optimizer.param_groups\[-1\]"):
+                    optimizer.step()
+                rows.lr = 0.02
+            optimizer.step()
+    assert rows.lr == 0.02

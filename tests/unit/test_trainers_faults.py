@@ -21,8 +21,10 @@ from bagpipe.errors import (
 )
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.row_sync import RowBuffers
+from bagpipe.training import train_together
 from bagpipe.types import Ids
 from harness.explorer import Together
+from harness.served import make_job
 from harness.trainers import DESIGNS, Several, World
 from harness.world import make_batches
 
@@ -76,7 +78,7 @@ def test_a_trainer_that_fails_ends_all(scheduled, design, rank, moment):
         mine = one.rank == rank
         if mine and moment == "first":
             raise Planned(moment)
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.batches()):
             if mine and number == 3 and moment == "forward":
                 raise Planned(moment)
             one.backward(batch)
@@ -93,7 +95,7 @@ def test_a_trainer_that_fails_ends_all(scheduled, design, rank, moment):
 
 def test_a_failure_in_the_middle_of_a_backward_pass_ends_all(scheduled):
     def loop(one):
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.batches()):
             if one.rank == 1 and number == 2:
                 logits = one.model(batch.dense, batch.sparse)
                 doubled = logits * 2
@@ -109,9 +111,21 @@ def test_a_failure_in_the_middle_of_a_backward_pass_ends_all(scheduled):
     fails((Planned, PipelineError), "backward", make(scheduled), loop, Planned)
 
 
+@pytest.mark.parametrize("design", DESIGNS)
+def test_what_fails_in_one_trainer_of_bagpipe_train_is_told_to_all(tmp_path, design):
+    job = make_job(tmp_path / "run", "trainers=3", f"sync.design={design}", "epochs=1")
+
+    def report(done, _note):
+        if done == 3:
+            raise Planned("the report")
+
+    with pytest.raises((Planned, PipelineError), match="the report"):
+        train_together(job, report)
+
+
 def test_an_interrupt_ends_all(scheduled):
     def loop(one):
-        for number, batch in enumerate(one.batches):
+        for number, batch in enumerate(one.batches()):
             if one.rank == 1 and number == 2:
                 raise KeyboardInterrupt("ctrl-c")
             one.train(batch)
@@ -136,7 +150,7 @@ def test_a_loader_that_fails_ends_all_after_the_batches_before(scheduled, number
     trained = {}
 
     def loop(one):
-        for batch in one.batches:
+        for batch in one.batches():
             one.train(batch)
             trained[one.rank] = trained.get(one.rank, 0) + 1
 
@@ -162,7 +176,7 @@ def test_a_batch_that_is_wrong_ends_all_by_its_name(scheduled, spoil, kind, matc
     trained = {}
 
     def loop(one):
-        for batch in one.batches:
+        for batch in one.batches():
             one.train(batch)
             trained[one.rank] = trained.get(one.rank, 0) + 1
 
@@ -197,7 +211,7 @@ class Failing(MemoryStore):
 def test_a_store_that_fails_ends_all(scheduled, call, number):
     world = World(BATCHES, trainers=3)
     several = make(scheduled, policy="lru", store=Failing(world.make()[2], call, number))
-    fails((Planned, PipelineError), f"disk {call}", several, lambda one: [one.train(b) for b in one.batches], Planned)
+    fails((Planned, PipelineError), f"disk {call}", several, lambda one: [one.train(b) for b in one.batches()], Planned)
 
 
 @pytest.mark.parametrize("design", ["owned", "lrpp"])
@@ -213,7 +227,7 @@ def test_a_store_that_fails_ends_all(scheduled, call, number):
 )
 def test_a_stage_that_fails_ends_all(scheduled, monkeypatch, design, kind, method):
     several = make(scheduled, design=design)
-    victim = several.trainers.batches[1].cache
+    victim = several.trainers.loops[1].cache
     real, calls = getattr(kind, method), []
 
     def failing(self, *arguments):
@@ -225,7 +239,7 @@ def test_a_stage_that_fails_ends_all(scheduled, monkeypatch, design, kind, metho
         return real(self, *arguments)
 
     monkeypatch.setattr(kind, method, failing)
-    fails((Planned, PipelineError), "stage", several, lambda one: [one.train(b) for b in one.batches], Planned)
+    fails((Planned, PipelineError), "stage", several, lambda one: [one.train(b) for b in one.batches()], Planned)
 
 
 @pytest.mark.parametrize(("design", "idle"), [*zip(DESIGNS, [{0}, {1}, {2}, {0, 2}], strict=True)])
@@ -234,10 +248,10 @@ def test_a_trainer_without_a_step_while_others_make_one_is_an_error_on_all(sched
 
     def loop(one):
         try:
-            for number, batch in enumerate(one.batches):
+            for number, batch in enumerate(one.batches()):
                 one.backward(batch)
                 if number == 2 and one.rank in idle:
-                    one.batches.zero_grad()
+                    one.optimizer.zero_grad()
                     continue
                 one.step()
         except PipelineError as error:
@@ -245,9 +259,9 @@ def test_a_trainer_without_a_step_while_others_make_one_is_an_error_on_all(sched
             raise
 
     names = ", ".join(map(str, sorted(idle)))
-    fails(PipelineError, rf"iteration 2: trainers? {names} made no rows.step", make(scheduled, design=design), loop)
+    fails(PipelineError, rf"iteration 2: trainers? {names} made no optimizer", make(scheduled, design=design), loop)
     assert sorted(heard) == [0, 1, 2]
-    assert all("made no rows.step()" in text for text in heard.values()), heard
+    assert all("made no optimizer.step()" in text for text in heard.values()), heard
 
 
 def test_a_gradient_that_is_not_finite_on_one_trainer_is_an_error_on_all(scheduled):
@@ -255,7 +269,7 @@ def test_a_gradient_that_is_not_finite_on_one_trainer_is_an_error_on_all(schedul
 
     def loop(one):
         try:
-            for number, batch in enumerate(one.batches):
+            for number, batch in enumerate(one.batches()):
                 one.backward(batch, torch.nan if number == 2 and one.rank == 1 else 1.0)
                 one.step()
         except Exception as error:
@@ -275,7 +289,7 @@ def test_trainers_that_begin_with_other_weights_are_refused(scheduled):
         (ModelError, PipelineError),
         "other values on trainer 2",
         several,
-        lambda one: [one.train(b) for b in one.batches],
+        lambda one: [one.train(b) for b in one.batches()],
         ModelError,
     )
 
@@ -286,8 +300,8 @@ def test_a_trainer_that_leaves_alone_is_an_error_on_all(scheduled, stepped):
 
     def loop(one):
         try:
-            with one.batches:
-                for number, batch in enumerate(one.batches):
+            with one.loader:
+                for number, batch in enumerate(one.loader):
                     one.backward(batch)
                     if number == 2 and one.rank == 1 and not stepped:
                         break

@@ -120,7 +120,7 @@ def _dense_of_model(model: nn.Module, layers: Mapping[str, CachedLayer]) -> dict
         if table.rows is None:
             raise ModelError(
                 f"{_weight(name)} has a row for any 64-bit id of table {table.name!r}, so it has no plain weight: "
-                "export it with format='parquet', or give the table a size with tables=[...]"
+                "export it with format='parquet', or give the table a size with features=[...]"
             )
     return values
 

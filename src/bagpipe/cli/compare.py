@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bagpipe.cli.output import AsJson, Settings, console, print_json, print_rows, progress
+from bagpipe.cli.output import AsJson, Reporter, Settings, console, print_json, print_rows, progress
 from bagpipe.cli.train import ConfigPath
 from bagpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bagpipe.compare import Point, Sweep
+    from bagpipe.config import Config
 
 Policies = Annotated[str | None, typer.Option(metavar="A,B,...", help="Which policies; all of them if not given.")]
 SweepOver = Annotated[
@@ -58,8 +63,25 @@ def compare(
     from bagpipe.config import load_config
 
     configured = load_config(config, settings or ())  # before PyTorch is loaded: a wrong one is refused at once
+    with progress(None, "training") as report:
+        report.prepares("loading PyTorch")
+        rows, title, swept = _compare(configured, policies, sweep, html, repeat, report)
+    if as_json:
+        print_json(rows)
+    else:
+        _print(title, rows, None if swept is None else swept.name)
+    if html is not None:
+        from bagpipe.compare_page import compare_page
+
+        compare_page(title, rows, swept).save(html)
+    raise typer.Exit(1 if any(map(_is_broken, rows)) or all("reason" in row for row in rows) else 0)
+
+
+def _compare(
+    configured: Config, policies: str | None, sweep: str | None, html: Path | None, repeat: int, report: Reporter
+) -> tuple[list[dict[str, Any]], str, Sweep | None]:
+    """The rows of the comparison, its title, and what was swept."""
     from bagpipe.compare import Point, chosen, compare_over, num_iterations, parse_sweep, points_of
-    from bagpipe.compare_page import compare_page
     from bagpipe.job import prepare
 
     names = chosen(None if policies is None else [name.strip() for name in policies.split(",")])
@@ -69,18 +91,20 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="bagpipe-compare-") as directory:
         job = prepare(configured, Path(directory) / "run")
         points = [Point(job)] if swept is None else points_of(job, swept)
-        with progress(num_iterations(points, names, repeat), "training") as report:
-            rows = compare_over(points, names, report, repeat)
+        report.begins(num_iterations(points, names, repeat))
+        rows = compare_over(points, names, report, repeat, partial(_tell, report))
     of_batches = swept is not None and swept.name == "batch"
     trained = f"{job.samples_of(job.iterations):,} samples" if of_batches else f"{job.iterations} iterations"
-    title = f"{job.config.model.name} on {job.source}, {trained}"
-    if as_json:
-        print_json(rows)
-    else:
-        _print(title, rows, None if swept is None else swept.name)
-    if html is not None:
-        compare_page(title, rows, swept).save(html)
-    raise typer.Exit(1 if any(map(_is_broken, rows)) or all("reason" in row for row in rows) else 0)
+    return rows, f"{job.config.model.name} on {job.source}, {trained}", swept
+
+
+def _tell(report: Reporter, point: Point, name: str, run: dict[str, Any]) -> None:
+    """What a run of a policy has come to, at once: all of them take long."""
+    at = "" if point.value is None else f" at {point.value}"
+    report.tell(
+        f"{name}{at}: {run['fetched_rows']:,} rows fetched, {run['hit_rate']:.1%} hits, "
+        f"{run['samples_per_second']:,.0f} samples/s, {'' if run['exact'] else 'not '}the reference's bits"
+    )
 
 
 def _require_writable(path: Path) -> None:

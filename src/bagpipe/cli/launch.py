@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bagpipe.cli.output import AsJson, Settings, errors, print_json, print_pairs
-from bagpipe.cli.train import InitFrom, RunDirectory, with_init_from
+from bagpipe.cli.train import InitFrom, RunDirectory, tell_way_on, with_init_from
 
 if TYPE_CHECKING:
     from bagpipe.resuming import Resumed
@@ -40,7 +40,7 @@ ScriptCheckpoints = Annotated[
 Script = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SCRIPT] [ARGS]...", help="Run by every trainer instead; its bagpipe.accelerate finds the servers."
+        metavar="[SCRIPT] [ARGS]...", help="Run by every trainer instead; its bagpipe.prepare finds the servers."
     ),
 ]
 
@@ -101,6 +101,7 @@ def launch(
     elif launched.trained is not None:
         shared_by = f"{request.trainers} trainers, " if request.trainers > 1 else ""
         print_pairs(f"{chosen.model.name}, {shared_by}{request.servers} servers", launched.summary)
+        tell_way_on(launched.summary)
     raise typer.Exit(launched.exit_code)
 
 

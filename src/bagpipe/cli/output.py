@@ -19,6 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bagpipe.cluster.display import StatusLines
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the configuration.")
@@ -36,6 +38,15 @@ class Reporter(Protocol):
 
     def __call__(self, done: int, note: str = "") -> None:
         """`done` units are finished; `note` says something about now."""
+
+    def prepares(self, what: str) -> None:
+        """This is done before the first unit begins."""
+
+    def begins(self, total: int) -> None:
+        """There are so many units."""
+
+    def tell(self, line: str) -> None:
+        """A line that stays."""
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -181,22 +192,62 @@ def _is_figure(cell: str) -> bool:
 
 
 @contextmanager
-def progress(total: int, title: str) -> Iterator[Reporter]:
-    """A progress bar on standard error; silent where that is not a terminal."""
+def progress(total: int | None, title: str) -> Iterator[Reporter]:
+    """How far a piece of work is, on standard error: a bar on a terminal, else a line every few seconds.
+
+    `total` is None as long as nobody knows it: then it `prepares` until it `begins`.
+    """
+    if not errors.is_terminal:
+        yield _Lines(total, title)
+        return
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=errors, transient=True) as bar:
-        task = bar.add_task(title, total=total, note="")
+        yield _Bar(bar, total, title)
 
-        def report(done: int, note: str = "") -> None:
-            bar.update(task, completed=done, note=note)
 
-        yield report
+class _Bar:
+    """On a terminal."""
+
+    def __init__(self, bar: Progress, total: int | None, title: str) -> None:
+        self._bar, self._task = bar, bar.add_task(title, total=total, note="")
+
+    def __call__(self, done: int, note: str = "") -> None:
+        self._bar.update(self._task, completed=done, note=note)
+
+    def prepares(self, what: str) -> None:
+        self._bar.update(self._task, note=what)
+
+    def begins(self, total: int) -> None:
+        self._bar.update(self._task, total=total)
+
+    def tell(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Lines:
+    """Elsewhere: in a log, a pipe, a notebook."""
+
+    def __init__(self, total: int | None, title: str) -> None:
+        self._total, self._title, self._status = total, title, StatusLines(errors, live=False)
+
+    def __call__(self, done: int, note: str = "") -> None:
+        counted = f"{done:,}" if self._total is None else f"{done:,} of {self._total:,}"
+        self._status(self._title, f"{counted}, {note}" if note else counted)
+
+    def prepares(self, what: str) -> None:
+        self._status(self._title, what)
+
+    def begins(self, total: int) -> None:
+        self._total = total
+
+    def tell(self, line: str) -> None:
+        self._status.tell(line)
 
 
 def fail(error: str, message: str, as_json: bool) -> None:

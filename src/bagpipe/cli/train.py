@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bagpipe.cli.output import AsJson, Settings, errors, print_json, print_pairs, progress
+from bagpipe.cli.output import AsJson, Reporter, Settings, console, errors, print_json, print_pairs, progress
 
 if TYPE_CHECKING:
+    from bagpipe.config import Config
     from bagpipe.job import Job
 
 ConfigPath = Annotated[Path | None, typer.Argument(help="Configuration in TOML; without it the defaults are used.")]
@@ -52,7 +55,6 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a model. With no configuration: DLRM on generated Criteo-like data, about a minute."""
-    from bagpipe.allocator import keep_freed_memory
     from bagpipe.config import load_config
 
     overrides = with_init_from(settings, init_from)
@@ -60,27 +62,55 @@ def train(
         overrides.append(f"checkpoint.every={checkpoint_every}")
     # Before PyTorch is loaded: a wrong one is refused at once.
     chosen = None if resume else load_config(config, overrides)
+    with progress(None, "training") as report:
+        report.prepares("loading PyTorch")
+        summary, title = _train(chosen, config, run_dir, overrides, report)
+    if as_json:
+        print_json(summary)
+    else:
+        print_pairs(title, summary)
+        tell_way_on(summary)
+
+
+def _train(
+    chosen: Config | None, run: Path | None, run_dir: Path | None, overrides: list[str], report: Reporter
+) -> tuple[dict[str, Any], str]:
+    """Train a new run, or one that goes on; its summary, and what it was."""
+    from bagpipe.allocator import keep_freed_memory
     from bagpipe.errors import ConfigError
     from bagpipe.job import discard, prepare
     from bagpipe.resuming import has_checkpoint
     from bagpipe.training import train
 
     keep_freed_memory()
-    job, checkpoint = (prepare(chosen, run_dir), None) if chosen else _resumed(config, run_dir, overrides)
+    report.prepares("opening the data")
+    job, checkpoint = _resumed(run, run_dir, overrides) if chosen is None else (prepare(chosen, run_dir), None)
     try:
-        with progress(job.iterations, f"training {job.config.model.name}") as report:
-            summary = train(job, report, checkpoint)
+        report.prepares(f"{job.config.model.name} on {job.source}: building the model")
+        report.begins(job.iterations)
+        return train(job, report, checkpoint), f"{job.config.model.name} on {job.source}"
     except BaseException as error:
         if has_checkpoint(job.run_dir):
-            if not (resume and isinstance(error, ConfigError)):  # it has not begun: another process may be at it
+            if not (
+                chosen is None and isinstance(error, ConfigError)
+            ):  # it has not begun: another process may be at it
                 errors.print(f"go on from the last checkpoint with: bagpipe train --resume {job.run_dir}", markup=False)
-        elif not resume:  # which may be another process's
+        elif chosen is not None:  # else it may be another process's
             discard(job.run_dir)  # training may not have begun
         raise
-    if as_json:
-        print_json(summary)
+
+
+def tell_way_on(summary: Mapping[str, Any]) -> None:
+    """What can be done with a run that is over."""
+    run = shlex.quote(summary["run_dir"])
+    if "weights" in summary:
+        console.print(
+            f"weights for PyTorch:    bagpipe checkpoint export {run} model.safetensors\n"
+            f"train on with new data: bagpipe train --init-from {run} --set data.path=...",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
     else:
-        print_pairs(f"{job.config.model.name} on {job.source}", summary)
+        console.print("no weights were kept: leave out checkpoint.final=false", markup=False, highlight=False)
 
 
 def with_init_from(settings: list[str] | None, init_from: Path | None) -> list[str]:

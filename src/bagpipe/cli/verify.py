@@ -20,14 +20,16 @@ def verify(
     chosen = load_config(
         config, with_init_from(settings, init_from)
     )  # before PyTorch is loaded: a wrong one is refused at once
-    from bagpipe.job import prepare
-    from bagpipe.policies import POLICIES
-    from bagpipe.training import verify
+    with progress(None, "training twice") as report, tempfile.TemporaryDirectory(prefix="bagpipe-verify-") as directory:
+        report.prepares("loading PyTorch")
+        from bagpipe.job import prepare
+        from bagpipe.policies import POLICIES
+        from bagpipe.training import verify
 
-    with tempfile.TemporaryDirectory(prefix="bagpipe-verify-") as directory:
+        report.prepares("opening the data")
         job = prepare(chosen, Path(directory) / "run")
-        with progress(2 * job.iterations, "training twice") as report:
-            result = verify(job, report)
+        report.begins(2 * job.iterations)
+        result = verify(job, report)
     promised = POLICIES[chosen.policy].is_exact(chosen.policy_options.build())
     result["exact"] = promised
     if as_json:

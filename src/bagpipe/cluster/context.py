@@ -1,30 +1,37 @@
-"""The launch that this process is a trainer of, if it is: how a script's `accelerate` finds servers and trainers."""
+"""The launch that this process is a trainer of: where servers and other trainers are."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from bagpipe.checkpoint.point import START, ResumePoint
+from bagpipe.checkpointing import Checkpointing, Saving, plan_script
 from bagpipe.cluster.attempt import Attempt
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.config import Config
 from bagpipe.errors import ConfigError
-from bagpipe.store.base import RowSource
+from bagpipe.layout import RowLayout
+from bagpipe.several import open_loader, share_plans
+from bagpipe.store.base import RowSource, Store
 from bagpipe.trainer.collective import Groups
+from bagpipe.trainer.ranks import refuse_ranks
+from bagpipe.trainer.source import Opened, Source
 from bagpipe.wire.keys import Security
+from bagpipe.world import OpenStore, World
 
 if TYPE_CHECKING:
+    from bagpipe.script import Script
     from bagpipe.store.remote import RemoteStore
     from bagpipe.trainer.meeting import MeetingPoint
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(World):
     """Where rows live under `bagpipe launch`, and who trains together."""
 
     config: Config
@@ -60,6 +67,34 @@ class Launch:
     def token(self) -> str:
         """Of the checkpoints that this generation writes: the same on all trainers, and nowhere else."""
         return hashlib.blake2b(self.run + self.generation.to_bytes(8, "little"), digest_size=4).hexdigest()
+
+    def refuse_others(self) -> None:
+        """Ranks of torch.distributed, that is; nothing of torchrun's, which a launch may have been started under."""
+        if self.trainers == 1:
+            refuse_ranks()
+
+    def open_source(self, loader: Iterable[Any], accumulate: int) -> Source:
+        """What reads the loader; of several trainers the first one reads it for all."""
+        return super().open_source(loader, accumulate) if self.trainers == 1 else open_loader(self, loader, accumulate)
+
+    def open_plans(self, script: Script) -> Opened:
+        """Plans, which of several trainers the first one makes."""
+        return super().open_plans(script) if self.trainers == 1 else share_plans(self, script)
+
+    def open_rows(self, place: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
+        """The rows on the servers; ConfigError if the script wants them elsewhere."""
+        if callable(place):
+            return super().open_rows(place, layouts, resident_bytes_max)
+        if place != "memory":
+            raise ConfigError(
+                f"store={str(place)!r}: under bagpipe launch the servers hold the rows: leave store out, and give "
+                "--set store=mapped to bagpipe launch where they should be in files"
+            )
+        return self.open_store(layouts)
+
+    def plan_saving(self, script: Script, checkpoint: Checkpointing | None) -> Saving:
+        """How the loop of a script is saved: also where it has asked for nothing, so that it survives a loss."""
+        return plan_script(self, script, checkpoint)
 
     def open_groups(self) -> Groups:
         """Connect to all other trainers, who do the same; to be closed."""
@@ -99,22 +134,3 @@ class Launch:
             watch=(self.attempt or Attempt()).gone,
             on_close=network.close,
         )
-
-
-_current: Launch | None = None
-
-
-def current() -> Launch | None:
-    """The launch that this process belongs to."""
-    return _current
-
-
-@contextmanager
-def within(launch: Launch) -> Iterator[None]:
-    """This process belongs to a launch while the block runs."""
-    global _current
-    before, _current = _current, launch
-    try:
-        yield
-    finally:
-        _current = before

@@ -262,7 +262,8 @@ class RayCrew(ABC, Generic[ResultT]):
     def _prove_directory(self) -> None:
         """Have new trainers and servers show that they see the directory of checkpoints, where there may be any."""
         config = self.request.config
-        if not (config.recovery.restarts_max or config.checkpoint.every or self.request.checkpoints):
+        is_saved = self.request.script is None and config.checkpoint.retained
+        if not (config.recovery.restarts_max or is_saved or self.request.checkpoints):
             return
         roles = [need.role for need in (*self.trainers, *self.servers)]
         new = [role for role in roles if not self.watch.members[role].sees]
@@ -364,7 +365,7 @@ class ScriptCrew(RayCrew[list[int]]):
     """Runs a script of the user's on all trainers; what comes back are exit codes."""
 
     def work(self, generation: int, point: ResumePoint, went_on: Callable[[], None]) -> list[int]:
-        """Run it from its first line; `accelerate` goes on from the point."""
+        """Run it from its first line; `prepare` goes on from the point."""
         watch, request, wiring = self.watch, self.request, self.wiring
         assert wiring is not None
         assert request.script is not None

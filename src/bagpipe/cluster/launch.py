@@ -68,7 +68,7 @@ def launch(
         try:
             for left in (run_dir / CHECKPOINTS).glob(".seen-*"):  # of a launch that was killed
                 shutil.rmtree(left, ignore_errors=True)
-            if job is not None and (config.checkpoint.every is not None or config.recovery.restarts_max):
+            if job is not None and (config.checkpoint.retained or config.recovery.restarts_max):
                 note_config(run_dir, config)
             logs = LogPlace.make(run_dir / "logs")
             # Ray prints what it has to say about its processes; standard output is for the result.
@@ -130,7 +130,7 @@ def _supervise(crew: RayCrew[ResultT], told: _Told) -> tuple[ResultT, list[Incid
     try:
         result = supervisor.run(crew.request.start)
         crew.stop()
-        Checkpoints(crew.checkpoints).end(keep_last=crew.request.config.checkpoint.every is not None)
+        Checkpoints(crew.checkpoints).end(keep_last=crew.request.config.checkpoint.retained)
         return result, supervisor.incidents
     finally:
         crew.close()

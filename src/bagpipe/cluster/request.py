@@ -56,7 +56,7 @@ class Request:
         if self.script is not None and self.resumed is not None:
             raise ConfigError(
                 f"--resume {self.resumed.directory} and the script {self.script}: a script goes on from its own "
-                "checkpoints, with bagpipe.accelerate(..., checkpoint=..., resume='auto')"
+                "checkpoints, with bagpipe.prepare(..., checkpoint=bagpipe.Checkpointing(..., resume='auto'))"
             )
         if self.checkpoints is not None:
             self._check_checkpoints(self.checkpoints)
@@ -85,7 +85,7 @@ class Request:
             for name in sorted(config.model_fields_set - SCRIPT_SETTINGS):
                 raise ConfigError(
                     f"{name} = {_shown(getattr(config, name))} has no effect on the script {self.script}, which trains "
-                    "what it says itself: leave the setting out, and change the script, its bagpipe.accelerate(...) "
+                    "what it says itself: leave the setting out, and change the script, its bagpipe.prepare(...) "
                     "where that has such an argument"
                 )
             if self.processors != 1:

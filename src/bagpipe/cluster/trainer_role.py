@@ -91,7 +91,7 @@ class TrainerRole(Role):
 
     @told
     def run_script(self, task: ScriptTask, board: Any) -> int:
-        """Run a script as Python would, with `bagpipe.accelerate` finding the servers; its exit code."""
+        """Run a script as Python would, with `bagpipe.prepare` finding the servers; its exit code."""
         with self._leaving_word(board, task.generation) as attempt:
             return self._run_script(task, attempt)
 
@@ -168,7 +168,7 @@ class TrainerRole(Role):
         sys.argv = [task.script, *task.arguments]
         sys.path.insert(0, str(Path(task.script).parent))
         try:
-            with context.within(self._launch(task, parse_config(dict(task.config)), attempt)):
+            with self._launch(task, parse_config(dict(task.config)), attempt).entered():
                 runpy.run_path(task.script, run_name="__main__")
         except SystemExit as ended:
             return _exit_code(ended)

@@ -10,18 +10,21 @@ from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bagpipe.data.dataset import Dataset
 from bagpipe.data.described import describe, fingerprint
 from bagpipe.data.order import BatchOrder
 from bagpipe.data.processors.pool import DEADLINE_S, read
 from bagpipe.errors import ConfigError
+from bagpipe.loaders import Rereadable
 
 if TYPE_CHECKING:
     from bagpipe.types import Batch
 
 
-class Loader:
-    """Batches of a data set, for `bagpipe.accelerate` or a loop of your own."""
+class Loader(Rereadable):
+    """Batches of a data set, for `bagpipe.prepare` or a loop of your own."""
 
     def __init__(
         self,
@@ -92,19 +95,15 @@ class Loader:
         )
         return next(reading)
 
-    def repeated(self, times: int) -> Loader:
-        """The same, so many times as long; each epoch still has an order of its own."""
-        return Loader(
-            self.dataset,
-            self.batch_size,
-            epochs=times * self.epochs,
-            seed=self.seed,
-            start=self._start,
-            stop=self._stop,
-            workers=self.workers,
-            processes=self.processes,
-            deadline_s=self.deadline_s,
-        )
+    def spread(self, count: int) -> Iterator[tuple[int, Batch]]:
+        """So many of its batches with their numbers, in stored order and evenly spread over the data."""
+        data, size = self.dataset, self.batch_size
+        num_batches = -(-data.num_samples // size)
+        if not 0 < count < num_batches:
+            yield from enumerate(data.batches(size, workers=self.workers))
+            return
+        for number in np.linspace(0, num_batches - 1, count).astype(np.int64).tolist():
+            yield number, next(data.part(number * size, min((number + 1) * size, data.num_samples)).batches(size))
 
     def state_dict(self, given: int | None = None) -> dict[str, Any]:
         """The position after the batches given so far, or after this many from where the iteration began."""

@@ -14,9 +14,9 @@ from bagpipe.config import Share, Size
 from bagpipe.embedding import check_range
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels.parallel import spare_threads
+from bagpipe.oracle.design import RULES, Design
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.oracles import AnyOracle, Oracles
-from bagpipe.oracle.partition import RULES, Design
 from bagpipe.oracle.places import Places, make_places
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.base import Lookahead

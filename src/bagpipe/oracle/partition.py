@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from bagpipe.errors import ConfigError
 from bagpipe.kernels import partition as kernels
 from bagpipe.kernels.oracle import HALF
 from bagpipe.kernels.partition import AFTERWARDS, ALL, FETCHED, LATER, NEXT, NOW, Found, Homes, Slots, Taken, Used
+from bagpipe.oracle.design import DESIGNS, RULES, Design, Rules
 from bagpipe.oracle.oracle import mask_type
 from bagpipe.oracle.places import TURNS, num_homes
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
@@ -30,34 +31,10 @@ from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
 from bagpipe.oracle.tables import OracleTable
 
-Design = Literal["owned", "partitioned", "replicated", "lrpp"]
 Payload = TypeVar("Payload")
 
 AHEAD = 2
 """Plans that must be known behind one before it can be divided: what it exchanges depends on who uses its rows next."""
-
-
-class Rules(NamedTuple):
-    """What makes a design."""
-
-    copies: bool = False
-    """All trainers update all rows, each its copy. Otherwise a row has one owner at a time: by the votes of its uses,
-    as `assign=aware` finds homes; when it is fetched, who will use it most while it is cached, as far as is seen."""
-    users_read: bool = False
-    """A row's first users read its vector from the store; otherwise its owner sends it to them."""
-    lone: bool = False
-    """A row that one trainer uses and that then leaves is that trainer's alone, even where all have copies."""
-    moves: bool = False
-    """A row may go, with its state, to a user whose next two uses save more than that."""
-
-
-RULES: dict[Design, Rules] = {
-    "owned": Rules(users_read=True, moves=True),
-    "partitioned": Rules(),
-    "replicated": Rules(copies=True),
-    "lrpp": Rules(copies=True, lone=True),
-}
-DESIGNS: tuple[Design, ...] = tuple(RULES)
 
 
 class Partition:

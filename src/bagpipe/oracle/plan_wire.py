@@ -19,7 +19,7 @@ from bagpipe.arrays import Int32s
 from bagpipe.data.batch_wire import pack_batch, unpack_batch
 from bagpipe.errors import WireError
 from bagpipe.kernels.bits import first_outside
-from bagpipe.oracle.partition import RULES
+from bagpipe.oracle.design import RULES
 from bagpipe.oracle.plan import Fetch, Plan, Victims
 from bagpipe.oracle.plan_shape import PlanShape, check_range, pack_rows, unpack_rows
 from bagpipe.oracle.row_list import RowList

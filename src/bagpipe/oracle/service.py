@@ -23,10 +23,11 @@ from bagpipe.errors import BagpipeError, BatchError, ConfigError, DeadlineError,
 from bagpipe.failpoints import reach
 from bagpipe.oracle.assign import ASSIGNERS, Assigner
 from bagpipe.oracle.capacity import make_oracle
+from bagpipe.oracle.design import DESIGNS, Design
 from bagpipe.oracle.oracle import mask_type
 from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
-from bagpipe.oracle.partition import DESIGNS, Design, Partition, uses_ahead
+from bagpipe.oracle.partition import Partition, uses_ahead
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_wire import pack_plan
 from bagpipe.policy_options import DEFAULTS, PolicyOptions

@@ -16,7 +16,7 @@ import numpy as np
 from bagpipe.arrays import Int64s
 from bagpipe.errors import WireError
 from bagpipe.kernels.bits import first_outside
-from bagpipe.oracle.partition import RULES
+from bagpipe.oracle.design import RULES
 from bagpipe.oracle.plan_shape import PlanShape, check_range, pack_rows, unpack_rows
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Exchange, Routes, Sync

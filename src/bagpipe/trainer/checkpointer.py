@@ -85,10 +85,17 @@ class Periods:
     """How often a loop is saved; all of its trainers have the same."""
 
     checkpoints: int | None = None
-    """Iterations from one that the user wants to the next, and one at the end; None: none are wanted."""
+    """Iterations from one that the user wants to the next, and one at the end; None: none before that."""
     recovery: int | float | None = None
     """Iterations (int) or seconds (float) from one point that a launch recovers from to the next; 0.0: as often as
     keeps their cost low; None: there is no recovery."""
+    final: bool = False
+    """Whether the user wants one at the end, if there are no others."""
+
+    @property
+    def retained(self) -> bool:
+        """Whether the user wants any."""
+        return self.final or self.checkpoints is not None
 
 
 NEVER = Periods()
@@ -211,7 +218,7 @@ class Checkpointer:
                 set_generator_states(self._generators)
             reach("resume.loaded")
         if not self._attached.asked:
-            if self._periods.checkpoints is not None:
+            if self._periods.retained:
                 raise CheckpointError(
                     "checkpoints need to know what has a state besides model, optimizers and rows: call "
                     "loader.register_for_checkpointing(scheduler, ...) before the first batch, or with nothing"
@@ -243,7 +250,7 @@ class Checkpointer:
 
     def finish(self, loop: Loop) -> None:
         """The data has ended: begin to write a last checkpoint, unless there is one."""
-        if self._periods.checkpoints is not None and loop.done > self._last:
+        if self._periods.retained and loop.done > self._last:
             self._mark(loop, retained=True)
 
     @contextmanager

@@ -50,6 +50,8 @@ class DenseSync:
         self._batch = _MicroBatch(0.0, 0.0, True)
         self._frozen = [(name, parameter) for name, parameter in self._named if not parameter.requires_grad]
         self._begun = self._started = self._in_backward = False
+        self._failure: Exception | None = None
+        """What has ended a backward pass here, if that was no error of the script."""
         self._passes = 0
         self._halves: list[RankOrderSum] = []
         """Of the buckets of this pass that were sent."""
@@ -70,11 +72,8 @@ class DenseSync:
         """
         if self._group.size == 1:
             return
-        if self._in_backward:
-            raise PipelineError(
-                f"the last backward pass of trainer {self._group.rank} was interrupted, and the other trainers wait "
-                "for its gradients: end the training on all of them"
-            )
+        if self.interruption is not None:
+            raise self.interruption
         self._check_frozen()
         first_total = self._batch.first_total
         if self._batch.last or not first_total:
@@ -85,6 +84,18 @@ class DenseSync:
         if not self._started:
             self._started = True
             self._start_comparing()
+
+    @property
+    def interruption(self) -> PipelineError | None:
+        """What to say where the last backward pass did not come to its end."""
+        if not self._in_backward:
+            return None
+        which = f"the last backward pass of trainer {self._group.rank}"
+        if self._failure is not None:
+            return PipelineError(f"{which} has failed: {self._failure}")
+        return PipelineError(
+            f"{which} was interrupted, and the other trainers wait for its gradients: end the training on all of them"
+        )
 
     def skip(self) -> None:
         """Take part without a backward pass in this batch: only what earlier micro-batches gave is contributed."""
@@ -177,6 +188,7 @@ class DenseSync:
                 self._driver.wait(Wait(f"{half.what} added up by other trainers", rest.ready))
                 rest.wait()
         except Exception as error:
+            self._failure = error
             self._group.abort(error)
             raise
         reach("trainer.dense.exchanged")

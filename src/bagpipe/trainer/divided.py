@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +115,9 @@ class SharedPlans:
         self._streams = fan_out(self._parts(), partition.trainers)
         self._open = partition.trainers
         self._begun = False
+        # No trainer may ask for plans while another one opens the loader: it would find no data. No scheduler changes
+        # trainers meanwhile.
+        self._beginning = Lock()
 
     def of(self, rank: int) -> OwnPlans:
         """The plans of one trainer: a `PlanSource`."""
@@ -126,9 +130,10 @@ class SharedPlans:
 
     def begin(self) -> None:
         """Open the loader, with the first trainer that asks."""
-        if not self._begun:
-            self._begun = True
-            self._source.begin()
+        with self._beginning:
+            if not self._begun:
+                self._begun = True
+                self._source.begin()
 
     def close_one(self) -> None:
         """One trainer needs no more plans; the last one lets go of everything."""

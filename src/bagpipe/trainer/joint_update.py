@@ -1,116 +1,84 @@
-"""How an iteration is updated: by a trainer on its own, or by several who must agree on it and share their gradients.
-
-`OwnUpdate` and `JointUpdate` answer the same calls, so that the training loop reads the same with one trainer and many.
-"""
+"""How an iteration is updated by several trainers, who must agree on it and share their gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bagpipe.cache import RowCache
-from bagpipe.embedding import TableView
+from bagpipe.checker import Checker, Ledger
 from bagpipe.errors import GradientError, PipelineError
-from bagpipe.joint_checker import JointChecker
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Scalars
+from bagpipe.oracle.design import RULES, Design, Rules
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.sync_plan import Sync
 from bagpipe.row_parameter import dense_parameters_of
+from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.dense_sync import DenseSync
 from bagpipe.trainer.pipeline import Pipeline
-from bagpipe.trainer.row_sync import Peers, RowSync
+from bagpipe.trainer.row_sync import RowSync
 from bagpipe.trainer.stages import Driver
-from bagpipe.trainer.update import RowUpdate, squared_norm
-
-Views = Sequence[TableView]
+from bagpipe.trainer.update import OwnUpdate, RowUpdate, Views
 
 
-class OwnUpdate:
-    """The updates of the only trainer."""
+@dataclass(frozen=True)
+class Peers:
+    """How this process takes part in training with others."""
 
-    rank, trainers = 0, 1
-    sync: RowSync | None = None
+    groups: Groups
+    design: Design = "owned"
+    delayed: bool = True
+    moving: bool = True
+    ledger: Ledger | None = None
+    """What the checkers of trainers in one process share; None: rows are not checked."""
 
-    def __init__(self, update: RowUpdate, cache: RowCache, pipeline: Pipeline[Any]) -> None:
-        self._update, self._cache, self._pipeline = update, cache, pipeline
+    @property
+    def rules(self) -> Rules:
+        """What the design says."""
+        return RULES[self.design]
 
-    def begin(self, plan: Plan) -> None:
-        """An iteration begins: its rows are in the cache."""
+    @property
+    def rank(self) -> int:
+        """Which of the trainers this one is."""
+        return self.groups.critical.rank
 
-    def begin_batch(self, plan: Plan, left: int) -> None:
-        """A batch of it begins, after which `left` more come."""
+    @property
+    def trainers(self) -> int:
+        """How many there are."""
+        return self.groups.critical.size
 
-    def is_idle(self) -> bool:
-        """Whether there can't be anything to update."""
-        return not self._update.any_gradient()
+    def updates(
+        self,
+        update: RowUpdate,
+        cache: RowCache,
+        pipeline: Pipeline[Any],
+        model: nn.Module,
+        layouts: Sequence[RowLayout],
+        driver: Driver,
+        checker: Checker | None,
+    ) -> JointUpdate:
+        """What updates this trainer's rows."""
+        return JointUpdate(update, cache, pipeline, model, layouts, driver, self, checker)
 
-    def agree(self, plan: Plan, views: Views, problem: str | None = None) -> bool:
-        """Whether there is an update; GradientError if a gradient is not finite, or there is another problem."""
-        self._update.check(views, plan.iteration)
-        if problem is not None:
-            raise GradientError(problem)
-        return True
+    def checker(self, layouts: Sequence[RowLayout], cache: RowCache) -> Checker | None:
+        """What checks this trainer's rows; None where the other trainers are elsewhere."""
+        if self.ledger is None:
+            return None
+        names, dims = [layout.table.name for layout in layouts], [layout.dim for layout in layouts]
+        return Checker(names, dims, cache, self.ledger, self.rank)
 
-    def exchange(self, plan: Plan, views: Views, scalars: Sequence[Scalars]) -> None:
-        """Make what part of the update others take part in."""
-
-    def apply(self, views: Views, scalars: Sequence[Scalars]) -> list[int]:
-        """Make the rest of it, which waits for nobody; the tables of which rows were updated."""
-        updated = self._update.apply(views, scalars)
-        for table in updated:  # also those rows that no layer looked up, whose write-back changes nothing
-            self._cache.mark_updated(table, views[table].slots)
-        return updated
-
-    def withdraw(self) -> None:
-        """The loop is being left; a batch may be in training."""
-
-    def pass_over(self, plan: Plan) -> None:
-        """The iteration ends without an update."""
-
-    def leave(self, plan: Plan) -> None:
-        """The loop is done with an iteration."""
-        self._pipeline.updated(plan)
-
-    def gradients(self, plan: Plan, views: Views) -> list[Tensor]:  # noqa: ARG002
-        """What will be applied, for someone who may change it."""
-        return self._update.open(views)
-
-    def judged(self, plan: Plan, views: Views) -> list[Tensor]:
-        """The same for someone who decides by them whether the update is made."""
-        return self.gradients(plan, views)
-
-    def squared_norm(self, plan: Plan, views: Views) -> float:  # noqa: ARG002
-        """Sum of squares of the gradients."""
-        return squared_norm(list(self._update.collect(views).values()))
-
-    def settle(self) -> None:
-        """Return when no update is under way."""
-
-    def barrier(self, what: str) -> None:
-        """Return when all trainers are here."""
-
-    def stop(self) -> None:
-        """No further iteration begins."""
-
-    def leaving(self, early: bool) -> AbstractContextManager[None]:  # noqa: ARG002 - nobody misses it
-        """Around leaving the loop; `early`: before the data ended."""
-        return nullcontext()
-
-    def end(self) -> None:
-        """All that was trained is in the store."""
-
-    def release(self) -> None:
-        """Nothing is left to do."""
-
-    def give_up(self, reason: BaseException) -> bool:  # noqa: ARG002
-        """This trainer can't go on; whether its stages will leave undone what waits for others."""
-        return False
+    def leave(self, _: object, error: BaseException | None, __: object) -> None:
+        """Let go of the connections; the other trainers are told if this one can't go on."""
+        if error is not None:
+            self.groups.abort(error)
+        self.groups.close()
 
 
 class JointUpdate(OwnUpdate):
@@ -127,7 +95,7 @@ class JointUpdate(OwnUpdate):
         layouts: Sequence[RowLayout],
         driver: Driver,
         peers: Peers,
-        checker: JointChecker | None = None,
+        checker: Checker | None = None,
     ) -> None:
         super().__init__(update, cache, pipeline)
         points, self._groups = pipeline.points, peers.groups
@@ -153,10 +121,6 @@ class JointUpdate(OwnUpdate):
         several = len(sync.samples) > 1
         self._update.weigh(sync.weight(len(sync.samples) - 1 - left) if several else 1.0)
 
-    def is_idle(self) -> bool:
-        """Never: others may have gradients."""
-        return False
-
     def agree(self, plan: Plan, views: Views, problem: str | None = None) -> bool:
         """Whether all make the update, and one of them has a gradient."""
         gradients = self._update.collect(views)
@@ -178,7 +142,10 @@ class JointUpdate(OwnUpdate):
         return self._update.tables
 
     def withdraw(self) -> None:
-        """One that goes on with a backward pass is told that this one does not."""
+        """One that goes on with a backward pass is told that this one does not; all are, if this one's has failed."""
+        interruption = self._dense.interruption
+        if interruption is not None:
+            self.give_up(interruption)
         if self._given_up:
             self._dense.close()
         else:

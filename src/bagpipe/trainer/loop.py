@@ -10,10 +10,11 @@ import math
 import signal
 import threading
 import weakref
+from _signal import getsignal  # type: ignore[import-not-found]  # signal's own makes enums, 0.3 ms a batch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,39 +23,30 @@ from torch import Tensor, nn
 
 from bagpipe.arrays import Floats
 from bagpipe.cache import RowCache
-from bagpipe.embedding import CachedLayer, Lookups, TableView, follow_requires_grad
+from bagpipe.checker import Checker
+from bagpipe.embedding import CachedLayer, Lookups, TableView
 from bagpipe.errors import BatchError, DeadlineError, ModelError
 from bagpipe.failpoints import reach
-from bagpipe.joint_checker import JointChecker, make_checker
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import Binding, retire_weight, swap
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
 from bagpipe.store import Store
-from bagpipe.trainer.agreement import refuse_ranks
-from bagpipe.trainer.checkpointer import Checkpointer
-from bagpipe.trainer.joint_update import JointUpdate, OwnUpdate
-from bagpipe.trainer.pipeline import Pipeline, Progress
+from bagpipe.trainer.pipeline import Counters, Pipeline, Progress
+from bagpipe.trainer.ranks import refuse_ranks
 from bagpipe.trainer.read_ahead import Held
-from bagpipe.trainer.row_sync import Peers, RowSync
-from bagpipe.trainer.source import PlannedBatch, PlanSource
+from bagpipe.trainer.source import Opened, PlannedBatch, PlanSource
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.state import Attachable, check_attachable
-from bagpipe.trainer.update import RowUpdate, views_of
+from bagpipe.trainer.update import OwnUpdate, RowUpdate, views_of
+
+if TYPE_CHECKING:
+    from bagpipe.trainer.checkpointer import Checkpointer
+    from bagpipe.trainer.row_sync import RowSync
 
 Ids = npt.NDArray[np.int64]
-SIGNALS = tuple(sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
-
-
-class Opened(NamedTuple):
-    """Where plans come from, and what they are made for."""
-
-    source: PlanSource
-    capacity: Sequence[int]
-    """Slots of each row width."""
-    peers: Peers | None = None
-    """None: there is one trainer."""
+SIGNALS = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})))
 
 
 class TrainLoop:
@@ -105,11 +97,9 @@ class TrainLoop:
         self._stepped = self._unflushed = self._ended = False
         self._begun = False
         """Whether the epoch that is open has begun."""
-        self._data_wait_s = 0.0
         self._helpers: list[Workers] = []
         for layer in binding.layers:
             swap(model, layer.name, CachedLayer(layer, self._lookups))
-        follow_requires_grad(model)
         self._progress = Progress()
         self._kept: weakref.finalize[Any, TrainLoop] | None = None
         """Closes the plans that the next epoch would go on with, when nobody holds the loop any more."""
@@ -127,25 +117,31 @@ class TrainLoop:
             # wait for it (I3).
             self._progress, self._first = Progress(before=self._progress.total), self._trained
             self.cache = RowCache([layout.width for layout in self.layouts], capacity, self._device)
-            self._checker = make_checker(self.layouts, self.cache, self._peers) if self._check else None
-        self._progress.closing = False
+            self._checker = self._make_checker() if self._check else None
+        self._progress.closing, self._data_wait_s = False, 0.0
         pipeline: Pipeline[list[PlannedBatch]] = Pipeline(
             self.cache, self.store, self._driver, self._depth, self._checker,
             [layout.dim for layout in self.layouts], self._ahead, self._progress,
         )  # fmt: skip
         self._pipeline = pipeline
         self._source.measure(pipeline.traffic)
-        self._joint = OwnUpdate(self._update, self.cache, pipeline)
-        if self._peers is not None:
-            joint_checker = self._checker if isinstance(self._checker, JointChecker) else None
-            self._joint = JointUpdate(
-                self._update, self.cache, pipeline, self.model, self.layouts, self._driver, self._peers, joint_checker
+        self._joint = (
+            OwnUpdate(self._update, self.cache, pipeline)
+            if self._peers is None
+            else self._peers.updates(
+                self._update, self.cache, pipeline, self.model, self.layouts, self._driver, self._checker
             )
+        )
         self._retired = [retire_weight(layer) for layer in self._binding.layers]
         """What lets gradients pass again to the weights that layers had."""
         self.closed = self._begun = self._ended = False
         # A loop that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the loop.
         self._abandoned = weakref.finalize(self, _abandon, pipeline, self._joint.sync, self._helpers)
+
+    def _make_checker(self) -> Checker | None:
+        if self._peers is not None:
+            return self._peers.checker(self.layouts, self.cache)
+        return Checker([each.table.name for each in self.layouts], [each.dim for each in self.layouts], self.cache)
 
     def begin(self) -> None:
         """Begin an epoch, of which nothing is read before; in the thread that will train it."""
@@ -182,21 +178,16 @@ class TrainLoop:
             self.begin()
         while True:
             try:
-                more = self._advance()
-            except Exception as error:
+                planned = self._advance()
+            except BaseException as error:
                 self._ended = error is self._pipeline.source_error  # for all trainers, after the same iteration
                 if not self._ended:
                     self._give_up(error)
                 with suppress(Exception):
                     self.close()
                 raise
-            if not more:
+            if planned is None:
                 break
-            planned = self._micro.pop(0)
-            self._in_hand.append(planned.held)
-            assert self._plan is not None
-            self._joint.begin_batch(self._plan, len(self._micro))
-            self._lookups.pooling.begin(planned.given)
             reach("trainer.batch.given")
             yield planned.batch
             del planned
@@ -267,8 +258,8 @@ class TrainLoop:
 
     # An iteration
 
-    def _advance(self) -> bool:
-        """Make sure that there is a next batch; False at the end."""
+    def _advance(self) -> PlannedBatch | None:
+        """Begin the next batch, if there is one."""
         if self.closed:
             raise ModelError("this epoch has ended: iterate over the loader again")
         if not self._micro:
@@ -288,18 +279,22 @@ class TrainLoop:
                 if self._checkpointer is not None:
                     self._checkpointer.finish(self)
                 self._ended = True
-                return False
+                return None
             with uninterrupted():
                 self._begin_iteration(*self._pipeline.take())
             assert self._plan is not None
             self._joint.begin(self._plan)
             if self._checker is not None:
                 self._checker.training(self._plan)
-        held = self._micro[0].held
-        if held is not None:
-            held.compare()
-        _refuse_overwritten([held])
-        return True
+        assert self._plan is not None
+        planned = self._micro.pop(0)
+        if planned.held is not None:
+            planned.held.compare()
+        _refuse_overwritten([planned.held])
+        self._in_hand.append(planned.held)
+        self._joint.begin_batch(self._plan, len(self._micro))
+        self._lookups.pooling.begin(planned.given)
+        return planned
 
     def _wait(self) -> bool:
         """Wait for the next iteration's rows; what of it was due to the loader is counted too."""
@@ -401,6 +396,11 @@ class TrainLoop:
         """Forget those of one vector of a table's rows."""
         self._update.drop(table, column)
 
+    def judged_gradients(self) -> list[Tensor]:
+        """Gradients of rows for someone who may change them, and decides by them whether the update is made: on all
+        trainers alike."""
+        return self._joint.judged(self._in_iteration("unscale_"), self._views)
+
     def grad_norm(self) -> float:
         """Euclidean norm of the row gradients of this iteration."""
         return math.sqrt(self._joint.squared_norm(self._in_iteration("clip_grad_norm_"), self._views))
@@ -461,6 +461,11 @@ class TrainLoop:
     def step_due(self) -> bool:
         """Whether the current batch is the last of its iteration, so that the step follows it."""
         return self._plan is not None and not self._micro
+
+    @property
+    def traffic(self) -> Counters:
+        """What this epoch, or the last one, has moved so far."""
+        return self._pipeline.traffic
 
     def stats(self) -> dict[str, Any]:
         """What this epoch, or the last one, has moved so far, and how long training waited for it."""
@@ -535,12 +540,17 @@ class TrainLoop:
             self.release()
         self.store.write(table, ids, values)
 
-    def show_store(self, layer: str) -> None:
-        """Return when the store has every update so far, for look-ups of one trainer alone."""
+    @property
+    def has_updates(self) -> bool:
+        """Whether rows were updated since the store was last known to have every update."""
+        return self._unflushed
+
+    def show_store(self, why: str) -> None:
+        """Return when the store has every update so far, for look-ups of one trainer alone, who says `why`."""
         if self.trainers > 1 and self._unflushed:
             raise ModelError(
-                f"layer {layer!r} is given ids of another batch amid training, while other trainers have rows that the "
-                "store does not have yet: let all trainers call flush() first, then evaluate"
+                f"{why} amid training, while other trainers have rows that the store does not have yet: let all "
+                "trainers call flush() first, then evaluate"
             )
         self.barrier()
 
@@ -552,7 +562,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {int(number): handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in SIGNALS if callable(handler := getsignal(number))}
     arrived: list[tuple[int, Any]] = []
     for number in handlers:
         signal.signal(number, lambda number, frame: arrived.append((number, frame)))

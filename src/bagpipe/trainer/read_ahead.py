@@ -28,8 +28,8 @@ from xxhash import xxh3_64_intdigest
 
 from bagpipe.adapt import Path, is_keyed, parts_of
 from bagpipe.checkpoint.tree import octets
-from bagpipe.data.loader import Loader
 from bagpipe.errors import BatchError
+from bagpipe.loaders import Rereadable
 
 BUFFERS = (bytearray, memoryview, array.array)
 PLAIN = {NoneType, bool, bytes, float, int, str}
@@ -116,8 +116,8 @@ class ReadAhead:
     """The batches of a loader that are still to be trained."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        # No code of the user runs while a list is read, and our own loader gives every batch memory of its own.
-        self._watched = type(loader) not in (list, tuple) and not isinstance(loader, Loader)
+        # No code of the user runs while a list is read.
+        self._watched = type(loader) not in (list, tuple) and not isinstance(loader, Rereadable)
         self._batches: list[weakref.ref[Held]] = []
         self._pinned: list[Held] = []
         self._ids: set[Path] = set()

@@ -11,10 +11,10 @@ import random
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,33 +22,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from bagpipe.errors import BatchError, ModelError
+from bagpipe.loaders import Positioned, State
 from bagpipe.trainer.state import generator_states, set_generator_states
 
-State = Mapping[str, Any]
 DRAWS = (
     "the loader draws from torch's global random generator while it reads a batch, and it is read ahead of training: "
     "if the model draws from it too, as dropout does, both see other numbers than in plain training. Let the data be "
     "read by a process of its own (num_workers=1), or draw from a torch.Generator of its own"
 )
-
-
-@runtime_checkable
-class Positioned(Protocol):
-    """A loader that can begin anywhere."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def peek(self) -> Any:
-        """A batch as they will come, or None if there is none; nothing is started or moved."""
-        ...
-
-    def state_dict(self, given: int | None = None) -> dict[str, Any]:
-        """The position this many batches after the one it begins at, or before it."""
-        ...
-
-    def load_state_dict(self, state: State) -> None:
-        """Begin at a position; an error if it belongs to something else."""
-        ...
 
 
 class LookBack(NamedTuple):

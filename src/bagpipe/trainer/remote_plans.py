@@ -22,10 +22,10 @@ from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import unpack_plan
 from bagpipe.store import Store
 from bagpipe.trainer.checkpointer import Checkpointer
-from bagpipe.trainer.loop import Opened, TrainLoop
+from bagpipe.trainer.joint_update import Peers
+from bagpipe.trainer.loop import TrainLoop
 from bagpipe.trainer.pipeline import DEPTH, Counters
-from bagpipe.trainer.row_sync import Peers
-from bagpipe.trainer.source import Group, Plans, planned_batches
+from bagpipe.trainer.source import Group, Opened, Plans, planned_batches
 from bagpipe.trainer.stages import Driver, Threads
 from bagpipe.types import Batch
 from bagpipe.wire.channel import Network
@@ -142,7 +142,7 @@ class RemotePlans:
         if position.get("batches", 0) != self._first_batch:
             raise ConfigError(
                 f"the saved state is {position['batches']} batches into the data, and {self._name} begins after "
-                f"{self._first_batch}: leave 'data' out of the saved state, or train in one process"
+                f"{self._first_batch}: let both go on from the same checkpoint"
             )
 
     def interrupt(self) -> None:

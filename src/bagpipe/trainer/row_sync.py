@@ -27,15 +27,15 @@ from bagpipe.failpoints import reach
 from bagpipe.kernels import move
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, Scalars
-from bagpipe.oracle.partition import RULES, Design, Rules
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
-from bagpipe.trainer.collective import Collective, Groups, name_trainers
+from bagpipe.trainer.collective import Collective, name_trainers
 from bagpipe.trainer.stages import Driver, Stage, Wait
 
 if TYPE_CHECKING:
-    from bagpipe.joint_checker import JointChecker, Ledger
+    from bagpipe.checker import Checker
+    from bagpipe.trainer.joint_update import Peers
 
 Result = TypeVar("Result")
 FLAGS = 3
@@ -53,33 +53,6 @@ class Sum(NamedTuple):
 
     rows: RowList
     means: Tensor
-
-
-@dataclass(frozen=True)
-class Peers:
-    """How this process takes part in training with others."""
-
-    groups: Groups
-    design: Design = "owned"
-    delayed: bool = True
-    moving: bool = True
-    ledger: Ledger | None = None
-    """What the checkers of trainers in one process share; None: rows are not checked."""
-
-    @property
-    def rules(self) -> Rules:
-        """What the design says."""
-        return RULES[self.design]
-
-    @property
-    def rank(self) -> int:
-        """Which of the trainers this one is."""
-        return self.groups.critical.rank
-
-    @property
-    def trainers(self) -> int:
-        """How many there are."""
-        return self.groups.critical.size
 
 
 @dataclass(slots=True)
@@ -103,7 +76,7 @@ class RowSync:
         driver: Driver,
         updated: Callable[[Plan], None],
         copied_out: Callable[[], int],
-        observer: JointChecker | None = None,
+        observer: Checker | None = None,
     ) -> None:
         """`updated` is told of each iteration that is done; `copied_out` says whose evictions have left their slots."""
         self.rank, self.trainers = peers.rank, peers.trainers
@@ -154,8 +127,8 @@ class RowSync:
         idle = [rank for rank in with_samples if not states[rank][0]]
         if idle and len(idle) < len(with_samples):
             raise PipelineError(
-                f"iteration {number}: {name_trainers(idle)} made no rows.step(), and others did: all trainers of an "
-                "iteration must make one, or none"
+                f"iteration {number}: {name_trainers(idle)} made no optimizer.step(), and others did: all trainers of "
+                "an iteration must make one, or none"
             )
         return not idle and any(states[rank][1] for rank in with_samples)
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from bagpipe.adapt import Adapter
-from bagpipe.data.loader import Loader
 from bagpipe.embedding import check_range
 from bagpipe.errors import BagpipeError, ConfigError, ValueRangeError
+from bagpipe.loaders import Rereadable
 from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.plan import Plan
 from bagpipe.pooling import GivenIds
@@ -27,6 +27,9 @@ from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.read_ahead import Held, ReadAhead
 from bagpipe.trainer.reading import Epochs, LookBack, Reading
 from bagpipe.types import Table
+
+if TYPE_CHECKING:
+    from bagpipe.trainer.joint_update import Peers
 
 Ids = npt.NDArray[np.int64]
 
@@ -99,6 +102,16 @@ class PlanSource(Protocol):
         ...
 
 
+class Opened(NamedTuple):
+    """Where plans come from, and what they are made for."""
+
+    source: PlanSource
+    capacity: Sequence[int]
+    """Slots of each row width."""
+    peers: Peers | None = None
+    """None: there is one trainer."""
+
+
 class Source:
     """Reads a loader, epoch after epoch, `accumulate` batches an iteration."""
 
@@ -109,7 +122,7 @@ class Source:
         self.epochs = Epochs(loader)
         self.reading, self._begun = Reading(()), False
         self._look_back, self._accumulate = look_back, accumulate
-        self._loader = loader if isinstance(loader, Loader) else None
+        self._loader = loader if isinstance(loader, Rereadable) else None
         self._kind = type(loader).__name__
         self.interrupted = False
         """Ends a scan early."""
@@ -152,7 +165,7 @@ class Source:
         if self._loader is None:
             return
         with suppress(BagpipeError):  # whatever is wrong with a batch is said when it is its turn
-            for number, batch in self._spread(self._loader, NUM_OTHERS):
+            for number, batch in self._loader.spread(NUM_OTHERS):
                 yield self.adapter.extract(batch, self.features, number)
 
     def planned(self, oracle: AnyOracle, *, more: bool = False) -> Generator[tuple[Plan, Group], None, None]:
@@ -174,7 +187,7 @@ class Source:
             self.check_sample(count)
         if count is None or self._loader is None:
             return
-        for number, batch in self._spread(self._loader, count):
+        for number, batch in self._loader.spread(count):
             if self.interrupted:
                 break
             ids = self.adapter.extract(batch, self.features, number)
@@ -188,18 +201,6 @@ class Source:
                 f"policy option sample is 0, for which all data is read twice, and the loader is a {self._kind}: "
                 "give a bagpipe.data.Loader, or the number of batches to look at"
             )
-
-    @staticmethod
-    def _spread(loader: Loader, count: int) -> Iterator[tuple[int, Any]]:
-        """So many of a loader's batches, in stored order and evenly spread over the data; all of them if `count` is 0
-        or there are not more."""
-        data, size = loader.dataset, loader.batch_size
-        num_batches = -(-data.num_samples // size)
-        if not 0 < count < num_batches:
-            yield from enumerate(data.batches(size, workers=loader.workers))
-            return
-        for number in np.linspace(0, num_batches - 1, count).astype(np.int64).tolist():
-            yield number, next(data.part(number * size, min((number + 1) * size, data.num_samples)).batches(size))
 
     def close(self) -> None:
         """Let go of the loader, so that its worker processes can end."""

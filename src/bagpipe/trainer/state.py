@@ -87,7 +87,7 @@ def check_attachable(objects: Mapping[str, object]) -> None:
     for name, thing in objects.items():
         if not isinstance(thing, Stateful | torch.Generator):
             raise ModelError(
-                f"{name!r} is a {type(thing).__name__}: attach what has state_dict() and load_state_dict(), or a "
+                f"{name!r} is a {type(thing).__name__}: register what has state_dict() and load_state_dict(), or a "
                 "torch.Generator"
             )
 
@@ -104,7 +104,7 @@ class Attached:
         """ModelError if one can't be kept or is there already."""
         check_attachable(objects)
         if twice := objects.keys() & self.objects.keys():
-            raise ModelError(f"something is attached as {min(twice)!r} already: choose another name")
+            raise ModelError(f"something is registered as {min(twice)!r} already: choose another name")
         self.asked = True
         self.objects.update(objects)
 
@@ -121,7 +121,7 @@ class Attached:
         if self.objects.keys() - begin != saved - begin:
             raise CheckpointError(
                 f"the run to go on from had attached {named(saved)}, and this one has {named(self.objects)}: call "
-                "batches.attach(...) before the first batch, with the same names"
+                "loader.register_for_checkpointing(...) before the first batch, with the same objects"
             )
 
 
@@ -129,13 +129,14 @@ def restore(name: str, thing: Attachable, saved: Mapping[str, Any]) -> None:
     """Give an object the state back that it had when it was kept; CheckpointError if it was something else."""
     if name not in saved:
         raise CheckpointError(
-            f"the run to go on from had attached {named(saved)}, and not {name!r}: attach the same under the same names"
+            f"the run to go on from had attached {named(saved)}, and not {name!r}: register the same under the same "
+            "names"
         )
     kind, state = saved[name]["kind"], saved[name]["state"]
     if kind != _kind(thing):
         raise CheckpointError(
-            f"{name!r} was of class {kind} when it was kept, and is of class {_kind(thing)}: attach the "
-            "same, or with bagpipe train set dense_optimizer.name to it"
+            f"{name!r} was of class {kind} when it was kept, and is of class {_kind(thing)}: register "
+            "the same, or with bagpipe train set dense_optimizer.name to it"
         )
     try:
         if isinstance(thing, torch.Generator):

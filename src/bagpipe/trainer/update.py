@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,8 +29,13 @@ from bagpipe.kernels.update import first_not_finite
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, Scalars
 from bagpipe.oracle.plan import Plan
+from bagpipe.trainer.pipeline import Pipeline
 
 FINITE = -1
+Views = Sequence[TableView]
+
+if TYPE_CHECKING:
+    from bagpipe.trainer.row_sync import RowSync
 
 
 class RowUpdate:
@@ -53,13 +60,6 @@ class RowUpdate:
     def weigh(self, weight: float) -> None:
         """Gradients of look-ups from now on count this much."""
         self._lookups.weight = weight
-
-    def zero(self) -> None:
-        """Forget the gradients so far; a backward pass may follow."""
-        self._gradients, self._made_of, self._opened = None, [], False
-        for calls in self._lookups.calls:
-            for call in calls:
-                call.grad = None
 
     def drop(self, table: int, column: int) -> None:
         """Forget those of one vector of a table's rows; a backward pass may follow."""
@@ -112,7 +112,7 @@ class RowUpdate:
                 raise GradientError(
                     f"iteration {iteration}: the gradient of row {views[table].ids[row]} of table "
                     f"{self._layouts[table].table.name!r} is not finite; no row was updated: "
-                    "lower the learning rate, clip gradients, or pass scaler= to step() to skip such batches"
+                    "lower the learning rate, clip gradients, or use a torch.amp.GradScaler, which skips such batches"
                 )
 
     def apply(self, views: Sequence[TableView], scalars: Sequence[Scalars]) -> list[int]:
@@ -191,13 +191,6 @@ def views_of(plan: Plan, cache: RowCache) -> list[TableView]:
     return views
 
 
-def holder_of(grads: Tensor) -> Tensor:
-    """A parameter that has these gradients, and takes no memory."""
-    holder = torch.zeros(1, dtype=grads.dtype, device=grads.device).expand(grads.shape)
-    holder.grad = grads
-    return holder
-
-
 def squared_norm(gradients: Sequence[Tensor]) -> float:
     """Sum of squares in float64, the same for any number of threads."""
     return float(sum(np.square(part.cpu().numpy(), dtype=np.float64).sum() for part in gradients))
@@ -212,3 +205,81 @@ def _first_not_finite(grads: Tensor) -> int:
         return first_not_finite(grads.numpy())
     bad = torch.nonzero(~torch.isfinite(grads).all(1)).reshape(-1)
     return int(bad[0]) if len(bad) else FINITE
+
+
+class OwnUpdate:
+    """The updates of the only trainer; where there are several, `JointUpdate` answers the same calls."""
+
+    rank, trainers = 0, 1
+    sync: RowSync | None = None
+
+    def __init__(self, update: RowUpdate, cache: RowCache, pipeline: Pipeline[Any]) -> None:
+        self._update, self._cache, self._pipeline = update, cache, pipeline
+
+    def begin(self, plan: Plan) -> None:
+        """An iteration begins: its rows are in the cache."""
+
+    def begin_batch(self, plan: Plan, left: int) -> None:
+        """A batch of it begins, after which `left` more come."""
+
+    def agree(self, plan: Plan, views: Views, problem: str | None = None) -> bool:
+        """Whether there is an update; GradientError if a gradient is not finite, or there is another problem."""
+        self._update.check(views, plan.iteration)
+        if problem is not None:
+            raise GradientError(problem)
+        return True
+
+    def exchange(self, plan: Plan, views: Views, scalars: Sequence[Scalars]) -> None:
+        """Make what part of the update others take part in."""
+
+    def apply(self, views: Views, scalars: Sequence[Scalars]) -> list[int]:
+        """Make the rest of it, which waits for nobody; the tables of which rows were updated."""
+        updated = self._update.apply(views, scalars)
+        for table in updated:  # also those rows that no layer looked up, whose write-back changes nothing
+            self._cache.mark_updated(table, views[table].slots)
+        return updated
+
+    def withdraw(self) -> None:
+        """The loop is being left; a batch may be in training."""
+
+    def pass_over(self, plan: Plan) -> None:
+        """The iteration ends without an update."""
+
+    def leave(self, plan: Plan) -> None:
+        """The loop is done with an iteration."""
+        self._pipeline.updated(plan)
+
+    def gradients(self, plan: Plan, views: Views) -> list[Tensor]:  # noqa: ARG002
+        """What will be applied, for someone who may change it."""
+        return self._update.open(views)
+
+    def judged(self, plan: Plan, views: Views) -> list[Tensor]:
+        """The same for someone who decides by them whether the update is made."""
+        return self.gradients(plan, views)
+
+    def squared_norm(self, plan: Plan, views: Views) -> float:  # noqa: ARG002
+        """Sum of squares of the gradients."""
+        return squared_norm(list(self._update.collect(views).values()))
+
+    def settle(self) -> None:
+        """Return when no update is under way."""
+
+    def barrier(self, what: str) -> None:
+        """Return when all trainers are here."""
+
+    def stop(self) -> None:
+        """No further iteration begins."""
+
+    def leaving(self, early: bool) -> AbstractContextManager[None]:  # noqa: ARG002 - nobody misses it
+        """Around leaving the loop; `early`: before the data ended."""
+        return nullcontext()
+
+    def end(self) -> None:
+        """All that was trained is in the store."""
+
+    def release(self) -> None:
+        """Nothing is left to do."""
+
+    def give_up(self, reason: BaseException) -> bool:  # noqa: ARG002
+        """This trainer can't go on; whether its stages will leave undone what waits for others."""
+        return False

@@ -113,20 +113,11 @@ def test_exported_weights_load_into_the_plain_model(tmp_path):
 
 def test_an_exported_checkpoint_equals_an_export_of_the_model(tmp_path):
     torch.manual_seed(2)
-    model, rows = make_net(), bagpipe.optim.Adam(0.01)
+    model = make_net()
     model.user = nn.EmbeddingBag(30, 4, mode="sum", device="meta")
     model.item = nn.EmbeddingBag(20, 4, mode="sum", device="meta")
-    checkpoint = Checkpointing(tmp_path / "c", every=3)
-    with bagpipe.accelerate(model, make_batches(4), rows, cache=60, checkpoint=checkpoint) as batches:
-        optimizer = sgd(model.parameters())
-        batches.attach(dense=optimizer)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            rows.step()
+    latest = trained(tmp_path, model, bagpipe.optim.Adam(0.01), every=3)
     bagpipe.export(model, tmp_path / "expected.safetensors")
-    latest = Checkpoints(tmp_path / "c").latest()
     assert latest.chain == [3, 4]
     export_checkpoint(latest, tmp_path / "found.safetensors")
     expected, found = load_file(tmp_path / "expected.safetensors"), load_file(tmp_path / "found.safetensors")
@@ -134,18 +125,18 @@ def test_an_exported_checkpoint_equals_an_export_of_the_model(tmp_path):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def trained(tmp_path, model, **options):
+def trained(tmp_path, model, rows=None, every=100):
     """A model after some batches, and the checkpoint of its end."""
-    rows = bagpipe.optim.Adagrad(0.1)
-    checkpoint = Checkpointing(tmp_path / "c", every=100)
-    with bagpipe.accelerate(model, make_batches(4), rows, cache=60, checkpoint=checkpoint, **options) as batches:
-        optimizer = sgd(model.parameters())
-        batches.attach(dense=optimizer)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            rows.step()
+    checkpoint = Checkpointing(tmp_path / "c", every=every)
+    model, optimizer, loader = bagpipe.prepare(
+        model, sgd(model.parameters()), make_batches(4), rows=rows or bagpipe.optim.Adagrad(0.1), cache=60,
+        checkpoint=checkpoint,
+    )  # fmt: skip
+    loader.register_for_checkpointing()
+    for batch in loader:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
     return Checkpoints(tmp_path / "c").latest()
 
 
@@ -168,12 +159,14 @@ def test_the_rows_of_a_model_are_those_of_its_checkpoint(tmp_path, state):
 
 def test_tables_of_any_id_are_exported_from_a_model_too(tmp_path):
     model = nn.ModuleDict({"word": nn.EmbeddingBag(2**58, 4, mode="sum", device="meta")})
-    rows, table = bagpipe.optim.SGD(0.1), bagpipe.Table("word", None)
+    table, optimizer = bagpipe.Table("word", None), torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [{"word": torch.tensor([[2**60], [-5]])}]
-    with bagpipe.accelerate(model, batches, rows, tables=[table], seed=3) as loop:
-        for batch in loop:
-            model["word"](batch["word"]).sum().backward()
-            rows.step()
+    model, optimizer, loader = bagpipe.prepare(
+        model, optimizer, batches, features=[table], options=bagpipe.Options(seed=3)
+    )
+    for batch in loader:
+        model["word"](batch["word"]).sum().backward()
+        optimizer.step()
     bagpipe.export(model, tmp_path / "rows", format="parquet")
     found = pq.read_table(tmp_path / "rows" / "word.parquet").sort_by("id")
     expected = np.empty((2, 4), np.float32)

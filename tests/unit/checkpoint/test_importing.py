@@ -18,7 +18,7 @@ from bagpipe.checkpoint.importing import import_rows
 from bagpipe.cli import main
 from bagpipe.errors import CheckpointError
 from bagpipe.optim import SGD, Adagrad, Adam
-from bagpipe.training import train, train_accelerated, train_reference
+from bagpipe.training import train, train_configured, train_reference
 from harness.daily import day_job, state_of, trained_reference, write_days
 
 VECTORS = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
@@ -252,7 +252,7 @@ def test_an_export_comes_back_and_is_trained_on(first_day, tmp_path, servers):
         assert_rows(rows_of(made, name), rows_of(saved, name))
 
     job = day_job(first_day, tmp_path / "run", 2, init_from=str(tmp_path / "new"), servers=servers)
-    found, _ = train_accelerated(job, quiet, hold=True)
+    found, _ = train_configured(job, quiet, hold=True)
     before = trained_reference(day_job(first_day, tmp_path / "plain", 1))
     fresh = trained_reference(job, _only_rows(before, job))
     assert state_of(fresh).differing(found) == [], "rows are those of the first day, and all else begins"

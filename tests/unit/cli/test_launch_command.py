@@ -66,7 +66,7 @@ def test_settings_that_a_script_says_itself_are_refused_with_it(script, setting,
     said = refused("--set", setting, script)
     assert named in said
     assert script.name in said
-    assert "bagpipe.accelerate" in said
+    assert "bagpipe.prepare" in said
 
 
 def test_data_processors_are_refused_with_a_script(script):

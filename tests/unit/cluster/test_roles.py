@@ -19,13 +19,13 @@ from bagpipe.cluster.trainer_role import Trained, TrainerRole
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
 from bagpipe.job import Job, prepare
-from bagpipe.opening import open_rows
 from bagpipe.results import joined_summary
 from bagpipe.server.process import ServerOptions
 from bagpipe.store.remote import RemoteStore
 from bagpipe.together import run_threads
 from bagpipe.training import train
 from bagpipe.wire.keys import new_keys
+from bagpipe.world import World
 
 HERE = "tcp://127.0.0.1:0"
 SETTINGS = {
@@ -35,6 +35,7 @@ SETTINGS = {
     "iterations": 17,
     "cache": "1MB",
     "threads": 1,
+    "checkpoint": {"final": False},
 }
 SCRIPT = """
 import sys, torch, bagpipe
@@ -42,14 +43,16 @@ from bagpipe.data import Loader, generated
 from bagpipe.models import build_model
 data = generated("tiny", 400)
 model = build_model("wide_deep", data.tables, data.num_dense, 4, torch.device("meta"), seed=0)
-rows = bagpipe.optim.SGD(0.1)
-with bagpipe.accelerate(model, Loader(data, 100), rows, tables=data.tables) as batches:
-    for batch in batches:
-        model(batch.dense, batch.sparse).sum().backward()
-        rows.step()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = bagpipe.prepare(model, optimizer, Loader(data, 100), features=data.tables)
+for batch in loader:
+    optimizer.zero_grad()
+    model(batch.dense, batch.sparse).sum().backward()
+    optimizer.step()
+store = loader.loop.store
 with open(sys.argv[1], "w") as file:
-    file.write(f"{__name__} {type(batches.store).__name__} {batches.store.num_rows(0) > 0}")
-batches.store.close()
+    file.write(f"{__name__} {type(store).__name__} {store.num_rows(0) > 0}")
+store.close()
 sys.exit(int(sys.argv[2]))
 """
 
@@ -153,14 +156,14 @@ def test_a_script_finds_the_servers_of_its_launch_and_its_exit_code_is_told(serv
     monkeypatch.setattr("sys.argv", ["pytest"])
     monkeypatch.syspath_prepend(str(tmp_path))  # restores sys.path afterwards
     monkeypatch.chdir(tmp_path)
-    script, said = tmp_path / "script.py", tmp_path / "said"
+    script, said, alone = tmp_path / "script.py", tmp_path / "said", World.current()
     script.write_text(SCRIPT)
     task = ScriptTask(
         servers.wiring, servers.addresses, str(script), (str(said), "3"), str(tmp_path), {"servers": 2}, threads=1
     )
     assert TrainerRole("trainer 0").run_script(task, Board()) == 3
     assert said.read_text() == "__main__ RemoteStore True"
-    assert context.current() is None
+    assert World.current() is alone
 
 
 def test_a_script_that_is_not_on_the_trainers_machine_is_named(servers):
@@ -210,13 +213,15 @@ def test_what_nobody_foresaw_is_told_with_the_role_and_the_kind_of_error():
 
 def test_under_a_launch_rows_can_not_be_put_elsewhere(servers):
     launch = context.Launch(parse_config({}), servers.addresses, servers.wiring.run, servers.wiring.client)
-    with context.within(launch):
-        assert context.current() is launch
+    alone = World.current()
+    assert alone.trainers == 1
+    with launch.entered():
+        assert World.current() is launch
         with launch.open_store([SimpleNamespace(width=3, initialise=None)]) as store:
             assert isinstance(store, RemoteStore)
         with pytest.raises(ConfigError, match="bagpipe launch"):
-            open_rows("mapped", [], 0)
-    assert context.current() is None
+            World.current().open_rows("mapped", [], 0)
+    assert World.current() is alone
 
 
 def test_a_trainer_of_several_that_does_not_know_where_to_meet_says_so():

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bagpipe.api import accelerate
 from bagpipe.data import Dataset, IndexedDataset, Shards, from_frame, write
 from bagpipe.errors import ConfigError, DataError, ValueRangeError
 from bagpipe.models import build_model
 from bagpipe.state import of_store
 from bagpipe.types import Batch, Ids, Table
 from harness.examples import examples
+from harness.flat import prepare
 from harness.world import OPTIMIZERS, assert_identical, dense_sgd, initial
 
 VALUES = {
@@ -341,17 +341,17 @@ TABLES = (Table("user", 50), Table("item", 30, ("seen", "bought")))
 
 def train(batches):
     model = build_model("dlrm", TABLES, 2, 4, torch.device("meta"), seed=3)
-    rows = OPTIMIZERS["adagrad"]()
-    loop = accelerate(model, batches, rows, tables=TABLES, initial=initial, cache=200, check=True)
+    options = {"features": TABLES, "initial": initial, "cache": 200, "check": True}
     dense = dense_sgd(list(model.parameters()))
-    with loop:
-        for batch in loop:
-            logits = model(batch.dense, batch.sparse)
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-            dense.zero_grad()
-            loss.backward()
-            dense.step()
-            rows.step()
+    model, dense, loader = prepare(model, dense, batches, OPTIMIZERS["adagrad"](), **options)
+    for batch in loader:
+        logits = model(batch.dense, batch.sparse)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        dense.zero_grad()
+        loss.backward()
+        dense.step()
+    loader.close()
+    loop = loader.loop
     state = of_store(model, [layout.table.name for layout in loop.layouts], loop.store)
     loop.store.close()
     return state

@@ -98,10 +98,6 @@ def test_a_run_may_be_made_longer_and_its_data_moved(data, tmp_path):
     assert read(longer) == read(data.batches(96, epochs=5, seed=4))[20:]
 
 
-def test_repeated_is_a_longer_run_with_an_order_of_its_own_in_each_epoch(data):
-    assert read(loader(data, start=5).repeated(2)) == read(data.batches(96, epochs=6, seed=4))[5:]
-
-
 def test_a_peek_is_the_next_batch_and_moves_nothing(data):
     found = loader(data, start=7)
     assert flatten(found.peek()) == read(loader(data))[7]

@@ -7,8 +7,9 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import pytest
 
+from bagpipe.oracle.design import DESIGNS
 from bagpipe.oracle.oracle import Oracle
-from bagpipe.oracle.partition import DESIGNS, Partition
+from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.reader import Reader
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES

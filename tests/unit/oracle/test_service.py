@@ -23,7 +23,7 @@ from bagpipe.oracle.outbox import AHEAD_MAX, DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.service import OracleService, PlanSettings
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.remote_plans import RemotePlans
-from bagpipe.training import train_accelerated, train_reference, train_remote
+from bagpipe.training import train_configured, train_reference, train_remote
 from bagpipe.types import Table
 from bagpipe.wire.frames import encode
 from bagpipe.wire.listening import on_socket
@@ -99,7 +99,7 @@ def test_training_over_a_bad_network_has_the_bits_of_the_reference_and_of_one_pr
         status = served.oracle.status()
         given = [processor.status().batches for processor in served.processors]
     assert expected.differing(found) == []
-    assert expected.differing(train_accelerated(job, quiet, hold=True)[0]) == []
+    assert expected.differing(train_configured(job, quiet, hold=True)[0]) == []
     assert (status.planned, status.ended) == (26, "all data is planned")
     assert status.plans_sent >= 26
     assert all(given)

@@ -11,7 +11,7 @@ from bagpipe.errors import ConfigError, ShardError, WireError
 from bagpipe.oracle.outbox import Answer, Outbox
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.results import joined_summary
-from bagpipe.training import train_accelerated, train_reference
+from bagpipe.training import train_configured, train_reference
 from bagpipe.types import Table
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DividedBy, NextPlan, NoMorePlans
@@ -48,7 +48,7 @@ def test_trainers_over_a_bad_network_have_the_bits_of_the_reference(settings, tm
     assert status.ended == "all data is planned"
     assert status.plans_sent >= job.config.trainers * status.planned
     summary = joined_summary([summary for _, summary in ended])
-    _, alone = train_accelerated(job, quiet)
+    _, alone = train_configured(job, quiet)
     timeless = ("iterations", "samples", "auc", "hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows")
     assert {key: summary[key] for key in timeless} == {key: alone[key] for key in timeless}
     assert 0 < summary["plan_bytes"] <= status.bytes_sent

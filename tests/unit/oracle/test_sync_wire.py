@@ -13,7 +13,8 @@ from bagpipe.cache import group_by_width, num_bytes
 from bagpipe.errors import BagpipeError, WireError
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.partition import DESIGNS, Partition
+from bagpipe.oracle.design import DESIGNS
+from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import pack_plan, unpack_plan
 from bagpipe.oracle.row_list import RowList

@@ -16,7 +16,7 @@ from definitions.plan_contract import check_contract, make_plans, run_in_several
 from harness.examples import examples
 from harness.explorer import FETCHES, INSERTS, WRITES_BACK, Seeded
 from harness.trainers import DESIGNS, World, run
-from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from harness.world import OPTIMIZERS, assert_identical, make_batches, train_prepared, train_reference
 
 VARIANTS: dict[str, tuple[str, PolicyOptions]] = {
     **{name: (name, PolicyOptions(sample=5)) for name in POLICIES},
@@ -54,7 +54,7 @@ def expected():
 
 def train(variant: str, cache: int, lookahead: int | str, driver: object):
     policy, options = VARIANTS[variant]
-    return train_accelerated(
+    return train_prepared(
         BATCHES,
         OPTIMIZERS["adagrad"](),
         "wide_deep",

@@ -196,7 +196,7 @@ def test_options_are_checked_by_name() -> None:
         ({"ways": True}, "ways is True"),
         ({"ways": 2**62}, f"ways is {2**62}: give at most 4096"),
         ({"seed": 2**63}, f"seed is {2**63}: give at most {2**63 - 1}"),
-        ("foo", "policy_options is 'foo': give a mapping"),
+        ("foo", "the options of the policy are 'foo': give a mapping"),
         ({"replacement": "fifo"}, "replacement is 'fifo': choose one of lru, lfu, random"),
         ({"mode": "lazy"}, "mode is 'lazy'"),
         ({"pipelined": 1}, "pipelined is 1"),

@@ -20,7 +20,7 @@ from bagpipe.policies import PolicyOptions
 from bagpipe.policies.sampled import Sample
 from bagpipe.table import Table
 from bagpipe.trainer.source import Source
-from bagpipe.training import train_accelerated, train_reference
+from bagpipe.training import train_configured, train_reference
 from definitions.plan_contract import check_contract
 
 ALL = PolicyOptions(sample=0)
@@ -138,7 +138,7 @@ def test_a_scan_in_small_and_large_caches_gives_the_bits_of_the_reference(shards
     for number, (cache, trainers) in enumerate((("0.3%", 1), ("64%", 1))):
         job = job_of(shards, tmp_path / str(number), cache=cache, trainers=trainers, check=True, **policy)
         num_rows = sum(table.rows or 0 for table in job.train.tables)
-        found, summary = train_accelerated(job, ignore, hold=True)
+        found, summary = train_configured(job, ignore, hold=True)
         assert not expected.differing(found)
         assert summary["cache_rows"] == round(float(cache[:-1]) / 100 * num_rows)
         hit_rates[cache] = summary["hit_rate"]
@@ -149,7 +149,7 @@ def test_a_scan_in_small_and_large_caches_gives_the_bits_of_the_reference(shards
 def test_several_trainers_scan_too(shards: Path, tmp_path: Path, sample: int) -> None:
     settings = {"trainers": 2, "cache": "1.5%", "policy": "static", "policy_options": {"sample": sample}}
     expected, _ = train_reference(job_of(shards, tmp_path, **settings), ignore)
-    found, _ = train_accelerated(job_of(shards, tmp_path / "again", **settings), ignore, hold=True)
+    found, _ = train_configured(job_of(shards, tmp_path / "again", **settings), ignore, hold=True)
     assert not expected.differing(found)
 
 

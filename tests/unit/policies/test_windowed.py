@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bagpipe import optim
-from bagpipe.api import accelerate
 from bagpipe.cache import RowCache
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
@@ -25,7 +24,8 @@ from bagpipe.store import MemoryStore
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.types import Table
 from harness.explorer import WRITES_BACK, Seeded
-from harness.world import OPTIMIZERS, make_batches, make_model
+from harness.flat import prepare
+from harness.world import OPTIMIZERS, dense_sgd, make_batches, make_model
 
 STALE = PolicyOptions(mode="stale")
 
@@ -172,7 +172,8 @@ def trained(
     store = MemoryStore([RowLayout(Table("only"), (2,), optim.SGD(0.1), Constant(0.0))])
     cache = RowCache([2], [capacity], torch.device("cpu"))
     driver = Seeded(seed, eagerness=20.0, last=frozenset([WRITES_BACK]))
-    pipeline = Pipeline(((plan, None) for plan, _ in plans), cache, store, driver)  # type: ignore[arg-type]
+    pipeline = Pipeline(cache, store, driver)
+    pipeline.begin((plan, None) for plan, _ in plans)
     counted = np.zeros(num_rows)
     while pipeline.wait():
         plan, _ = pipeline.take()
@@ -232,7 +233,9 @@ def test_the_stale_mode_is_refused_with_the_checker_and_with_several_trainers() 
     for more, message in (({"check": True}, "check stops there"), ({"trainers": 2}, "is for one trainer, not 2")):
         with pytest.raises(ConfigError, match=message):
             parse_config(stale | more)
+    model = make_model()
     with pytest.raises(ConfigError, match="'windowed' with these options reads old rows"):
-        accelerate(
-            make_model(), make_batches(), OPTIMIZERS["sgd"](), policy="windowed", policy_options=STALE, check=True
-        )
+        prepare(
+            model, dense_sgd(list(model.parameters())), make_batches(), OPTIMIZERS["sgd"](), policy="windowed",
+            policy_options=STALE, check=True,
+        )  # fmt: skip

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bagpipe import optim
-from bagpipe.api import accelerate
 from bagpipe.cache import RowCache
 from bagpipe.cluster.request import Request
 from bagpipe.config import parse_config
@@ -26,14 +25,16 @@ from bagpipe.store import MemoryStore
 from bagpipe.trainer.pipeline import READERS, Counters, Pipeline
 from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
+from harness.flat import prepare
 from harness.wire import until
 from harness.world import (
     OPTIMIZERS,
     TABLES,
     assert_identical,
+    dense_sgd,
     make_batches,
     make_model,
-    train_accelerated,
+    train_prepared,
     train_reference,
 )
 
@@ -167,7 +168,7 @@ def test_a_measured_run_tells_its_windows_and_has_the_bits_of_the_reference() ->
     batches = make_batches(40)
     optimizer = OPTIMIZERS["sgd"]
     expected, _ = train_reference(batches, optimizer())
-    found, _ = train_accelerated(
+    found, _ = train_prepared(
         batches, optimizer(), cache=200, policy="windowed", lookahead=3, policy_options={"windows": "measured"}
     )
     assert_identical(expected, found)
@@ -198,7 +199,8 @@ def test_rows_of_so_many_plans_are_read_before_one_is_trained(ahead: int) -> Non
     oracle = Oracle([OracleTable("only")], [200], 4, "windowed", PolicyOptions(mode="stale"))
     plans = ((plan, None) for plan, _ in oracle.plans(([np.array([number])], None) for number in range(20)))
     store = MemoryStore([RowLayout(Table("only"), (2,), optim.SGD(0.1), Constant(0.0))])
-    pipeline = Pipeline(plans, RowCache([2], [200], torch.device("cpu")), store, Threads(60), 1, ahead=ahead)  # type: ignore[arg-type]
+    pipeline = Pipeline(RowCache([2], [200], torch.device("cpu")), store, Threads(60), 1, ahead=ahead)
+    pipeline.begin(plans)
     assert pipeline.wait()
     # The first is ready; the second is in its slots and waits for its turn.
     until(lambda: pipeline._num_taken == 2 + ahead, 60)
@@ -210,9 +212,10 @@ def test_rows_of_so_many_plans_are_read_before_one_is_trained(ahead: int) -> Non
 def test_the_stale_mode_of_a_script_reads_a_window_ahead() -> None:
     for mode, ahead in (("stale", WINDOW), ("strict", READERS)):
         options = {"mode": mode}
-        loop = accelerate(
-            make_model(), make_batches(), OPTIMIZERS["sgd"](), tables=TABLES, policy="windowed", policy_options=options,
-            cache=200,
+        model = make_model()
+        _, _, loader = prepare(
+            model, dense_sgd(list(model.parameters())), make_batches(), OPTIMIZERS["sgd"](), features=TABLES,
+            policy="windowed", policy_options=options, cache=200,
         )  # fmt: skip
-        with loop:
-            assert loop._pipeline._ahead == ahead
+        with loader:
+            assert loader.loop._pipeline._ahead == ahead

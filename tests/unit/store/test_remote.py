@@ -29,7 +29,7 @@ from harness.remote_world import (
     values,
 )
 from harness.wire import until
-from harness.world import OPTIMIZERS, assert_identical, make_batches, train_accelerated, train_reference
+from harness.world import OPTIMIZERS, assert_identical, make_batches, train_prepared, train_reference
 
 # Exactness
 
@@ -54,14 +54,10 @@ def expected():
 def test_training_over_any_network_is_bit_identical(num_servers, shared_memory, seed, trouble, bytes_max, policy):
     world = World(num_servers, ServerLimits(bytes_max=bytes_max), seed, **trouble)
     patience = Patience(retry_s=0.5, deadline_s=10_000.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "bagpipe.api.open_rows",
-            lambda _, layouts, *__, **___: world.store(layouts, shared_memory=shared_memory, patience=patience),
-        )
-        found, _ = train_accelerated(
-            BATCHES, OPTIMIZERS["adagrad"](), "wide_deep", driver=Seeded(seed), policy=policy, cache=90, lookahead=3
-        )
+    found, _ = train_prepared(
+        BATCHES, OPTIMIZERS["adagrad"](), "wide_deep", driver=Seeded(seed), policy=policy, cache=90, lookahead=3,
+        store=lambda layouts: world.store(layouts, shared_memory=shared_memory, patience=patience),
+    )  # fmt: skip
     assert_identical(expected(), found)
     world.close()
 

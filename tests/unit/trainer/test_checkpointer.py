@@ -151,7 +151,7 @@ def test_without_attached_objects_nothing_is_saved_unless_checkpoints_are_asked_
     log = []
     iterate(made(tmp_path, log, Periods(recovery=1), attach=False), Loop(log), 3)
     assert log == []
-    with pytest.raises(CheckpointError, match=r"call batches\.attach"):
+    with pytest.raises(CheckpointError, match=r"call loader\.register_for_checkpointing"):
         iterate(made(tmp_path, log, Periods(checkpoints=1), attach=False), Loop(log), 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +56,43 @@ def iterations_until(plans, rank, kind, match):
         read()
     own.close()
     return found
+
+
+class SlowToOpen(list):
+    """A loader that takes its time, in whoever opens it for an epoch."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.opening, self.may_open = threading.Event(), threading.Event()
+        self.may_open.set()
+
+    def __iter__(self):
+        self.opening.set()
+        assert self.may_open.wait(30)
+        return super().__iter__()
+
+
+def test_no_trainer_asks_for_plans_while_another_opens_the_loader():
+    loader = SlowToOpen([batch_of(number, 4) for number in range(5)])
+    plans = shared(loader, 2)
+    loader.opening.clear()
+    loader.may_open.clear()
+    first = threading.Thread(target=plans.of(0).begin)
+    first.start()
+    assert loader.opening.wait(30)
+    found, own = [], plans.of(1)
+
+    def second():
+        own.begin()
+        found.extend(own.plans())
+
+    other = threading.Thread(target=second)
+    other.start()
+    other.join(0.2)
+    loader.may_open.set()
+    first.join(30)
+    other.join(30)
+    assert [plan.iteration for plan, _ in found] == list(range(5)), "no data, it seemed"
 
 
 @pytest.mark.parametrize("assign", ["contiguous", "round_robin", "aware"])
@@ -119,13 +158,15 @@ def test_what_can_not_be_divided_ends_the_data():
 def test_the_loader_is_let_go_of_with_the_last_trainer():
     closed = []
 
-    def loader():
-        try:
-            yield from (batch_of(number, 4) for number in range(30))
-        finally:
-            closed.append(True)
+    class Tells:
+        def __iter__(self):
+            try:
+                yield from (batch_of(number, 4) for number in range(30))
+            finally:
+                closed.append(True)
 
-    plans = shared(loader(), 3)
+    plans = shared(Tells(), 3)
+    closed.clear()  # of the look at the first batch
     owns = [plans.of(rank) for rank in range(3)]
     for own in owns:
         next(own.plans())
@@ -147,7 +188,6 @@ def test_a_position_is_that_of_the_common_loader():
     next(stream)
     position = own.position(2)
     assert position["batches"] == 4
-    assert position["iterations"] == 2
     resumed = shared(batches, 2, accumulate=2)
     for rank in range(2):
         resumed.of(rank).resume(position)
@@ -174,10 +214,11 @@ def test_samples_placed_by_their_rows_are_divided_alike_from_any_position_on(mon
         source = Divided(loader if kind == "loader" else list(loader), divide, first_needed=assigner.first_needed)
         source.tables = data.tables
         if after:
-            state = {"iterations": after, "batches": after, "loader": None}
+            state = {"batches": after, "loader": None}
             if kind == "loader":
                 state["loader"] = loader.state_dict(after)
             source.resume(state)
+        source.begin()
         found = [
             (number, [part.labels.tolist() + part.dense.tolist() for part, _ in divide(batch)])
             for number, batch in source.reading
@@ -188,7 +229,7 @@ def test_samples_placed_by_their_rows_are_divided_alike_from_any_position_on(mon
             10 - after if after else 0
         ):  # what is saved from there on does not depend on what was looked back at
             saved = source.position(given)
-            assert saved["batches"] == saved["iterations"] == after + given
+            assert saved["batches"] == after + given
             assert kind == "list" or saved["loader"]["iteration"] == saved["batches"]
         return found
 

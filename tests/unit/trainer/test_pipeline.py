@@ -44,9 +44,10 @@ def run(seed, policy, stop=None):
     batches = [random.integers(0, ROWS, 5) for _ in range(15)]
     store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
     cache = RowCache([2], [SLOTS], torch.device("cpu"))
-    checker = Checker(["only"], cache)
+    checker = Checker(["only"], [2], cache)
     driver = Seeded(seed, eagerness=float(random.choice([0.0, 0.5, 3.0])))
-    pipeline = Pipeline(plans(batches, policy), cache, store, driver, 3, checker)
+    pipeline = Pipeline(cache, store, driver, 3, checker)
+    pipeline.begin(plans(batches, policy))
     counted = np.zeros(ROWS, np.float32)
     while pipeline.wait():
         plan, number = pipeline.take()
@@ -91,13 +92,16 @@ def test_closing_in_the_middle_writes_everything_back(policy):
         assert (found == expected).all()
 
 
-def test_a_pipeline_that_never_began_can_be_closed():
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_pipeline_that_nobody_waited_for_can_be_closed(begun):
     store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
     made = plans([np.array([1])], "lookahead")
-    pipeline = Pipeline(made, RowCache([2], [SLOTS], torch.device("cpu")), store, Seeded(0))
+    pipeline = Pipeline(RowCache([2], [SLOTS], torch.device("cpu")), store, Seeded(0))
+    if begun:
+        pipeline.begin(made)
     pipeline.flush()
     pipeline.close()
-    assert next(made, None) is None
+    assert not begun or next(made, None) is None
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "static"])
@@ -142,7 +146,8 @@ def test_victims_of_a_plan_leave_block_by_block_as_the_store_takes_them(monkeypa
     batches = [np.arange(7), np.arange(7, 12)]
     cache, driver = RowCache([2], [SLOTS], torch.device("cpu")), Seeded(0, last=frozenset({WRITES_BACK}))
     store = MemoryStore([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
-    pipeline = Pipeline(plans(batches, "lru"), cache, store, driver)
+    pipeline = Pipeline(cache, store, driver)
+    pipeline.begin(plans(batches, "lru"))
     for _ in batches:
         assert pipeline.wait()
         plan, _ = pipeline.take()
@@ -249,9 +254,8 @@ def test_the_rows_of_two_plans_are_read_at_once_and_trained_in_order():
     store = Slow([RowLayout(Table("only", ROWS), (2,), optim.SGD(0.1), Constant(0.0))])
     cache = RowCache([2], [ROWS], torch.device("cpu"))
     oracle = Oracle([OracleTable("only", ROWS)], [ROWS], lookahead=3, policy="lookahead")
-    pipeline = Pipeline(
-        oracle.plans(([batch], number) for number, batch in enumerate(batches)), cache, store, Threads()
-    )
+    pipeline = Pipeline(cache, store, Threads())
+    pipeline.begin(oracle.plans(([batch], number) for number, batch in enumerate(batches)))
     taken = []
     while pipeline.wait():
         plan, number = pipeline.take()

@@ -41,7 +41,7 @@ def test_large_write_backs_come_in_blocks_of_bounded_size(design, policy, seed, 
 def test_the_peak_of_a_trainer_counts_the_rows_that_it_updates(design, policy, optimizer):
     several = Several(World(BATCHES, optimizer, trainers=3), Together(1, 2.0), design=design, cache=60, policy=policy)
     found = several.run()
-    caches = [one.batches.cache for one in several.ones]
+    caches = [one.loop.cache for one in several.ones]
     assert [cache.num_rows for cache in caches] == [0, 0, 0], "the last plan lets go of all"
     peaks = [stats["peak_rows"] for stats in found.stats]
     assert all(0 < peak <= sum(cache.capacity) for peak, cache in zip(peaks, caches, strict=True))

@@ -8,29 +8,38 @@ import pytest
 import torch
 from torch import nn
 
-import bagpipe
 from bagpipe import optim
 from bagpipe.errors import ConfigError, WireError
 from bagpipe.layers import bind
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.service import OracleService, PlanSettings
+from bagpipe.prepared import PreparedLoader, row_parameters
 from bagpipe.state import of_store
 from bagpipe.store import MemoryStore
-from bagpipe.trainer.remote_plans import RemotePlans, remote_batches
+from bagpipe.trainer.remote_plans import RemotePlans, remote_loop
 from bagpipe.types import Table
 from bagpipe.wire.messages import AskStats, Message
 from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, Planned
 from benchmarks.simulated import SimulatedNetwork
+from harness.flat import prepare
 from harness.served import FAULTS, HASTY, RUN, Served, make_job
-from harness.world import TABLES, assert_identical, dense_sgd, initial, make_batches, make_model, train_reference
-from harness.world import train_accelerated as train_here
+from harness.world import (
+    TABLES,
+    assert_identical,
+    dense_sgd,
+    initial,
+    make_batches,
+    make_model,
+    make_reference,
+    train_prepared,
+    train_reference,
+)
 
 
 class Loop:
     """A model that trains on the plans of an oracle which reads these batches."""
 
     def __init__(self, batches, optimizer, *, accumulate=1, cache=300, seed=0, faults=FAULTS, **options):
-        self.optimizer = optimizer
         self.model = make_model()
         binding = bind(self.model, ["user", "shown", "clicked", "words"], tables=TABLES)
         self.layouts = [RowLayout(t, binding.dims(n), optimizer, initial(t)) for n, t in enumerate(binding.tables)]
@@ -41,35 +50,36 @@ class Loop:
         self.oracle.start()
         self.plans = RemotePlans(self.network, "oracle", run=RUN, patience=HASTY)
         self.store = MemoryStore(self.layouts)
-        self.loop = remote_batches(
+        self.loop = remote_loop(
             self.model, binding, self.layouts, optimizer, self.plans, self.store, check=True, **options
         )
+        self.dense = dense_sgd(list(self.model.parameters()))
+        self.loader = PreparedLoader(self.loop, row_parameters(binding, torch.device("cpu")), [self.dense], {})
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.loop.close()
+        self.loader.close()
         self.oracle.close()
         self.network.close()
 
     def train(self, stop=None):
-        dense = dense_sgd(list(self.model.parameters()))
-        with self.loop as loop:
-            for number, batch in enumerate(loop):
-                if number == stop:
-                    break
-                loss = nn.functional.binary_cross_entropy_with_logits(
-                    self.model(batch.dense, batch.sparse), batch.labels
-                )
-                loss.backward()
-                if loop.step_due:
-                    dense.step()
-                    self.optimizer.step()
-                    dense.zero_grad()
+        train(self.model, self.dense, self.loader, stop)
 
     def state(self):
         return of_store(self.model, [layout.table.name for layout in self.layouts], self.store)
+
+
+def train(model, optimizer, loader, stop=None):
+    """An epoch, or so many batches of it."""
+    for number, batch in enumerate(loader):
+        if number == stop:
+            break
+        nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels).backward()
+        if loader.step_due:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
@@ -92,21 +102,19 @@ def test_accumulated_batches_are_one_plan_and_train_to_the_bits_of_one_process()
         assert remote.plans.position(4) == {"iterations": 4, "batches": 11, "loader": None}
         found = remote.state()
     model = make_model()
-    optimizer = optim.Adagrad(0.1)
-    with bagpipe.accelerate(model, batches, optimizer, tables=TABLES, initial=initial, cache=300, accumulate=3) as loop:
-        dense = dense_sgd(list(model.parameters()))
-        for batch in loop:
-            nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels).backward()
-            if loop.step_due:
-                dense.step()
-                optimizer.step()
-                dense.zero_grad()
+    prepared = prepare(
+        model, dense_sgd(list(model.parameters())), batches, optim.Adagrad(0.1), features=TABLES, initial=initial,
+        cache=300, accumulate=3,
+    )  # fmt: skip
+    train(*prepared)
+    prepared[-1].close()
+    loop = prepared[-1].loop
     assert_identical(of_store(model, [layout.table.name for layout in loop.layouts], loop.store), found)
 
 
 def test_a_loop_that_is_left_early_has_the_rows_that_were_trained():
     batches = make_batches(15)
-    expected, _ = train_here(batches[:6], optim.SGD(0.1))
+    expected, _ = train_prepared(batches[:6], optim.SGD(0.1))
     with Loop(batches, optim.SGD(0.1)) as found:
         found.train(stop=6)
         assert_identical(expected, found.state())
@@ -122,28 +130,29 @@ def test_a_loop_that_is_left_does_not_wait_for_a_plan_that_is_not_there():
         yield batches[10]
 
     with Loop(slow(), optim.SGD(0.1), faults={}, depth=20) as remote:
-        with remote.loop as loop:  # a loader would be waited for, and then be the reason of a DeadlineError
-            for _ in loop:
-                break
-        assert loop.closed
+        for _ in remote.loader:  # a loader in this process would be waited for, until a DeadlineError
+            break
+        assert remote.loop.closed
         going_on.set()
 
 
 def test_evaluation_and_the_position_in_the_data_work_as_in_one_process():
     batches = make_batches(8)
     with Loop(batches, optim.SGD(0.1)) as remote:
-        with remote.loop as loop:
-            for number, batch in enumerate(loop):
-                loss = nn.functional.binary_cross_entropy_with_logits(
-                    remote.model(batch.dense, batch.sparse), batch.labels
-                )
-                loss.backward()
-                remote.optimizer.step()
-                if number == 2:
-                    with torch.no_grad():
-                        assert len([remote.model(b.dense, b.sparse) for b in loop.evaluate(batches[:2])]) == 2
-                    assert loop.state_dict()["data"] == {"iterations": 3, "batches": 3, "loader": None}
-                    break
+        reference = make_reference(batches, optim.SGD(0.1))
+        for number, batch in enumerate(remote.loader):
+            reference.step(batch)
+            logits = remote.model(batch.dense, batch.sparse)
+            nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+            remote.dense.step()
+            remote.dense.zero_grad()
+            if number == 2:
+                with torch.no_grad():
+                    seen = [remote.model(b.dense, b.sparse) for b in batches[:2]]
+                assert all(torch.equal(a, reference.predict(b)) for a, b in zip(seen, batches[:2], strict=True))
+                data = {"iterations": 3, "batches": 3, "loader": None}
+                assert remote.loop.progress()["data"] == data | {"epoch": 0}
+                break
         with pytest.raises(ConfigError, match="3 batches into the data"):
             remote.plans.resume({"iterations": 3, "batches": 3, "loader": None})
         remote.plans.resume({"iterations": 0, "batches": 0, "loader": None})

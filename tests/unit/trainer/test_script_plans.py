@@ -44,7 +44,7 @@ class Served:
 
     def __init__(self, tamper=lambda message: message, count=5):
         self.network = SimulatedNetwork(0, real_time=True)
-        self.source = SharedLoader(make_batches(count), 1, 1)
+        self.source = SharedLoader(make_batches(count), 1)
         self.source.tables = (TABLE,)
         self.source.adapter.require(["user"])
         self.source.share([], Assigner("contiguous", 2))

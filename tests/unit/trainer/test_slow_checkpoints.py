@@ -28,9 +28,9 @@ class SlowDisk:
         self.several = Several(self.world, kept={"directory": directory, "every": every})
         for driver in self.several.trainers._drivers:
             driver.deadline_s = DEADLINE_S
-        for batches in self.several.trainers.batches:
-            batches._checkpointer._round_s = 0.02
-        other = self.several.trainers.batches[1]
+        for loop in self.several.trainers.loops:
+            loop._checkpointer._round_s = 0.02
+        other = self.several.trainers.loops[1]
         monkeypatch.setattr(other, "gather", self._counting(other.gather))
         write = Checkpointer._write
 

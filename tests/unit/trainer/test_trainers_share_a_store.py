@@ -53,7 +53,8 @@ def plans(uses):
 def train(part, view, driver):
     """Every row counts how often it was used."""
     cache = RowCache([2], [ROWS], torch.device("cpu"))
-    pipeline = Pipeline(part, cache, view, driver, 2)
+    pipeline = Pipeline(cache, view, driver, 2)
+    pipeline.begin(part)
     while pipeline.wait():
         plan, _ = pipeline.take()
         _, slots = plan.rows.of_table(0)

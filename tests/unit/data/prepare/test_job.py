@@ -297,10 +297,10 @@ def write_unique(path, num_lines):
 
 @pytest.mark.long
 def test_memory_stays_under_its_bound_when_vocabularies_do_not_fit(tmp_path):
-    """150,000 lines have 3.9 million values, which take more than is left beside the program and its blocks."""
-    write_unique(tmp_path / "train.txt", 150_000)
+    """220,000 lines have 5.7 million values, which take more than is left beside the program and its blocks."""
+    write_unique(tmp_path / "train.txt", 220_000)
     peaks = {}
-    for memory in ("2GB", "700MB"):
+    for memory in ("2GB", "760MB"):
         destination = tmp_path / memory
         command = ["data", "prepare", "criteo", str(tmp_path / "train.txt"), str(destination), "--memory", memory]
         command += ["--shard-samples", "20000", "--numbering", "frequency", "--json"]
@@ -312,7 +312,7 @@ def test_memory_stays_under_its_bound_when_vocabularies_do_not_fit(tmp_path):
             check=True,
         )
         said, peaks[memory] = (json.loads(line) for line in ended.stdout.splitlines())
-        assert said["samples"] == 150_000
-    assert peaks["700MB"] < 700e6
-    assert peaks["700MB"] < peaks["2GB"] - 10e6  # so the bound did bind
-    assert contents(tmp_path / "2GB") == contents(tmp_path / "700MB")
+        assert said["samples"] == 220_000
+    assert peaks["760MB"] < 760e6
+    assert peaks["760MB"] < peaks["2GB"] - 10e6  # so the bound did bind
+    assert contents(tmp_path / "2GB") == contents(tmp_path / "760MB")

@@ -1,9 +1,10 @@
 """The model of plain_pytorch.py with its tables out of the way and a small cache: the lines that differ are marked.
 
-On two trainers with two servers: bagpipe launch --trainers 2 --servers 2 accelerated.py
+On two trainers with two servers: bagpipe launch --trainers 2 --servers 2 prepared.py
 """
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ class Net(nn.Module):
         return logits
 
 
-def make_loader(batches: int = 100, size: int = 512) -> list[dict[str, torch.Tensor]]:
+def make_loader(batches: int = 100, size: int = 512) -> Iterable[dict[str, torch.Tensor]]:
     random = torch.Generator().manual_seed(0)
 
     def ids(rows: int) -> torch.Tensor:
@@ -40,15 +41,14 @@ def make_loader(batches: int = 100, size: int = 512) -> list[dict[str, torch.Ten
 
 torch.manual_seed(0)
 model = Net()
-rows = bagpipe.optim.SGD(lr=0.5)  # new
-loader = bagpipe.accelerate(model, make_loader(), rows, cache="1MB")  # changed
+loader = make_loader()
 loss_fn = nn.BCEWithLogitsLoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer, loader = bagpipe.prepare(model, optimizer, loader, cache="1MB")  # new
 for batch in loader:
     loss = loss_fn(model(batch), batch["label"])
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    rows.step()  # new
 print(f"loss {loss.item():.4f}")
 bagpipe.export(model, sys.argv[1] if len(sys.argv) > 1 else "model.safetensors")  # changed
