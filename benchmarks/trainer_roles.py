@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bagpipe.allocator import keep_freed_memory
+from bagpipe.build import build_loop
+from bagpipe.cluster.context import RoleWorld
 from bagpipe.config import RecoveryConfig, memory_bytes, parse_config
 from bagpipe.data import Generated, find_preset
 from bagpipe.job import Job, dense_optimizer
@@ -35,10 +37,10 @@ from bagpipe.server.process import Ready, ServerOptions, serve
 from bagpipe.store import Store
 from bagpipe.store.base import ROWS_PER_CHUNK
 from bagpipe.store.remote import RemoteStore
-from bagpipe.trainer.joint_update import Peers
+from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.process_group import open_groups
-from bagpipe.trainer.remote_plans import RemotePlans, remote_loop
-from bagpipe.training import plan_job
+from bagpipe.trainer.remote_plans import RemotePlans
+from bagpipe.training import spec_of
 from bagpipe.types import Batch
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork
@@ -216,9 +218,7 @@ class TrainerRole:
             stack.callback(groups.close)
             plans = RemotePlans(network, oracle, run=key, trainer=self._rank)
             stack.callback(plans.close)
-            sync = job.config.sync
-            peers = Peers(groups, sync.design, sync.delayed, sync.moving)
-            self._system = TrainedSystem(job, plans, store, peers, _checkpoints(directory, run))
+            self._system = TrainedSystem(job, plans, store, groups, _checkpoints(directory, run))
             stack.callback(self._system.close)
             self._opened = stack.pop_all()
 
@@ -248,16 +248,13 @@ class TrainerRole:
 class TrainedSystem:
     """A model, and the loop over its batches."""
 
-    def __init__(self, job: Job, plans: RemotePlans, store: Store, peers: Peers, checkpoints: Path) -> None:
+    def __init__(self, job: Job, plans: RemotePlans, store: Store, groups: Groups, checkpoints: Path) -> None:
         self.losses: list[float] = []
-        made = job.model()
-        self._model, binding, layouts = made
         # All trainers write into one directory, by the same name.
-        saving = replace(plan_job(job, made, directory=checkpoints, recover=True), token=checkpoints.name[-8:])
-        loop = remote_loop(
-            self._model, binding, layouts, layouts[0].optimizer, plans, store, peers=peers, assign=job.config.assign,
-            checkpointer=saving.checkpointer(store, peers.rank),
-        )  # fmt: skip
+        token = checkpoints.name[-8:]
+        world = RoleWorld(job.config, plans, store, groups, checkpoints=checkpoints, recovers=True, token=token)
+        loop = build_loop(spec_of(job, world), world, job.checkpointing(checkpoints))
+        self._model = loop.model
         self._optimizer = dense_optimizer(job.config.dense_optimizer)(list(self._model.parameters()))
         parameters = row_parameters(loop.binding, loop.lookups.device)
         self._loader = PreparedLoader(loop, parameters, [self._optimizer], {})

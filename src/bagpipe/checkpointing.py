@@ -28,8 +28,7 @@ from bagpipe.store.versioned import VersionedStore
 from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods
 
 if TYPE_CHECKING:
-    from bagpipe.cluster.context import Launch
-    from bagpipe.script import Script
+    from bagpipe.build import Spec
 
 LAUNCH = "written_by_launch"
 """What manifests note of the launch that wrote them; empty: none."""
@@ -121,20 +120,18 @@ class Saving:
         """Where it continues: the same text on two trainers only if they have found the same."""
         return f"{self.resume} with checksum {self.resume.checksum}" if self.resume.checkpoint else str(self.resume)
 
-    def open(self, store: Store, rank: int) -> tuple[Store, Checkpointer | None]:
-        """A store that was just opened as one that can be saved, with the rows to continue with, and what saves a
-        loop."""
-        if not self.is_active:
-            return store, None
-        store = with_marks(store)
-        if rank == 0:
-            self.restore(as_marked(store))
-        return store, self.checkpointer(store, rank)
+    @property
+    def loads(self) -> bool:
+        """Whether the store still has to be given the rows that the run continues with."""
+        return self.continues and not self.restored
 
-    def restore(self, store: Marked) -> None:
+    def with_marks(self, store: Store) -> Store:
+        """A store that was just opened as one that can be saved, if it has to be."""
+        return with_marks(store) if self.is_active else store
+
+    def restore(self, store: Store) -> None:
         """Give a store the rows that the run continues with; the first trainer does, before anything is trained."""
-        if self.continues and not self.restored:
-            store.restore(self.resume, [table.name for table in self.facts.tables])
+        as_marked(store).restore(self.resume, [table.name for table in self.facts.tables])
 
     def checkpointer(
         self, store: Store, rank: int, *, shares_process: bool = False, threads: bool = True
@@ -160,51 +157,41 @@ class Saving:
         return checkpoints
 
 
-def plan_script(launch: Launch | None, script: Script, checkpointing: Checkpointing | None) -> Saving:
-    """How a loop that a script has asked for is saved, and where it continues; refused if it is that of another
-    model."""
-    directory = None
+def find_point(checkpointing: Checkpointing, init_from: str | Path | None = None) -> ResumePoint:
+    """Where a run continues, as the user has asked for it; `init_from` is for one that has said nothing of it."""
+    init_from = checkpointing.init_from or init_from
+    point = find_resume_point(checkpointing.resume, checkpointing.directory)
+    if point == START and init_from is not None:
+        return find_initial_point(init_from, checkpointing.directory)
+    return point
+
+
+def plan_saving(
+    spec: Spec,
+    checkpointing: Checkpointing | None,
+    point: ResumePoint,
+    *,
+    trainers: int = 1,
+    servers: int = 0,
+    recovery: int | float | None = None,
+    directory: Path | None = None,
+    launch: str = "",
+) -> Saving:
+    """How the loop of a spec is saved, beginning at a point; CheckpointError if that is of another run.
+
+    A launch has checkpoints for `recovery` too, which go to its `directory` where the user has named none, and a name.
+    """
     if checkpointing is not None and checkpointing.directory is not None:
         directory = Path(checkpointing.directory)
-    init_from = None if checkpointing is None else checkpointing.init_from
-    resume = None if checkpointing is None else checkpointing.resume
-    point, recovery, is_saved = None, None, directory is not None
-    if launch is not None:
-        init_from = init_from or launch.config.init_from
-        if directory is not None:
-            _check_place(directory, launch.checkpoints)
-        if launch.recovers and launch.checkpoints:
-            recovery = recovery_period(launch.config.recovery.every)
-            directory = directory or Path(launch.checkpoints[0])
-        if launch.generation:  # a fault was recovered from: not where the script began
-            point = _newest_of(launch, directory)
-    if point is None:
-        point = find_resume_point(resume, directory if is_saved else None)
-    if point == START and init_from is not None:
-        point = find_initial_point(init_from, directory if is_saved else None)
-        if launch is not None:
-            _check_readable(point, launch)
     facts = make_facts(
-        script.layouts, script.binding, checkpointing, trainers=script.world.trainers,
-        servers=0 if launch is None else len(launch.servers), accumulate=script.accumulate,
-        first_ids=script.source.first_ids, launch="" if launch is None else launch.name,
+        spec.layouts, spec.binding, checkpointing, data=spec.data, trainers=trainers, servers=servers,
+        accumulate=spec.accumulate,
+        first_ids=None if spec.source is None else spec.source.first_ids, launch=launch,
     )  # fmt: skip
-    check_point(point, facts, script.model, script.binding)
-    periods = Periods(None, recovery) if checkpointing is None else checkpointing.periods(recovery)
-    keep = 3 if checkpointing is None else checkpointing.keep
-    if launch is None:
-        return Saving(facts, directory, periods, keep, point)
-    restored = point == launch.resume
-    return Saving(facts, directory, periods, keep, point, restored, launch.generation, launch.token)
-
-
-def _newest_of(launch: Launch, directory: Path | None) -> ResumePoint | None:
-    """Where a launch that has recovered from a fault continues; None: nothing of it was saved before."""
-    found = [] if directory is None else Checkpoints(directory).list()
-    # Not what lay there when it began.
-    own = [ResumePoint.of(each) for each in found if each.manifest.config.get(LAUNCH) == launch.name]
-    points = [point for point in (launch.resume, *own) if point != START]
-    return max(points, key=lambda point: point.done, default=None)
+    check_point(point, facts, spec.model, spec.binding)
+    if checkpointing is None:
+        return Saving(facts, directory, Periods(None, recovery), resume=point)
+    return Saving(facts, directory, checkpointing.periods(recovery), checkpointing.keep, point)
 
 
 def recovery_period(every: int | str) -> int | float:
@@ -212,27 +199,6 @@ def recovery_period(every: int | str) -> int | float:
     if isinstance(every, int):
         return every
     return 0.0 if every == "auto" else float(every.removesuffix("s"))
-
-
-def _check_place(directory: Path, places: Sequence[str]) -> None:
-    """ConfigError if the servers of a launch would refuse to write there, at the first checkpoint."""
-    if places and not any(directory.resolve().is_relative_to(Path(place).resolve()) for place in places):
-        raise ConfigError(
-            f"checkpoint.directory is {directory}: servers of this launch use only what is in or below "
-            f"{', '.join(places)}: start bagpipe launch with --checkpoints DIR"
-        )
-
-
-def _check_readable(point: ResumePoint, launch: Launch) -> None:
-    """The same for what servers have to read."""
-    assert point.checkpoint is not None
-    told, places = launch.config.init_from, [Path(place) for place in launch.checkpoints]
-    places += [] if told is None else [told.parent]
-    if launch.checkpoints and not any(point.checkpoint.is_relative_to(place.resolve()) for place in places):
-        raise ConfigError(
-            f"init_from is {point.checkpoint}: servers of this launch read only what is in or below "
-            f"{', '.join(map(str, places))}: start bagpipe launch with --init-from, and leave it out of the script"
-        )
 
 
 def make_facts(
@@ -262,7 +228,7 @@ def make_facts(
         trainers=trainers,
         servers=servers,
         config=config,
-        data=data if told is None else told.data,
+        data=data if told is None else told.data or data,
         vocabulary=tuple(VocabularyEntry(path=path, checksum=vocabulary[path]) for path in vocabulary),
     )
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bagpipe import optim
 from bagpipe.arrays import Int64s
+from bagpipe.build import PlanChoice, build_loop
 from bagpipe.config import store_memory_bytes
 from bagpipe.embedding import ROWS_PER_BLOCK, WEIGHT_BYTES_MAX, CachedLayer, RowReader
 from bagpipe.errors import CheckpointError, ConfigError, GradientError, ModelError
@@ -32,7 +33,7 @@ from bagpipe.initial import Initial
 from bagpipe.layers import Binding, FeatureMap
 from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, kind_of, translate
-from bagpipe.script import PlanChoice, Script
+from bagpipe.script import Script
 from bagpipe.trainer.loop import TrainLoop, uninterrupted
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.reading import Epochs
@@ -169,10 +170,11 @@ def prepare(
                 optim.SGD(0.0) if seat is None else translate(seat.optimizer, seat.group, layer.name)
             )  # what is in no optimizer has gradients all the same
         groups = {name: id(seat.group) for name, seat in seats.items()}
-        script.lay_out(OfLayers(parameters, groups), options.initial)
+        spec = script.lay_out(OfLayers(parameters, groups), options.initial)
     else:
-        script.lay_out(rows, options.initial)
-    prepared = PreparedLoader(script.open(checkpoint), parameters, optimizers, seats, script.source.epochs)
+        spec = script.lay_out(rows, options.initial)
+    loop = build_loop(spec, script.world, checkpoint)
+    prepared = PreparedLoader(loop, parameters, optimizers, seats, script.source.epochs)
     _GIVEN.update(_parts_of(rows))
     return model, optimizer, prepared
 

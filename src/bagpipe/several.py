@@ -27,14 +27,16 @@ from bagpipe.oracle.service import PlanSettings
 from bagpipe.trainer.agreement import check_same, tell_all
 from bagpipe.trainer.joint_update import Peers
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
-from bagpipe.trainer.source import Opened, PlanSource, Source
+from bagpipe.trainer.source import Opened, PlanStream, Source
 from bagpipe.wire.endpoint import Address
 from bagpipe.wire.listening import on_socket
 from bagpipe.wire.sockets import SocketNetwork
 
 if TYPE_CHECKING:
+    from bagpipe.build import Spec
+    from bagpipe.checkpointing import Saving
     from bagpipe.cluster.context import Launch
-    from bagpipe.script import Script
+    from bagpipe.trainer.stages import Driver
 
 
 def open_loader(launch: Launch, loader: Iterable[Any], accumulate: int) -> Source:
@@ -42,17 +44,18 @@ def open_loader(launch: Launch, loader: Iterable[Any], accumulate: int) -> Sourc
     return Source(loader, accumulate) if launch.trainer else SharedLoader(loader, accumulate)
 
 
-def share_plans(launch: Launch, script: Script) -> Opened:
+def share_plans(launch: Launch, spec: Spec, saving: Saving | None, driver: Driver) -> Opened:
     """Join the other trainers, see that all want the same, and open this one's plans."""
-    config, source, plan = launch.config, script.source, script.plans
+    config, source, plan = launch.config, spec.source, spec.plans
+    assert source is not None
     settings = PlanSettings(
-        script.binding.tables, tuple(layout.width for layout in script.layouts), plan.cache, plan.lookahead,
-        plan.policy, script.accumulate, trainers=launch.trainers, assign=config.assign, design=config.sync.design,
+        spec.binding.tables, tuple(layout.width for layout in spec.layouts), plan.cache, plan.lookahead,
+        plan.policy, spec.accumulate, trainers=launch.trainers, assign=config.assign, design=config.sync.design,
         delayed=config.sync.delayed, options=plan.options,
-        move_costs=tuple(layout.move_cost for layout in script.layouts) if config.sync.moving else (),
+        move_costs=tuple(layout.move_cost for layout in spec.layouts) if config.sync.moving else (),
     )  # fmt: skip
-    wanted = _described(settings) | {"rows": [_wanted(layout) for layout in script.layouts]}
-    point = "" if script.saving is None else script.saving.point
+    wanted = _described(settings) | {"rows": [_wanted(layout) for layout in spec.layouts]}
+    point = "" if saving is None else saving.point
     with ExitStack() as stack:
         groups = launch.open_groups()
         peers = Peers(groups, config.sync.design, config.sync.delayed, config.sync.moving)
@@ -60,15 +63,15 @@ def share_plans(launch: Launch, script: Script) -> Opened:
         served = None
         if isinstance(source, SharedLoader):
             warn_of_idle_rows(settings.design, launch.trainers, settings.policy)
-            served = _serve(launch, source, script.binding, settings)
+            served = _serve(launch, source, spec.binding, settings)
             stack.callback(served.close)
         address = "" if served is None else served.address
         said = {"address": address, "point": point, "wanted": wanted}
-        texts = tell_all(groups.critical, script.driver, json.dumps(said), "what is trained")
+        texts = tell_all(groups.critical, driver, json.dumps(said), "what is trained")
         told = [json.loads(text) for text in texts]
         check_same([each["wanted"] for each in told])
         _check_points([each["point"] for each in told])
-        plans: PlanSource
+        plans: PlanStream
         if served is not None:
             plans, capacity = served, served.capacity
         else:
@@ -76,7 +79,7 @@ def share_plans(launch: Launch, script: Script) -> Opened:
             stack.callback(plans.close)
             capacity = plans.described.capacity
         # Else the first one may fail and leave while another still looks for its plans, until that one's deadline.
-        tell_all(groups.critical, script.driver, "", "the connection to the plans")
+        tell_all(groups.critical, driver, "", "the connection to the plans")
         stack.pop_all()
         return Opened(plans, capacity, peers)
 

@@ -11,117 +11,142 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
 
+from bagpipe.build import Spec
 from bagpipe.checker import Ledger
+from bagpipe.checkpointing import Checkpointing, Saving, find_point, plan_saving
 from bagpipe.config import Config, cache_size
 from bagpipe.errors import DeadlineError
-from bagpipe.layers import Binding
-from bagpipe.layout import RowLayout
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.design import RULES
 from bagpipe.oracle.partition import Partition, uses_ahead
 from bagpipe.store import Store
+from bagpipe.store.views import shared_views
 from bagpipe.trainer.checkpointer import Checkpointer
 from bagpipe.trainer.collective import Groups, memory_groups
 from bagpipe.trainer.divided import Divided, SharedPlans
 from bagpipe.trainer.joint_update import Peers
 from bagpipe.trainer.loop import TrainLoop
-from bagpipe.trainer.pipeline import DEPTH
-from bagpipe.trainer.source import Opened
+from bagpipe.trainer.source import Opened, Source
 from bagpipe.trainer.stages import DEADLINE_S, Driver, Threads
 from bagpipe.types import Batch
+from bagpipe.world import World, open_local_rows
 
-Made = tuple[nn.Module, Binding, list[RowLayout]]
-"""A model, which features feed which of its layers, and the layout of its rows."""
-OpenStores = Callable[[Sequence[RowLayout], Sequence[Callable[[], None]]], Sequence[Store]]
+OpenStores = Callable[[Spec, Saving | None, Sequence[Callable[[], None]]], Sequence[Store]]
 """Opens the rows for each trainer; the functions wake the trainers when something was written."""
 Run = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 Result = TypeVar("Result")
 
 
-class Trainers:
-    """N copies of a model, each with a loop of its own over its part of the batches."""
+class TrainerThreads:
+    """N trainers of this process: a world for each, to build its loop in, one after the other.
+
+    What they share is opened by the first one: who reads the data, the oracle, the rows.
+    """
 
     def __init__(
         self,
         config: Config,
-        made: Sequence[Made],
-        loader: Iterable[Batch],
-        open_stores: OpenStores,
         *,
-        accumulate: int = 1,
+        open_stores: OpenStores | None = None,
         drivers: Sequence[Driver] | None = None,
         run: Run | None = None,
-        checkpointer: Callable[[Store, int], Checkpointer | None] = lambda _store, _rank: None,
     ) -> None:
-        """`made` are equal models, one a trainer; `drivers` and `run` are a scheduler's, for tests.
+        """`drivers` and `run` are a scheduler's, for tests."""
+        self.trainers = config.trainers
+        self.drivers = drivers or [Threads() for _ in range(self.trainers)]
+        self.works_beside = drivers is None
+        self._config, self._run, self._open_stores = config, run, open_stores or self._share_store
+        ends = [memory_groups(self.trainers, self._notify if drivers is None else lambda: None) for _ in range(3)]
+        self._groups = [Groups(*of_rank) for of_rank in zip(*ends, strict=True)]
+        sync = config.sync
+        ledger = Ledger(self.trainers, owned=not RULES[sync.design].copies) if config.check else None
+        self._peers = [Peers(groups, sync.design, sync.delayed, sync.moving, ledger) for groups in self._groups]
+        self._source: Divided | None = None
+        self._assigner: Assigner | None = None
+        self._plans: SharedPlans | None = None
+        self._stores: Sequence[Store] = ()
+        self._saving: Saving | None = None
+        self.worlds = [ThreadWorld(self, rank) for rank in range(self.trainers)]
 
-        `checkpointer` makes what saves the loop of a trainer, for its view of the rows and its rank.
-        """
-        trainers = len(made)
-        self._drivers = drivers or [Threads() for _ in made]
-        self._run = run
-        groups = [memory_groups(trainers, self._notify if drivers is None else lambda: None) for _ in range(3)]
-        self._groups = [Groups(*ends) for ends in zip(*groups, strict=True)]
-        binding, layouts = made[0][1:]
-        assigner = Assigner(config.assign, trainers, config.seed, [table.features for table in binding.tables])
-        source = Divided(loader, divide_by(assigner), accumulate=accumulate, first_needed=assigner.first_needed)
-        source.tables = binding.tables
-        source.adapter.require(source.features)
-        sync, widths = config.sync, [layout.width for layout in layouts]
-        costs = [layout.move_cost for layout in layouts if sync.moving and sync.design == "owned"]
-        oracle = make_oracle(
-            binding.tables, widths, cache_size(config.cache), source.first_ids(), source.other_ids(),
-            lookahead=config.lookahead,
-            policy=config.policy, options=config.policy_options.build(), trainers=trainers,
-            uses_ahead=uses_ahead(costs), design=sync.design,
-        )  # fmt: skip
-        partition = Partition(
-            trainers, oracle.tables, oracle.places.capacity, oracle.places.guests, design=sync.design,
-            delayed=sync.delayed, move_costs=costs,
-        )  # fmt: skip
-        plans = SharedPlans(source, oracle, partition)
-        stores = open_stores(layouts, [driver.notify for driver in self._drivers])
-        ledger = Ledger(trainers, owned=not RULES[sync.design].copies) if config.check else None
-        peers = [Peers(groups, sync.design, sync.delayed, sync.moving, ledger) for groups in self._groups]
-        self.loops = [
-            TrainLoop(
-                model, own, row_layouts[0].optimizer, row_layouts,
-                Opened(plans.of(rank), oracle.places.capacity, peers[rank]), stores[rank], self._drivers[rank],
-                depth=DEPTH, threads=torch.get_num_threads(), check=config.check,
-                checkpointer=checkpointer(stores[rank], rank),
-            )
-            for rank, (model, own, row_layouts) in enumerate(made)
-        ]  # fmt: skip
+    def open_source(self, loader: Iterable[Any], accumulate: int) -> Divided:
+        """What reads the data for all."""
+        if self._source is None:
+            self._source = Divided(loader, self._divide, accumulate, self._first_needed)
+        return self._source
 
-    def run(self, train: Callable[[int, TrainLoop], Result]) -> list[Result]:
+    def open_plans(self, spec: Spec, rank: int) -> Opened:
+        """One trainer's plans."""
+        if self._plans is None:
+            self._plans = self._make_plans(spec)
+        return Opened(self._plans.of(rank), self._plans.oracle.places.capacity, self._peers[rank])
+
+    def open_rows(self, spec: Spec, saving: Saving | None, rank: int) -> Store:
+        """The rows, as one trainer sees them."""
+        if not self._stores:
+            self._stores = self._open_stores(spec, saving, [driver.notify for driver in self.drivers])
+        return self._stores[rank]
+
+    def plan_saving(self, spec: Spec, checkpoint: Checkpointing | None) -> Saving | None:
+        """How their loops are saved: all of them write the same checkpoints."""
+        if self._saving is None and checkpoint is not None:
+            self._saving = plan_saving(spec, checkpoint, find_point(checkpoint), trainers=self.trainers)
+        return self._saving
+
+    def run(self, loops: Sequence[TrainLoop], train: Callable[[int, TrainLoop], Result]) -> list[Result]:
         """Call `train` for each trainer at the same time; their results. What one raises ends all, and is raised."""
-
-        def loop(rank: int) -> Callable[[], Result]:
-            return lambda: train(rank, self.loops[rank])
-
-        loops = [loop(rank) for rank in range(len(self.loops))]
+        functions = [partial(train, rank, loop) for rank, loop in enumerate(loops)]
         try:
-            return self._run(loops) if self._run else run_threads(loops, abort=self._abort)
+            return self._run(functions) if self._run else run_threads(functions, abort=self._abort)
         finally:
             for groups in self._groups:
                 groups.close()
-            for each in self.loops:
-                each.store.close()
+            for loop in loops:
+                loop.store.close()
+
+    def _make_plans(self, spec: Spec) -> SharedPlans:
+        config, sync, source = self._config, self._config.sync, self._source
+        assert source is not None, "open_source comes first"
+        features = [table.features for table in spec.binding.tables]
+        self._assigner = Assigner(config.assign, self.trainers, config.seed, features)
+        costs = [layout.move_cost for layout in spec.layouts if sync.moving and sync.design == "owned"]
+        oracle = make_oracle(
+            spec.binding.tables, [layout.width for layout in spec.layouts], cache_size(spec.plans.cache),
+            source.first_ids(), source.other_ids(),
+            lookahead=spec.plans.lookahead, policy=spec.plans.policy, options=spec.plans.options,
+            trainers=self.trainers, uses_ahead=uses_ahead(costs), design=sync.design,
+        )  # fmt: skip
+        partition = Partition(
+            self.trainers, oracle.tables, oracle.places.capacity, oracle.places.guests, design=sync.design,
+            delayed=sync.delayed, move_costs=costs,
+        )  # fmt: skip
+        return SharedPlans(source, oracle, partition)
+
+    def _share_store(self, spec: Spec, saving: Saving | None, notify: Sequence[Callable[[], None]]) -> Sequence[Store]:
+        store = open_local_rows(spec.store, spec.layouts, spec.resident_bytes_max)
+        return shared_views(store if saving is None else saving.with_marks(store), self.trainers, notify)
+
+    def _divide(self, batch: Batch) -> Sequence[tuple[Batch, int]]:
+        assert self._assigner is not None, "open_plans comes first"
+        return divide_by(self._assigner)(batch)
+
+    def _first_needed(self, number: int) -> int:
+        assert self._assigner is not None, "open_plans comes first"
+        return self._assigner.first_needed(number)
 
     def _notify(self) -> None:
-        for driver in self._drivers:
+        for driver in self.drivers:
             driver.notify()
 
     def _abort(self, error: BaseException) -> None:
         with suppress(IndexError):
             self._groups[0].abort(error)
-        for driver in self._drivers:
+        for driver in self.drivers:
             if isinstance(driver, Threads):
                 driver.abort(error)
 
@@ -129,6 +154,38 @@ class Trainers:
 def divide_by(assigner: Assigner) -> Callable[[Batch], Sequence[tuple[Batch, int]]]:
     """Each trainer's part of a batch."""
     return lambda batch: [(part, len(part)) for part in assigner(batch).parts(batch)]
+
+
+class ThreadWorld(World):
+    """The world of one of several trainers that are threads of this process."""
+
+    def __init__(self, threads: TrainerThreads, rank: int) -> None:
+        self.trainer, self.trainers, self._threads = rank, threads.trainers, threads
+        self.works_beside = threads.works_beside
+
+    def driver(self) -> Driver:
+        """Its own."""
+        return self._threads.drivers[self.trainer]
+
+    def open_source(self, loader: Iterable[Any], accumulate: int) -> Source:
+        """The one that all share."""
+        return self._threads.open_source(loader, accumulate)
+
+    def open_plans(self, spec: Spec, saving: Saving | None, driver: Driver) -> Opened:  # noqa: ARG002
+        """This trainer's part of the plans that all share."""
+        return self._threads.open_plans(spec, self.trainer)
+
+    def open_rows(self, spec: Spec, saving: Saving | None) -> Store:
+        """This trainer's view of the rows that all share."""
+        return self._threads.open_rows(spec, saving, self.trainer)
+
+    def plan_saving(self, spec: Spec, checkpoint: Checkpointing | None) -> Saving | None:
+        """The same for all."""
+        return self._threads.plan_saving(spec, checkpoint)
+
+    def checkpointer(self, saving: Saving, store: Store) -> Checkpointer | None:
+        """What saves the loop of this one."""
+        return saving.checkpointer(store, self.trainer, shares_process=True, threads=self.works_beside)
 
 
 class LoopThread(Generic[Result]):

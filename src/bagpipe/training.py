@@ -6,8 +6,6 @@ The same job is trained by the reference or by the configured system, and both m
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -17,21 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bagpipe.build import PlanChoice, Spec, build_loop
 from bagpipe.checkpoint.directory import Checkpoints
-from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpointing import (
-    Saving,
-    as_marked,
-    make_facts,
-    recovery_period,
-    with_marks,
-)
+from bagpipe.checkpoint.point import ResumePoint
+from bagpipe.checkpointing import Checkpointing
 from bagpipe.config import Config, warn_of_idle_rows
 from bagpipe.job import Job, dense_optimizer, discard, without_weights
-from bagpipe.layout import RowLayout
 from bagpipe.metrics import Metrics
 from bagpipe.oracle.assign import Assigner
-from bagpipe.policies import POLICIES
 from bagpipe.prepared import PreparedLoader, row_parameters
 from bagpipe.reference import Reference
 from bagpipe.results import (
@@ -46,30 +37,19 @@ from bagpipe.results import (
 )
 from bagpipe.resuming import (
     CHECKPOINTS,
-    check_point,
     find_initial_point,
-    find_resume_point,
     has_checkpoint,
     holding,
     note_config,
 )
-from bagpipe.script import PlanChoice, Script
 from bagpipe.server.local import open_store, open_stores
 from bagpipe.state import State, of_reference, of_store, parameters_sha256
-from bagpipe.store import Store
-from bagpipe.store.views import shared_views
-from bagpipe.together import Made, Trainers
-from bagpipe.trainer.background import Background
-from bagpipe.trainer.checkpointer import ROUND_S, Periods, resumed_states
-from bagpipe.trainer.collective import Groups
-from bagpipe.trainer.joint_update import Peers
+from bagpipe.together import OpenStores, TrainerThreads
+from bagpipe.trainer.checkpointer import resumed_states
 from bagpipe.trainer.loop import TrainLoop
-from bagpipe.trainer.pipeline import DEPTH
-from bagpipe.trainer.remote_plans import RemotePlans, remote_loop
-from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.state import buffers_of, dense_parameters, set_tensors
 from bagpipe.types import Batch
-from bagpipe.world import OpenStore, memory_of_files, open_local_rows
+from bagpipe.world import World, memory_of_files
 
 
 def train_reference(job: Job, report: Report) -> tuple[State, Summary]:
@@ -114,102 +94,60 @@ def take_over(reference: Reference, point: ResumePoint) -> None:
         _set(dense, settings)
 
 
-def train_configured(
-    job: Job, report: Report, resume: Path | None = None, *, hold: bool = False
-) -> tuple[State | None, Summary]:
-    """Train with the configured system, from its beginning or from the checkpoint at a path.
-
-    The state is there only if it is asked for with `hold`: all rows are in memory then.
-    """
-    if job.config.trainers > 1:
-        return train_together(job, report, resume, hold=hold)
+def spec_of(job: Job, world: World) -> Spec:
+    """What a job trains, with a model of its own."""
     config = job.config
-    model, _, layouts = job.model()
-    initials = {layout.table.name: layout.initial for layout in layouts}
-    plans = PlanChoice(config.cache, config.lookahead, config.policy, config.policy_options.build())
-    script = Script(
-        model, job.loader(), plans, _store(job), config.store_memory if not config.servers else None, device=None,
-        accumulate=1, seed=config.seed, check=config.check, depth=DEPTH, threads=None,
+    model, binding, layouts = job.model()
+    store = (lambda layouts: open_store(config, layouts, job.run_dir)) if config.servers else None
+    place = config.rows_directory(job.run_dir) or "memory"
+    source = world.open_source(job.loader(), 1)
+    if source is not None:
+        source.adapter.require([name for table in binding.tables for name in table.features])
+    return Spec(
+        model=model, binding=binding, rows=layouts[0].optimizer, layouts=layouts,
+        plans=PlanChoice(config.cache, config.lookahead, config.policy, config.policy_options.build()),
+        source=source, store=store or place,
+        resident_bytes_max=memory_of_files(place, None if config.servers else config.store_memory),
+        check=config.check, once=True, data=job.data_fingerprint(),
     )  # fmt: skip
-    script.bind(None, job.train.tables, ())
-    script.lay_out(layouts[0].optimizer, lambda table: initials[table.name])
-    loop = script.open(job.checkpointing(resume=resume), once=True)
+
+
+def train_in(
+    world: World, job: Job, report: Report, checkpoint: Checkpointing | None = None, *, hold: bool = False
+) -> tuple[State | None, Summary]:
+    """Train as the one trainer that this world is for.
+
+    The state is there only if it is asked for with `hold`: all rows are in memory then. Of several trainers the first
+    one has it, and `parameters_sha256`; `joined_summary` makes one of what all of them have shown.
+    """
+    loop = build_loop(spec_of(job, world), world, checkpoint)
     with closing(loop.store):
-        state, summary = train_over(job, loop, report, job.directory, hold=hold)
-    del summary["last_samples"]
+        state, summary = train_over(job, loop, report, hold=hold)
+    if world.trainers == 1:
+        del summary["last_samples"]
     return state, summary
 
 
-def train_together(
+def train_configured(
     job: Job, report: Report, resume: Path | None = None, *, hold: bool = False
 ) -> tuple[State | None, Summary]:
-    """The same with several trainers, which are threads of this process."""
-    config = job.config
-    made = [job.model() for _ in range(config.trainers)]
-    saving = plan_job(job, made[0], find_resume_point(resume, None))
-    trainers = Trainers(
-        config,
-        made,
-        job.loader(),
-        partial(open_views, job, saving),
-        checkpointer=partial(saving.checkpointer, shares_process=True),
-    )
+    """Train with the configured system in this process, from its beginning or from the checkpoint at a path."""
+    config, checkpoint = job.config, job.checkpointing(resume=resume)
+    if config.trainers == 1:
+        return train_in(World(), job, report, checkpoint, hold=hold)
+    together = TrainerThreads(config, open_stores=_open_servers(job) if config.servers else None)
+    loops = [build_loop(spec_of(job, world), world, checkpoint) for world in together.worlds]
     reports = [report, *[_unheard] * (config.trainers - 1)]
-    ended = trainers.run(lambda rank, loop: train_over(job, loop, reports[rank], job.directory, hold=hold))
+    ended = together.run(loops, lambda rank, loop: train_over(job, loop, reports[rank], hold=hold))
     return ended[0][0], joined_summary([summary for _, summary in ended])
-
-
-def plan_job(
-    job: Job, made: Made, resume: ResumePoint = START, *, directory: Path | None = None, recover: bool = False
-) -> Saving:
-    """How a job is saved, and where it continues; CheckpointError if a checkpoint is of another run."""
-    config = job.config
-    model, binding, layouts = made
-    checkpointing = job.checkpointing(directory)
-    facts = make_facts(
-        layouts, binding, checkpointing, data=job.data_fingerprint(), trainers=config.trainers, servers=config.servers
-    )
-    if resume == START and config.init_from is not None:
-        resume = find_initial_point(config.init_from)
-    check_point(resume, facts, model, binding)
-    recovery = recovery_period(config.recovery.every) if recover else None
-    periods = Periods(None, recovery) if checkpointing is None else checkpointing.periods(recovery)
-    if checkpointing is not None and checkpointing.directory is not None:
-        directory = Path(checkpointing.directory)
-    return Saving(facts, directory, periods, config.checkpoint.keep, resume)
 
 
 def _unheard(_done: int, _note: str) -> None:
     """What trainers beside the first one say in one process."""
 
 
-def open_views(
-    job: Job, saving: Saving, layouts: Sequence[RowLayout], notify: Sequence[Callable[[], None]]
-) -> list[Store]:
-    """The rows of a job, as each of its trainers sees them; those that it continues with are loaded."""
-    config = job.config
-    views: list[Store]
-    if config.servers:
-        views = [*open_stores(config, layouts, job.run_dir, config.trainers)]
-    else:
-        where = job.config.rows_directory(job.run_dir) or "memory"
-        store = open_local_rows(where, layouts, memory_of_files(where, config.store_memory))
-        views = [*shared_views(with_marks(store) if saving.is_active else store, config.trainers, notify)]
-    try:
-        if saving.is_active:
-            saving.restore(as_marked(views[0]))
-    except BaseException:
-        for view in views:
-            view.close()
-        raise
-    return views
-
-
-def _store(job: Job) -> str | Path | OpenStore:
-    """Where the rows of a job live."""
-    if job.config.servers:
-        return lambda layouts: open_store(job.config, layouts, job.run_dir)
-    return job.config.rows_directory(job.run_dir) or "memory"
+def _open_servers(job: Job) -> OpenStores:
+    return lambda spec, _saving, _notify: open_stores(job.config, spec.layouts, job.run_dir, job.config.trainers)
 
 
 def _predict(model: nn.Module, batch: Batch) -> Tensor:
@@ -217,10 +155,8 @@ def _predict(model: nn.Module, batch: Batch) -> Tensor:
     return logits
 
 
-def train_over(
-    job: Job, loop: TrainLoop, report: Report, directory: Path | None, *, hold: bool = False
-) -> tuple[State | None, Summary]:
-    """Train the model of a loop over the batches of the job; figures go into the `directory` of the run, if it has one.
+def train_over(job: Job, loop: TrainLoop, report: Report, *, hold: bool = False) -> tuple[State | None, Summary]:
+    """Train the model of a loop over the batches of the job; figures go into the directory of the run, if it has one.
 
     Of several trainers all call it, and the first one evaluates, has `parameters_sha256`, and a state if asked to
     `hold` one.
@@ -239,7 +175,7 @@ def train_over(
         if rank == 0 and not loop.done:
             predict = partial(_predict, model)
             clock.auc_untrained = evaluate(job, predict, lambda note: report(0, f"before training, {note}")).auc()
-        metrics = MetricsLog(directory if rank == 0 else None, job, loop.done)
+        metrics = MetricsLog(job.directory if rank == 0 else None, job, loop.done)
         clock.start()
         batches = iter(loader)  # held: otherwise an error ends the iteration before the loop can tell others of it
         for batch in batches:
@@ -257,7 +193,7 @@ def train_over(
     stats = loop.stats()
     summary = clock.summary() | (metrics_summary(trained, clock.auc_untrained) if rank == 0 else {})
     moved = ("hit_rate", "fetched_rows", "written_rows", "lookahead", "cache_rows", "peak_rows")
-    summary |= {key: stats[key] for key in (*moved, "windows", "checkpoints") if key in stats}
+    summary |= {key: stats[key] for key in (*moved, "windows", "checkpoints", "plan_bytes") if key in stats}
     summary["stall_fraction"] = stats["stall_seconds"] / clock.session_seconds
     if stats.get("checkpoints"):
         cost_s = stats["checkpoint_wait_seconds"] + stats["checkpoint_processor_seconds"]
@@ -277,64 +213,6 @@ def _settings(dense: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _set(dense: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
     for group, values in zip(dense.param_groups, settings, strict=True):
         group.update(values)
-
-
-def train_remote(
-    job: Job,
-    plans: RemotePlans,
-    store: Store,
-    report: Report,
-    groups: Groups | None = None,
-    driver: Driver | None = None,
-    *,
-    resume: ResumePoint = START,
-    checkpoints: Path | None = None,
-    recover: bool = False,
-    generation: int = 0,
-    token: str = "",
-    threads: bool = True,
-    hold: bool = False,
-) -> tuple[State | None, Summary]:
-    """Train on plans that an oracle elsewhere makes, with rows in this store; both are closed in the end.
-
-    With `groups` this is one of several trainers: the first one has `parameters_sha256`, and a state if asked to `hold`
-    one; `joined_summary` makes one of what all of them have shown.
-
-    With `resume` training continues where the run was: servers have the rows of that point already, and plans begin
-    there too. Checkpoints go to the directory `checkpoints`, which all servers and trainers must see under that path:
-    those that `checkpoint.every` asks for, and with `recover` those that a launch recovers from. All trainers of a
-    `generation` must be given the same, and the same `token` of 8 hexadecimal digits. Without `threads` nothing is
-    written beside training, for tests under a scheduler.
-    """
-    config = job.config
-    sync = config.sync
-    peers = None if groups is None else Peers(groups, sync.design, sync.delayed, sync.moving)
-    rank = 0 if peers is None else peers.rank
-    with closing(plans), closing(store):
-        made = job.model()
-        model, binding, layouts = made
-        saving = plan_job(job, made, resume, directory=checkpoints, recover=recover)
-        # Servers that begin have no rows, whatever the run begins with.
-        restored = not saving.resume.is_initial
-        saving = replace(saving, restored=restored, generation=generation, token=token or saving.token)
-        loading = Background("bagpipe-loading", threads=threads)
-        if rank == 0 and not restored:
-            # Which has deadlines of its own, for as long as servers read nothing.
-            loading.start("loading rows", lambda: saving.restore(as_marked(store)), progress=time.monotonic)
-        loop = remote_loop(
-            model, binding, layouts, layouts[0].optimizer, plans, store, check=config.check and peers is None,
-            driver=driver, peers=peers, assign=config.assign,
-            checkpointer=saving.checkpointer(store, rank, threads=threads),
-            ahead=POLICIES[config.policy].lead(config.lookahead, config.policy_options.build()),
-        )  # fmt: skip
-        while not restored and any(loop.gather(loading.is_busy(ROUND_S), "the rows to begin with")):
-            pass
-        loading.close()
-        directory = None if checkpoints is None or not checkpoints.parent.is_dir() else checkpoints.parent
-        state, summary = train_over(job, loop, report, directory, hold=hold)
-        if peers is None:
-            del summary["last_samples"]
-        return state, summary | {"plan_bytes": plans.stats()["bytes_received"]}
 
 
 def train(job: Job, report: Report, resume: Path | None = None) -> Summary:

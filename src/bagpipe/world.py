@@ -1,7 +1,7 @@
-"""Who trains: this process alone, or as one of the trainers that a launch has started.
+"""Who trains: this process alone, or as one of several trainers, be they threads or processes of a launch.
 
-A world says where plans come from and where rows live, so that a script reads the same wherever it runs. What only
-several trainers need is loaded where there are several.
+A world opens what differs between them, so that one builder makes every training loop and a script reads the same
+wherever it runs. What only several trainers need is loaded where there are several.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.trainer.ranks import refuse_ranks
 from bagpipe.trainer.source import LocalPlans, Opened, Source
+from bagpipe.trainer.stages import Driver, Threads
 
 if TYPE_CHECKING:
+    from bagpipe.build import Spec
     from bagpipe.checkpointing import Checkpointing, Saving
-    from bagpipe.script import Script
+    from bagpipe.trainer.checkpointer import Checkpointer
+    from bagpipe.trainer.loop import TrainLoop
 
 OpenStore = Callable[[Sequence[RowLayout]], Store]
 
@@ -32,12 +35,16 @@ class World:
     """This process, which trains alone: it reads its loader, plans for itself and has the rows."""
 
     trainer: int = 0
-    """Which of the trainers this process is."""
+    """Which of the trainers this is."""
     trainers: int = 1
+    works_beside: bool = True
+    """Whether threads may load and save rows beside training."""
 
     @staticmethod
-    def current() -> World:
-        """The world of this process: that of a launch, if it belongs to one."""
+    def from_environment() -> World:
+        """The world of this process: that of the launch which it belongs to, or its own. ConfigError if torchrun or
+        torch.distributed has made it one of several ranks."""
+        _current[-1].refuse_others()
         return _current[-1]
 
     @contextmanager
@@ -50,41 +57,57 @@ class World:
             _current.remove(self)
 
     def refuse_others(self) -> None:
-        """ConfigError if torchrun has started this process as one of several."""
+        """ConfigError if this process is one of several ranks that know nothing of each other's rows."""
         refuse_ranks(os.environ.get("WORLD_SIZE"))
 
-    def open_source(self, loader: Iterable[Any], accumulate: int) -> Source:
-        """What reads the loader."""
+    def driver(self) -> Driver:
+        """What runs the stages of a loop."""
+        return Threads()
+
+    def open_source(self, loader: Iterable[Any], accumulate: int) -> Source | None:
+        """What reads the loader; None: another process does."""
         return Source(loader, accumulate)
 
-    def open_plans(self, script: Script) -> Opened:
+    def open_plans(self, spec: Spec, saving: Saving | None, driver: Driver) -> Opened:  # noqa: ARG002
         """Plans for the first epoch, or for one that can't go on with those before."""
-        plans, source = script.plans, script.source
+        plans, source = spec.plans, spec.source
+        assert source is not None
         oracle = make_oracle(
-            script.binding.tables, [layout.width for layout in script.layouts], cache_size(plans.cache),
+            spec.binding.tables, [layout.width for layout in spec.layouts], cache_size(plans.cache),
             source.first_ids(), source.other_ids(),
             lookahead=plans.lookahead, policy=plans.policy, options=plans.options,
         )  # fmt: skip
-        return Opened(LocalPlans(source, oracle, goes_on=not script.once), oracle.capacity)
+        return Opened(LocalPlans(source, oracle, goes_on=not (spec.once or source.is_iterator)), oracle.capacity)
 
-    def open_rows(self, place: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
-        """The store for rows of these layouts."""
-        return place(layouts) if callable(place) else open_local_rows(place, layouts, resident_bytes_max)
+    def open_rows(self, spec: Spec, saving: Saving | None) -> Store:
+        """The store for the rows, which can be saved if they are to be."""
+        store = open_local_rows(spec.store, spec.layouts, spec.resident_bytes_max)
+        return store if saving is None else saving.with_marks(store)
 
-    def plan_saving(self, script: Script, checkpoint: Checkpointing | None) -> Saving | None:
-        """How the loop of a script is saved, and where it continues; None: neither."""
+    def plan_saving(self, spec: Spec, checkpoint: Checkpointing | None) -> Saving | None:
+        """How the loop is saved, and where it continues; None: neither."""
         if checkpoint is None:
             return None
-        from bagpipe.checkpointing import plan_script
+        from bagpipe.checkpointing import find_point, plan_saving
 
-        return plan_script(None, script, checkpoint)
+        return plan_saving(spec, checkpoint, find_point(checkpoint))
+
+    def checkpointer(self, saving: Saving, store: Store) -> Checkpointer | None:
+        """What saves the loop."""
+        return saving.checkpointer(store, self.trainer)
+
+    def any_busy(self, loop: TrainLoop, busy: bool, what: str) -> bool:  # noqa: ARG002
+        """Whether a trainer is still busy with what all of them need, once each has said so."""
+        return busy
 
 
 _current = [World()]
 
 
-def open_local_rows(place: str | Path, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
-    """A store in the memory or in files of this process."""
+def open_local_rows(place: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
+    """A store in the memory or in files of this process, or one that a function opens."""
+    if callable(place):
+        return place(layouts)
     if place == "memory":
         return MemoryStore(layouts)
     if isinstance(place, str) and place != "mapped":

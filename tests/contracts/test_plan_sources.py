@@ -21,6 +21,7 @@ from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.service import OracleService, PlanSettings
 from bagpipe.together import divide_by
 from bagpipe.trainer.divided import Divided, SharedPlans
+from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.source import LocalPlans, Source
@@ -129,8 +130,7 @@ SOURCES = {"local": local, "remote": remote, "shared": shared, "remote, two": re
 
 def read(source, stop=None):
     """What a trainer gets, up to an error: (plan, batches) as values that compare; and the error."""
-    source.begin()
-    found, stream = [], source.plans()
+    found, stream = [], source.epoch(Counters())
     try:
         for plan, batches in stream:
             found.append(
@@ -226,7 +226,7 @@ def test_a_source_goes_on_after_an_iteration_and_knows_its_position(opened):
         whole = read_all(sources)
         for source in sources:
             assert source.position(4)["batches"] == 4
-            assert source.waited_s() >= 0
+            assert source.stats()["waited_s"] >= 0
     with opened(batches, 4) as sources:
         rest = read_all(sources)
         assert sources[0].position(2)["batches"] == 6

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from bagpipe.checkpoint.directory import complete_points
 from bagpipe.checkpoint.disk import Disk
+from bagpipe.cluster.context import RoleWorld
 from bagpipe.cluster.settings import Wiring
 from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.failpoints import Killed, acting_as, armed
@@ -25,7 +26,7 @@ from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Wait
-from bagpipe.training import train_remote
+from bagpipe.training import train_in
 from harness.collectives import strict_groups
 from harness.roles import (
     Attempt,
@@ -245,11 +246,12 @@ class _Trainer:
             trainers=len(crew.trainers), shared_memory=False, watch=self._gone, patience=Patience(retry_s=1.0),
         )  # fmt: skip
         groups = _MortalGroups(self.groups, self.life) if len(crew.trainers) > 1 else None
-        return train_remote(
-            self.job, plans, store, self._report, groups, self.driver,
-            resume=self.point, checkpoints=crew.checkpoints, recover=True, generation=crew.generation,
+        world = RoleWorld(
+            self.job.config, plans, store, groups, stages=self.driver,
+            resume=self.point, checkpoints=crew.checkpoints, recovers=True, generation=crew.generation,
             token=f"{crew.seed % 2**16:04x}{crew.generation:04x}",
         )  # fmt: skip
+        return train_in(world, self.job, self._report, self.job.checkpointing(crew.checkpoints))
 
     def _report(self, iterations, note):
         self.crew.done = iterations

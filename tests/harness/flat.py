@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import bagpipe
+from bagpipe.world import World
 
 OF_CACHE = {"cache": "size", "lookahead": "lookahead", "policy": "policy", "policy_options": "options"}
 OF_OPTIONS = ("device", "seed", "initial", "keep", "threads", "depth", "check")
@@ -27,6 +28,6 @@ def settings(**flat):
 
 def prepare(model, optimizer, loader, rows=None, *, driver=None, **flat):
     """What `bagpipe.prepare` gives; the stages are run by `driver`, if one is given."""
-    driven = nullcontext() if driver is None else patch("bagpipe.script.Threads", lambda: driver)
+    driven = nullcontext() if driver is None else patch.object(World, "driver", lambda _: driver)
     with driven:
         return bagpipe.prepare(model, optimizer, loader, rows=rows, **settings(**flat))

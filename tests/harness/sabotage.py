@@ -68,6 +68,9 @@ class _EditedOfAll:
     def of(self, rank):
         return _EditedPlans(self._shared.of(rank), self._edit, rank)
 
+    def __getattr__(self, name):
+        return getattr(self._shared, name)
+
 
 class _EditedPlans:
     """A source of plans that others have edited."""
@@ -75,8 +78,10 @@ class _EditedPlans:
     def __init__(self, source, edit, rank):
         self._source, self._edit, self._rank = source, edit, rank
 
-    def plans(self):
-        stream = self._source.plans()
+    def epoch(self, traffic):
+        return self._edited(self._source.epoch(traffic))
+
+    def _edited(self, stream):
         try:
             yield from stream if self._edit is None else self._edit(self._rank, stream)
         finally:

@@ -28,6 +28,9 @@ class InThreads(Launch):
     def open_groups(self):
         return self.world.groups(self.trainer, next(self.meetings))
 
+    def driver(self):
+        return self.world.drivers[self.trainer]
+
 
 class Trainers:
     """N trainers; each calls `harness.flat.prepare` with `options(rank)`."""
@@ -104,8 +107,5 @@ class Trainers:
         def here():
             return self._here.launch
 
-        def driver():
-            return self.drivers[here().trainer]
-
-        with patch.object(World, "current", here), patch("bagpipe.script.Threads", driver):
+        with patch.object(World, "from_environment", here):
             yield

@@ -69,6 +69,8 @@ DEFINED = {"export": export, "Batch": Batch}
 """Public names, and what they are names of."""
 HOMES = "bagpipe.checkpoint.export, bagpipe.prepared, bagpipe.script, bagpipe.training"
 """Modules whose import must not hide a public name."""
+TRAINING_MODULE = "bagpipe.trainer.loop"
+"""Loaded by whoever trains."""
 LIGHT_MODULES = (
     *("bagpipe.cluster.processor_role", "bagpipe.cluster.server_role", "bagpipe.data.processors.child"),
     *("bagpipe.server.local", "bagpipe.server.process"),

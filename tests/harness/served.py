@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import fields, replace
 
+from bagpipe.cluster.context import RoleWorld
 from bagpipe.config import load_config
 from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.job import Job, prepare
@@ -15,7 +16,7 @@ from bagpipe.together import run_threads
 from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Threads
-from bagpipe.training import train_remote
+from bagpipe.training import train_in
 from bagpipe.wire.in_order import Patience
 from benchmarks.simulated import SimulatedNetwork
 from harness.collectives import strict_groups
@@ -117,7 +118,7 @@ class Served:
         job, trainers = self.job, self.job.config.trainers
         rows = MemoryStore(job.model()[2])
         if trainers == 1:
-            return [train_remote(job, self.plans(), rows, report, hold=True)]
+            return [train_in(RoleWorld(job.config, self.plans(), rows), job, report, hold=True)]
         job = job.made(trainers)
         drivers = [Threads(60) for _ in range(trainers)]
 
@@ -135,9 +136,8 @@ class Served:
                 driver.abort(error)
 
         def loop(rank):
-            return lambda: train_remote(
-                job, self.plans(trainer=rank), stores[rank], quiet if rank else report, groups[rank], drivers[rank],
-                hold=True,
-            )  # fmt: skip
+            plans = self.plans(trainer=rank)
+            world = RoleWorld(job.config, plans, stores[rank], groups[rank], stages=drivers[rank])
+            return lambda: train_in(world, job, quiet if rank else report, hold=True)
 
         return run_threads([loop(rank) for rank in range(trainers)], 60, abort)

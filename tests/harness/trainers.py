@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bagpipe.build import PlanChoice, Spec, build_loop
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.checkpointing import Checkpointing, Saving, make_facts, with_marks
@@ -24,7 +25,7 @@ from bagpipe.resuming import check_same_run
 from bagpipe.state import State, of_reference, of_store
 from bagpipe.store import MemoryStore
 from bagpipe.store.views import shared_views
-from bagpipe.together import Trainers
+from bagpipe.together import TrainerThreads
 from bagpipe.trainer.checkpointer import Periods
 from bagpipe.trainer.loop import TrainLoop
 from bagpipe.trainer.state import dense_parameters
@@ -167,6 +168,13 @@ def state_of(one: One) -> State:
     return of_store(one.model, [layout.table.name for layout in one.loop.layouts], one.loop.store)
 
 
+class _Kept(TrainerThreads):
+    """Trainers whose loops are saved as a test says."""
+
+    def plan_saving(self, _spec, _checkpoint):
+        return self.kept
+
+
 class Several:
     """Trainers that were made and have not run yet."""
 
@@ -183,30 +191,34 @@ class Several:
         self.store = store
         # Together looks by itself at what has become ready.
         drivers = None if together is None else [together.driver(rank) for rank in range(world.trainers)]
+        self.kept = None if kept is None else keep_world(self.made[0], world.trainers, accumulate, **kept)
+        plans = PlanChoice(config.cache, config.lookahead, config.policy, config.policy_options.build())
+        loader = world.batches if loader is None else loader
 
-        def open_stores(layouts, notify):
-            self.store = self.store or (sabotage.store or MemoryStore)(layouts)
-            if self.kept is not None:
+        def open_stores(spec, saving, notify):
+            self.store = self.store or (sabotage.store or MemoryStore)(spec.layouts)
+            if saving is not None:
                 self.store = with_marks(self.store)
-                self.kept.restore(self.store)
             return shared_views(self.store, world.trainers, notify)
 
-        def checkpointer(store, rank):
-            if self.kept is not None:
-                return self.kept.checkpointer(store, rank, shares_process=True, threads=together is None)
-            return None
-
-        self.kept = None if kept is None else keep_world(self.made[0], world.trainers, accumulate, **kept)
+        def loop_in(place, made):
+            model, binding, layouts, _ = made
+            source = place.open_source(loader, accumulate)
+            spec = Spec(
+                model=model, binding=binding, rows=layouts[0].optimizer, layouts=layouts, plans=plans, source=source,
+                accumulate=accumulate, check=config.check, once=True,
+            )  # fmt: skip
+            return build_loop(spec, place)
 
         with sabotage.between_the_parts():
-            self.trainers = Trainers(
-                config, [made[:3] for made in self.made], world.batches if loader is None else loader, open_stores,
-                accumulate=accumulate, drivers=drivers, run=None if together is None else together.run,
-                checkpointer=checkpointer,
-            )  # fmt: skip
+            self.trainers = _Kept(
+                config, open_stores=open_stores, drivers=drivers, run=None if together is None else together.run
+            )
+            self.trainers.kept = self.kept
+            self.loops = [loop_in(*each) for each in zip(self.trainers.worlds, self.made, strict=True)]
         self.ones = [
             trainer_over(loop, world.dense(list(made[0].parameters())), made[3])
-            for loop, made in zip(self.trainers.loops, self.made, strict=True)
+            for loop, made in zip(self.loops, self.made, strict=True)
         ]
 
     def run(self, loop=plain_loop, before=None) -> Found:
@@ -224,7 +236,7 @@ class Several:
                 states.append(state_of(one))
             return result
 
-        results = self.trainers.run(train)
+        results = self.trainers.run(self.loops, train)
         dense = [
             {name: value.detach().clone() for name, value in dense_parameters(one.model).items()} for one in self.ones
         ]

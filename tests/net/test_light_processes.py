@@ -109,6 +109,6 @@ def test_a_script_that_trains_alone_loads_what_it_needs():
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
     assert child.returncode == 0, child.stderr.decode()
     ours = json.loads(child.stdout.splitlines()[-1])
-    assert "bagpipe.trainer.loop" in ours
+    assert seams.TRAINING_MODULE in ours
     assert len(ours) <= 90
     assert not [name for name in ours if name.split(".")[1:2] in (["cluster"], ["wire"], ["server"], ["data"])]

@@ -68,4 +68,7 @@ def test_a_launch_survives_the_death_of_every_role_in_turn(tmp_path, scratch, ar
     assert "going back to" in (tmp_path / "run" / "logs" / "recovery.log").read_text()
     driver.assert_nothing_is_left()
     assert list(scratch.iterdir()) == []
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "logs", "summary.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        *("config.json", "logs", "summary.json"),
+        *("metrics.jsonl", "checkpoints"),
+    }

@@ -10,9 +10,10 @@ from dataclasses import asdict
 
 import pytest
 
+from bagpipe.cluster.context import RoleWorld
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.remote_plans import RemotePlans
-from bagpipe.training import train_reference, train_remote
+from bagpipe.training import train_in, train_reference
 from bagpipe.wire.sockets import SocketNetwork
 from harness.served import LONG, RUN, make_job, quiet
 
@@ -107,7 +108,7 @@ def test_processes_that_are_killed_and_replaced_do_not_change_a_bit(processes, t
             processor.wait()
             assert processes.address(processes.start(PROCESSOR, order=order, address=where)) == where
 
-    found, summary = train_remote(job, plans, MemoryStore(job.model()[2]), kill, hold=True)
+    found, summary = train_in(RoleWorld(job.config, plans, MemoryStore(job.model()[2])), job, kill, hold=True)
     network.close()
     assert expected.differing(found) == []
     assert summary["plan_bytes"] > 0

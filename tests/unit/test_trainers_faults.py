@@ -21,7 +21,7 @@ from bagpipe.errors import (
 )
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.row_sync import RowBuffers
-from bagpipe.training import train_together
+from bagpipe.training import train_configured
 from bagpipe.types import Ids
 from harness.explorer import Together
 from harness.served import make_job
@@ -120,7 +120,7 @@ def test_what_fails_in_one_trainer_of_bagpipe_train_is_told_to_all(tmp_path, des
             raise Planned("the report")
 
     with pytest.raises((Planned, PipelineError), match="the report"):
-        train_together(job, report)
+        train_configured(job, report)
 
 
 def test_an_interrupt_ends_all(scheduled):
@@ -227,7 +227,7 @@ def test_a_store_that_fails_ends_all(scheduled, call, number):
 )
 def test_a_stage_that_fails_ends_all(scheduled, monkeypatch, design, kind, method):
     several = make(scheduled, design=design)
-    victim = several.trainers.loops[1].cache
+    victim = several.loops[1].cache
     real, calls = getattr(kind, method), []
 
     def failing(self, *arguments):

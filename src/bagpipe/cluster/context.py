@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.checkpointing import Checkpointing, Saving, plan_script
+from bagpipe.checkpointing import (
+    LAUNCH,
+    Checkpointing,
+    Saving,
+    find_point,
+    plan_saving,
+    recovery_period,
+)
 from bagpipe.cluster.attempt import Attempt
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.config import Config
 from bagpipe.errors import ConfigError
-from bagpipe.layout import RowLayout
+from bagpipe.resuming import find_initial_point
 from bagpipe.several import open_loader, share_plans
 from bagpipe.store.base import RowSource, Store
 from bagpipe.trainer.collective import Groups
+from bagpipe.trainer.joint_update import Peers
 from bagpipe.trainer.ranks import refuse_ranks
+from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.source import Opened, Source
+from bagpipe.trainer.stages import Driver
 from bagpipe.wire.keys import Security
-from bagpipe.world import OpenStore, World
+from bagpipe.wire.plan_messages import DividedBy
+from bagpipe.world import World
 
 if TYPE_CHECKING:
-    from bagpipe.script import Script
+    from bagpipe.build import Spec
     from bagpipe.store.remote import RemoteStore
+    from bagpipe.trainer.loop import TrainLoop
     from bagpipe.trainer.meeting import MeetingPoint
 
 
@@ -73,28 +86,66 @@ class Launch(World):
         if self.trainers == 1:
             refuse_ranks()
 
-    def open_source(self, loader: Iterable[Any], accumulate: int) -> Source:
+    def open_source(self, loader: Iterable[Any], accumulate: int) -> Source | None:
         """What reads the loader; of several trainers the first one reads it for all."""
         return super().open_source(loader, accumulate) if self.trainers == 1 else open_loader(self, loader, accumulate)
 
-    def open_plans(self, script: Script) -> Opened:
+    def open_plans(self, spec: Spec, saving: Saving | None, driver: Driver) -> Opened:
         """Plans, which of several trainers the first one makes."""
-        return super().open_plans(script) if self.trainers == 1 else share_plans(self, script)
+        if self.trainers == 1:
+            return super().open_plans(spec, saving, driver)
+        return share_plans(self, spec, saving, driver)
 
-    def open_rows(self, place: str | Path | OpenStore, layouts: Sequence[RowLayout], resident_bytes_max: int) -> Store:
+    def open_rows(self, spec: Spec, saving: Saving | None) -> Store:
         """The rows on the servers; ConfigError if the script wants them elsewhere."""
-        if callable(place):
-            return super().open_rows(place, layouts, resident_bytes_max)
-        if place != "memory":
+        if callable(spec.store):
+            return super().open_rows(spec, saving)
+        if spec.store != "memory":
             raise ConfigError(
-                f"store={str(place)!r}: under bagpipe launch the servers hold the rows: leave store out, and give "
+                f"store={str(spec.store)!r}: under bagpipe launch the servers hold the rows: leave store out, and give "
                 "--set store=mapped to bagpipe launch where they should be in files"
             )
-        return self.open_store(layouts)
+        return self.open_store(spec.layouts)
 
-    def plan_saving(self, script: Script, checkpoint: Checkpointing | None) -> Saving:
+    def plan_saving(self, spec: Spec, checkpoint: Checkpointing | None) -> Saving:
         """How the loop of a script is saved: also where it has asked for nothing, so that it survives a loss."""
-        return plan_script(self, script, checkpoint)
+        directory, recovery = None, None
+        if checkpoint is not None and checkpoint.directory is not None:
+            directory = Path(checkpoint.directory)
+            _check_place(directory, self.checkpoints)
+        if self.recovers and self.checkpoints:
+            recovery = recovery_period(self.config.recovery.every)
+            directory = directory or Path(self.checkpoints[0])
+        # Once a fault was recovered from it is not where the script has begun.
+        point = (self._newest(directory) if self.generation else None) or self._asked_for(checkpoint)
+        saving = plan_saving(
+            spec, checkpoint, point, trainers=self.trainers, servers=len(self.servers), recovery=recovery,
+            directory=directory, launch=self.name,
+        )  # fmt: skip
+        return replace(saving, restored=point == self.resume, generation=self.generation, token=self.token)
+
+    def any_busy(self, loop: TrainLoop, busy: bool, what: str) -> bool:
+        """All trainers meet to say so."""
+        return any(loop.gather(busy, what))
+
+    def _newest(self, directory: Path | None) -> ResumePoint | None:
+        """The newest checkpoint of this launch; None: nothing of it was saved before."""
+        found = [] if directory is None else Checkpoints(directory).list()
+        # Not what lay there when it began.
+        own = [ResumePoint.of(each) for each in found if each.manifest.config.get(LAUNCH) == self.name]
+        points = [point for point in (self.resume, *own) if point != START]
+        return max(points, key=lambda point: point.done, default=None)
+
+    def _asked_for(self, checkpoint: Checkpointing | None) -> ResumePoint:
+        """Where the script, or the launch, is to begin."""
+        told = self.config.init_from
+        if checkpoint is not None:
+            point = find_point(checkpoint, told)
+        else:
+            point = START if told is None else find_initial_point(told)
+        if point.is_initial:
+            _check_readable(point, self)
+        return point
 
     def open_groups(self) -> Groups:
         """Connect to all other trainers, who do the same; to be closed."""
@@ -133,4 +184,89 @@ class Launch(World):
             patience=Patience(retry_s=min(5.0, wire.deadline_s / 4), deadline_s=wire.deadline_s),
             watch=(self.attempt or Attempt()).gone,
             on_close=network.close,
+        )
+
+
+@dataclass
+class RoleWorld(World):
+    """The world of a trainer that trains a configuration, and was given its plans, its rows and its connections."""
+
+    config: Config
+    plans: RemotePlans
+    store: Store
+    groups: Groups | None = None
+    """To the other trainers; None: there are none."""
+    resume: ResumePoint = START
+    """Where this attempt begins: the rows of the servers are those of that point."""
+    checkpoints: Path | None = None
+    """A directory that all servers and trainers see under this path."""
+    recovers: bool = False
+    """Whether there are checkpoints to recover from, too."""
+    generation: int = 0
+    token: str = ""
+    """8 hexadecimal digits, the same on all trainers of a generation."""
+    stages: Driver | None = None
+
+    def __post_init__(self) -> None:
+        if self.groups is not None:
+            self.trainer, self.trainers = self.groups.critical.rank, self.groups.critical.size
+
+    def driver(self) -> Driver:
+        """The one that was given."""
+        return self.stages or super().driver()
+
+    def open_source(self, loader: Iterable[Any], accumulate: int) -> None:
+        """Data processors read it."""
+
+    def open_plans(self, spec: Spec, saving: Saving | None, driver: Driver) -> Opened:  # noqa: ARG002
+        """Plans of the oracle, if they are for this model and these trainers."""
+        sync = self.config.sync
+        peers = None if self.groups is None else Peers(self.groups, sync.design, sync.delayed, sync.moving)
+        division = None
+        if peers is not None:
+            division = DividedBy(peers.trainers, self.config.assign, sync.design, sync.delayed, sync.moving)
+        self.plans.check(spec.layouts, division)
+        return Opened(self.plans, self.plans.described.capacity, peers)
+
+    def open_rows(self, spec: Spec, saving: Saving | None) -> Store:  # noqa: ARG002
+        """The store that was given."""
+        return self.store if saving is None else saving.with_marks(self.store)
+
+    def plan_saving(self, spec: Spec, checkpoint: Checkpointing | None) -> Saving:
+        """How the run is saved, for its user and to recover from."""
+        point = self.resume
+        if point == START and checkpoint is not None and checkpoint.init_from is not None:
+            point = find_initial_point(checkpoint.init_from)
+        saving = plan_saving(
+            spec, checkpoint, point, trainers=self.trainers, servers=self.config.servers, directory=self.checkpoints,
+            recovery=recovery_period(self.config.recovery.every) if self.recovers else None,
+        )  # fmt: skip
+        # Servers that begin have no rows, whatever the run begins with.
+        return replace(
+            saving, restored=not point.is_initial, generation=self.generation, token=self.token or saving.token
+        )
+
+    def any_busy(self, loop: TrainLoop, busy: bool, what: str) -> bool:
+        """All trainers meet to say so."""
+        return any(loop.gather(busy, what))
+
+
+def _check_place(directory: Path, places: Sequence[str]) -> None:
+    """ConfigError if the servers of a launch would refuse to write there, at the first checkpoint."""
+    if places and not any(directory.resolve().is_relative_to(Path(place).resolve()) for place in places):
+        raise ConfigError(
+            f"checkpoint.directory is {directory}: servers of this launch use only what is in or below "
+            f"{', '.join(places)}: start bagpipe launch with --checkpoints DIR"
+        )
+
+
+def _check_readable(point: ResumePoint, launch: Launch) -> None:
+    """The same for what servers have to read."""
+    assert point.checkpoint is not None
+    told, places = launch.config.init_from, [Path(place) for place in launch.checkpoints]
+    places += [] if told is None else [told.parent]
+    if launch.checkpoints and not any(point.checkpoint.is_relative_to(place.resolve()) for place in places):
+        raise ConfigError(
+            f"init_from is {point.checkpoint}: servers of this launch read only what is in or below "
+            f"{', '.join(map(str, places))}: start bagpipe launch with --init-from, and leave it out of the script"
         )

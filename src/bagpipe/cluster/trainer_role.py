@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from bagpipe.results import Summary
 from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.remote_plans import RemotePlans
-from bagpipe.training import train_remote
+from bagpipe.training import train_in
 from bagpipe.wire.sockets import SocketNetwork
 
 REPORT_S = 0.25
@@ -115,13 +115,13 @@ class TrainerRole(Role):
     def _train(self, task: TrainerTask, attempt: Attempt) -> Trained:
         job = self._job
         assert job is not None, "prepare comes first"
-        first_at: list[float] = []
+        iterations, first_at = job.iterations, list[float]()
         self._done = task.resume.done
 
         def report(done: int, note: str) -> None:
             self._done = done
-            self._line = f"iteration {done:,} of {job.iterations:,}, {note}"
-            if not first_at:
+            self._line = f"iteration {done:,} of {iterations:,}, {note}"
+            if not first_at and done > task.resume.done:  # it evaluates before, and says so too
                 first_at.append(time.time())
 
         with ExitStack() as stack:
@@ -142,18 +142,21 @@ class TrainerRole(Role):
             stack.callback(store.close)
             groups = stack.enter_context(_joined(launch)) if launch.trainers > 1 else None
             before = _processor_s(self._ray_threads)
-            _, summary = train_remote(
-                job,
+            checkpoints = Path(task.checkpoints) if task.checkpoints else None
+            if checkpoints is not None and checkpoints.parent.is_dir():
+                job = replace(job, run_dir=checkpoints.parent)
+            world = context.RoleWorld(
+                job.config,
                 plans,
                 store,
-                report,
                 groups,
                 resume=task.resume,
-                checkpoints=Path(task.checkpoints) if task.checkpoints else None,
-                recover=launch.recovers,
+                checkpoints=checkpoints,
+                recovers=launch.recovers,
                 generation=task.generation,
                 token=launch.token,
             )
+            _, summary = train_in(world, job, report, job.checkpointing(checkpoints))
             ray_s = _processor_s(self._ray_threads) - before
         self._line = "is done"
         return Trained(summary, first_at[0] if first_at else time.time(), summary["seconds"], ray_s)

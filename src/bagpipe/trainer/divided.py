@@ -120,7 +120,7 @@ class SharedPlans:
         self._beginning = Lock()
 
     def of(self, rank: int) -> OwnPlans:
-        """The plans of one trainer: a `PlanSource`."""
+        """The plans of one trainer: a `PlanStream`."""
         return OwnPlans(self, self._streams[rank], rank)
 
     @property
@@ -162,22 +162,16 @@ class OwnPlans:
         self._shared, self._stream, self._rank = shared, stream, rank
         self._closed = False
 
-    def begin(self) -> None:
-        """Open the loader that all share."""
-        self._shared.begin()
-
-    def plans(self) -> Plans:
-        """All plans."""
-        return self._stream
-
-    def measure(self, traffic: Counters) -> None:
-        """What this trainer measures; the first one's counts for all."""
+    def epoch(self, traffic: Counters) -> Plans:
+        """All plans, of the one epoch that there is; what the first trainer counts goes for all."""
         if self._rank == 0:
             self._shared.oracle.measure(traffic)
+        self._shared.begin()
+        return self._stream
 
-    def waited_s(self) -> float:
+    def stats(self) -> dict[str, Any]:
         """How long the loader was waited for, by whoever asked."""
-        return self._shared.source.reading.seconds()
+        return {"waited_s": self._shared.source.reading.seconds()}
 
     def position(self, iterations: int) -> dict[str, Any]:
         """Where in the data training is."""

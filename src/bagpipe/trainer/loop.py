@@ -36,7 +36,7 @@ from bagpipe.store import Store
 from bagpipe.trainer.pipeline import Counters, Pipeline, Progress
 from bagpipe.trainer.ranks import refuse_ranks
 from bagpipe.trainer.read_ahead import Held
-from bagpipe.trainer.source import Opened, PlannedBatch, PlanSource
+from bagpipe.trainer.source import Opened, PlannedBatch, PlanStream
 from bagpipe.trainer.stages import Driver
 from bagpipe.trainer.state import Attachable, check_attachable
 from bagpipe.trainer.update import OwnUpdate, RowUpdate, views_of
@@ -124,7 +124,6 @@ class TrainLoop:
             [layout.dim for layout in self.layouts], self._ahead, self._progress,
         )  # fmt: skip
         self._pipeline = pipeline
-        self._source.measure(pipeline.traffic)
         self._joint = (
             OwnUpdate(self._update, self.cache, pipeline)
             if self._peers is None
@@ -152,8 +151,7 @@ class TrainLoop:
             if not goes_on and self._reopen is None:
                 raise ModelError("these batches have been read to their end: there is one epoch")
             self._open(None if goes_on or self._reopen is None else self._reopen())
-        self._source.begin()
-        self._pipeline.begin(self._source.plans())
+        self._pipeline.begin(self._source.epoch(self._pipeline.traffic))
         self._trained_before, self._begun = self._trained, True
         self.epoch += 1
         if self._kept is not None:
@@ -298,11 +296,11 @@ class TrainLoop:
 
     def _wait(self) -> bool:
         """Wait for the next iteration's rows; what of it was due to the loader is counted too."""
-        before = self._source.waited_s()
+        before = self._source.stats()["waited_s"]
         try:
             return self._pipeline.wait()
         finally:
-            self._data_wait_s += self._source.waited_s() - before
+            self._data_wait_s += self._source.stats()["waited_s"] - before
 
     def _begin_iteration(self, plan: Plan, batches: list[PlannedBatch]) -> None:
         self._plan, self._micro = plan, batches
@@ -476,6 +474,7 @@ class TrainLoop:
                 "cache_rows": sum(self.cache.capacity),
                 "cache_bytes": self.cache.num_bytes,
             }
+            | {name: value for name, value in self._source.stats().items() if name != "waited_s"}
             | ({} if self._checkpointer is None else self._checkpointer.stats())
         )
 
@@ -498,7 +497,7 @@ class TrainLoop:
         """Take over the counters of a loop that this one goes on from."""
         self._rows.load_state_dict(progress["optimizer"])
 
-    def _resume(self, source: PlanSource, position: Mapping[str, Any]) -> None:
+    def _resume(self, source: PlanStream, position: Mapping[str, Any]) -> None:
         source.resume(position)
         self._done_before = int(position.get("iterations", 0))
         self.epoch = int(position.get("epoch", 0)) - 1

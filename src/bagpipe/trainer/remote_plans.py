@@ -1,4 +1,4 @@
-"""Plans that an oracle in another process makes, as the training loop takes them, and the loop over them.
+"""Plans that an oracle in another process makes, as the training loop takes them.
 
 Each plan is checked as it arrives, before anything is done with it (I8); several requests are under way at once, and
 are repeated until they are answered, but not for ever (I7).
@@ -9,24 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from bagpipe.adapt import Adapter
 from bagpipe.errors import ConfigError, PipelineError, WireError
-from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
-from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.plan_wire import unpack_plan
-from bagpipe.store import Store
-from bagpipe.trainer.checkpointer import Checkpointer
-from bagpipe.trainer.joint_update import Peers
-from bagpipe.trainer.loop import TrainLoop
-from bagpipe.trainer.pipeline import DEPTH, Counters
-from bagpipe.trainer.source import Group, Opened, Plans, planned_batches
-from bagpipe.trainer.stages import Driver, Threads
+from bagpipe.trainer.pipeline import Counters
+from bagpipe.trainer.source import Group, Plans, planned_batches
 from bagpipe.types import Batch
 from bagpipe.wire.channel import Network
 from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpected
@@ -43,7 +33,7 @@ from bagpipe.wire.plan_messages import (
 
 
 class RemotePlans:
-    """The plans of the oracle at an address, for one trainer: a `PlanSource`."""
+    """The plans of the oracle at an address, for one trainer: a `PlanStream`."""
 
     goes_on = False
 
@@ -102,11 +92,8 @@ class RemotePlans:
                 f"{_described(division)}: start both with the same configuration"
             )
 
-    def begin(self) -> None:
-        """The loader is read elsewhere."""
-
-    def plans(self) -> Plans:
-        """All plans, as they come."""
+    def epoch(self, traffic: Counters) -> Plans:  # noqa: ARG002
+        """All plans, as they come; the loader is read elsewhere, and no policy there goes by what is counted here."""
         iteration = 0
         while (message := self._answers.take()) is not None:
             body = message.body
@@ -124,13 +111,6 @@ class RemotePlans:
             iteration += 1
         if self._abandoned:
             raise PipelineError(self._abandoned)
-
-    def measure(self, traffic: Counters) -> None:
-        """The oracle is elsewhere, and no policy there goes by it."""
-
-    def waited_s(self) -> float:
-        """How long plans were waited for."""
-        return self._answers.waited_s
 
     def position(self, iterations: int) -> dict[str, Any]:
         """Where in the data training is after so many iterations of these."""
@@ -160,9 +140,8 @@ class RemotePlans:
         self._answers.close()
 
     def stats(self) -> dict[str, Any]:
-        """What has come, and how long it was waited for."""
-        answers = self._answers
-        return {"plans": answers.next, "bytes_received": answers.bytes_received, "waited_s": answers.waited_s}
+        """How long plans were waited for, and the bytes that have come."""
+        return {"waited_s": self._answers.waited_s, "plan_bytes": self._answers.bytes_received}
 
     @property
     def _first_batch(self) -> int:
@@ -213,39 +192,6 @@ class RemotePlans:
         if not isinstance(message.body, PlansDescribed):
             raise unexpected(message.body, "a description of plans")
         return message.body
-
-
-def remote_loop(
-    model: nn.Module,
-    binding: Binding,
-    layouts: Sequence[RowLayout],
-    rows: RowOptimizer | PerTable,
-    plans: RemotePlans,
-    store: Store,
-    *,
-    device: torch.device | None = None,
-    depth: int = DEPTH,
-    threads: int | None = None,
-    check: bool = False,
-    driver: Driver | None = None,
-    peers: Peers | None = None,
-    assign: str = "contiguous",
-    checkpointer: Checkpointer | None = None,
-    ahead: int = 0,
-) -> TrainLoop:
-    """The training loop for plans from elsewhere and rows in this store.
-
-    The embedding layers of the binding are swapped at once. The plans are closed with the loop; the store is not. With
-    `peers` this is one of several trainers, whose samples the oracle chooses by `assign`. `checkpointer` saves
-    the loop, and restores it.
-    """
-    division = None if peers is None else DividedBy(peers.trainers, assign, peers.design, peers.delayed, peers.moving)
-    plans.check(layouts, division)
-    return TrainLoop(
-        model, binding, rows, layouts, Opened(plans, plans.described.capacity, peers), store, driver or Threads(),
-        device=device, depth=depth, threads=threads or torch.get_num_threads(), check=check,
-        checkpointer=checkpointer, ahead=ahead,
-    )  # fmt: skip
 
 
 def _described(division: DividedBy | None) -> str:

@@ -86,7 +86,7 @@ class SharedLoader(Divided):
 
 
 class ServedPlans:
-    """The plans of the first trainer, a `PlanSource`, which the others are served theirs by."""
+    """The plans of the first trainer, a `PlanStream`, which the others are served theirs by."""
 
     goes_on = False
 
@@ -114,12 +114,14 @@ class ServedPlans:
         self.capacity = list(described.capacity)
         """Slots of each row width, on every trainer."""
 
-    def begin(self) -> None:
-        """Open the loader."""
+    def epoch(self, traffic: Counters) -> Plans:
+        """All plans; the parts of others are laid out for them as each is made. What this trainer counts goes for
+        all."""
+        self._oracle.measure(traffic)
         self._source.begin()
+        return self._plans()
 
-    def plans(self) -> Plans:
-        """All plans; the parts of others are laid out for them as each is made."""
+    def _plans(self) -> Plans:
         source, num_plans = self._source, 0
         try:
             for division, parts in source.divided(self._oracle, self._partition):
@@ -156,13 +158,9 @@ class ServedPlans:
         else:
             self._outbox.ask(body.trainer - 1, DESCRIPTION, DESCRIPTION, message, reply)
 
-    def measure(self, traffic: Counters) -> None:
-        """What this trainer measures counts for all."""
-        self._oracle.measure(traffic)
-
-    def waited_s(self) -> float:
+    def stats(self) -> dict[str, Any]:
         """How long the loader was waited for."""
-        return self._source.reading.seconds()
+        return {"waited_s": self._source.reading.seconds()}
 
     def position(self, iterations: int) -> dict[str, Any]:
         """Where in the data training is."""

@@ -63,26 +63,15 @@ Plans = Generator[tuple[Plan, list[PlannedBatch]], None, None]
 """For each iteration its plan and its batches; what went wrong with the data comes after them."""
 
 
-class PlanSource(Protocol):
-    """Where plans come from: an oracle in this process, or in another one."""
+class PlanStream(Protocol):
+    """Where plans come from, epoch after epoch: an oracle in this process, or in another one."""
 
     goes_on: bool
     """Whether another epoch may follow one that has ended: its plans go on, with the rows that are in the cache."""
 
-    def begin(self) -> None:
-        """Open the loader for an epoch, if it is read here; before its plans are asked for, in the loop's thread."""
-        ...
-
-    def plans(self) -> Plans:
-        """All plans of an epoch."""
-        ...
-
-    def measure(self, traffic: Counters) -> None:
-        """What the trainer measures, for an oracle in this process that goes by it."""
-        ...
-
-    def waited_s(self) -> float:
-        """How long the data was waited for, so far."""
+    def epoch(self, traffic: Counters) -> Plans:
+        """All plans of an epoch, for an oracle that may go by what the trainer counts in it. The loader is opened at
+        once if it is read here: called in the loop's thread, while plans are made in another one."""
         ...
 
     def position(self, iterations: int) -> dict[str, Any]:
@@ -93,19 +82,23 @@ class PlanSource(Protocol):
         """Begin where another run was; before the first epoch."""
         ...
 
+    def stats(self) -> dict[str, Any]:
+        """How long the data was waited for (`waited_s`) so far, and what else is known."""
+        ...
+
     def interrupt(self) -> None:
         """End a wait for the next plan where that can be done: there will be no more."""
         ...
 
     def close(self) -> None:
-        """Let go of everything, once `plans` is closed."""
+        """Let go of everything, once the plans of the last epoch are closed."""
         ...
 
 
 class Opened(NamedTuple):
     """Where plans come from, and what they are made for."""
 
-    source: PlanSource
+    source: PlanStream
     capacity: Sequence[int]
     """Slots of each row width."""
     peers: Peers | None = None
@@ -137,6 +130,11 @@ class Source:
         """Its first batch, until the first epoch begins: the loader may use its memory again."""
         self._first_ids: dict[str, Ids] = {}
         self.adapter = Adapter(self.example)
+
+    @property
+    def is_iterator(self) -> bool:
+        """Whether the loader can be read once only."""
+        return isinstance(self.epochs.loader, Iterator)
 
     @property
     def features(self) -> list[str]:
@@ -280,22 +278,19 @@ class LocalPlans:
     def __init__(self, source: Source, oracle: AnyOracle, *, goes_on: bool = False) -> None:
         self._source, self._oracle, self.goes_on = source, oracle, goes_on
 
-    def begin(self) -> None:
-        """Open the loader."""
-        self._source.begin()
-
-    def plans(self) -> Plans:
+    def epoch(self, traffic: Counters) -> Plans:
         """All plans of an epoch."""
+        self._oracle.measure(traffic)
+        self._source.begin()
+        return self._plans()
+
+    def _plans(self) -> Plans:
         for plan, group in self._source.planned(self._oracle, more=self.goes_on):
             yield plan, planned_batches(plan, group, self._source.tables, self._source.adapter)
 
-    def measure(self, traffic: Counters) -> None:
-        """What the trainer measures."""
-        self._oracle.measure(traffic)
-
-    def waited_s(self) -> float:
+    def stats(self) -> dict[str, Any]:
         """How long the loader was waited for."""
-        return self._source.reading.seconds()
+        return {"waited_s": self._source.reading.seconds()}
 
     def position(self, iterations: int) -> dict[str, Any]:
         """Where in the data training is."""

@@ -9,6 +9,7 @@ import pytest
 from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.oracle.service import OracleService
+from bagpipe.trainer.pipeline import Counters
 from harness.served import HASTY, RUN, Served, make_job
 
 
@@ -46,7 +47,7 @@ def samples(served, done=0):
         plans = served.plans(trainer=rank, done=done)
         taken = [
             (batch.batch.number, batch.batch.labels.tolist(), batch.batch.dense.tolist())
-            for _, micro in plans.plans()
+            for _, micro in plans.epoch(Counters())
             for batch in micro
         ]
         given.append(taken)
@@ -76,7 +77,7 @@ def test_the_position_counts_from_the_beginning_of_the_run(tmp_path):
     job = make_job(tmp_path / "run")
     with From(job, 7) as session:
         plans = session.plans(done=7)
-        reading = plans.plans()
+        reading = plans.epoch(Counters())
         for _ in range(3):
             next(reading)
         assert plans.position(3) == {"iterations": 10, "batches": 10, "loader": None}
@@ -90,14 +91,14 @@ def test_a_trainer_that_begins_elsewhere_than_its_oracle_is_refused(tmp_path):
     with From(make_job(tmp_path / "run"), 7) as session:
         plans = session.plans(done=6)
         with pytest.raises(WireError, match=r"is for batch 7, and 6 was due"):
-            next(plans.plans())
+            next(plans.epoch(Counters()))
         plans.close()
 
 
 def test_plans_that_are_abandoned_end_with_an_error_and_not_as_if_there_were_no_more(tmp_path):
     with Served(make_job(tmp_path / "run"), room=2) as served:
         plans = served.plans()
-        reading = plans.plans()
+        reading = plans.epoch(Counters())
         next(reading)
         served.oracle.close()  # it will never answer again
         threading.Timer(0.2, plans.abandon, ["generation 1 is over"]).start()

@@ -11,6 +11,7 @@ from bagpipe.errors import ConfigError, ShardError, WireError
 from bagpipe.oracle.outbox import Answer, Outbox
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.results import joined_summary
+from bagpipe.trainer.pipeline import Counters
 from bagpipe.training import train_configured, train_reference
 from bagpipe.types import Table
 from bagpipe.wire.messages import Message
@@ -80,13 +81,13 @@ def test_trainers_that_are_ahead_wait_for_the_slowest_and_nothing_piles_up(tmp_p
     job = make_job(tmp_path / "run", "trainers=2", "lookahead=2")
     with Served(job, room=3) as served:
         fast, slow = (served.plans(trainer=rank, ahead=1) for rank in range(2))
-        plans = fast.plans()
+        plans = fast.epoch(Counters())
         for _ in range(3):
             next(plans)
         assert served.oracle.status().ready == 3
         taken = threading.Thread(target=lambda: next(plans))
         taken.start()
-        for plan, _ in islice(slow.plans(), 2):
+        for plan, _ in islice(slow.epoch(Counters()), 2):
             assert plan.sync.rank == 1
         taken.join(30)
         assert not taken.is_alive()
@@ -106,7 +107,7 @@ def test_what_is_wrong_with_the_data_reaches_every_trainer(tmp_path):
         for rank in range(2):
             remote = served.plans(trainer=rank)
             with pytest.raises(ShardError, match="the oracle at oracle: shard 7 is damaged"):
-                assert [plan.iteration for plan, _ in remote.plans()] == [0, 1, 2, 3, 4]
+                assert [plan.iteration for plan, _ in remote.epoch(Counters())] == [0, 1, 2, 3, 4]
             remote.close()
 
 

@@ -15,6 +15,7 @@ from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.partition import Partition
 from bagpipe.together import divide_by
 from bagpipe.trainer.divided import Divided, SharedPlans
+from bagpipe.trainer.pipeline import Counters
 from bagpipe.types import Batch, Ids, Table
 
 TABLES = (Table("a", 50), Table("b", 60, ("b0", "b1")))
@@ -39,7 +40,7 @@ def shared(batches, trainers, accumulate=1, assign="contiguous", divide=None):
 def items(plans, rank):
     """All that a trainer gets."""
     own = plans.of(rank)
-    found = list(own.plans())
+    found = list(own.epoch(Counters()))
     own.close()
     return found
 
@@ -49,7 +50,7 @@ def iterations_until(plans, rank, kind, match):
     own, found = plans.of(rank), []
 
     def read():
-        for plan, _ in own.plans():
+        for plan, _ in own.epoch(Counters()):
             found.append(plan.iteration)
 
     with pytest.raises(kind, match=match):
@@ -77,14 +78,13 @@ def test_no_trainer_asks_for_plans_while_another_opens_the_loader():
     plans = shared(loader, 2)
     loader.opening.clear()
     loader.may_open.clear()
-    first = threading.Thread(target=plans.of(0).begin)
+    first = threading.Thread(target=lambda: plans.of(0).epoch(Counters()))
     first.start()
     assert loader.opening.wait(30)
     found, own = [], plans.of(1)
 
     def second():
-        own.begin()
-        found.extend(own.plans())
+        found.extend(own.epoch(Counters()))
 
     other = threading.Thread(target=second)
     other.start()
@@ -169,11 +169,11 @@ def test_the_loader_is_let_go_of_with_the_last_trainer():
     closed.clear()  # of the look at the first batch
     owns = [plans.of(rank) for rank in range(3)]
     for own in owns:
-        next(own.plans())
+        next(own.epoch(Counters()))
     for own in owns[:2]:
         own.close()
         own.close()
-    next(owns[2].plans())
+    next(owns[2].epoch(Counters()))
     assert not closed
     owns[2].close()
     assert closed == [True]
@@ -183,7 +183,7 @@ def test_a_position_is_that_of_the_common_loader():
     batches = [batch_of(number, 4) for number in range(8)]
     plans = shared(batches, 2, accumulate=2)
     own = plans.of(0)
-    stream = own.plans()
+    stream = own.epoch(Counters())
     next(stream)
     next(stream)
     position = own.position(2)
@@ -191,7 +191,7 @@ def test_a_position_is_that_of_the_common_loader():
     resumed = shared(batches, 2, accumulate=2)
     for rank in range(2):
         resumed.of(rank).resume(position)
-    first = next(resumed.of(1).plans())
+    first = next(resumed.of(1).epoch(Counters()))
     assert np.array_equal(first[1][0].batch.dense.numpy().flatten(), batches[4].dense[2:].numpy().flatten())
 
 

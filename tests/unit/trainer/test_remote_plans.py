@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from bagpipe import optim
+from bagpipe.build import PlanChoice, Spec, build_loop
+from bagpipe.cluster.context import RoleWorld
+from bagpipe.config import Config
 from bagpipe.errors import ConfigError, WireError
 from bagpipe.layers import bind
 from bagpipe.layout import RowLayout
@@ -16,7 +19,8 @@ from bagpipe.oracle.service import OracleService, PlanSettings
 from bagpipe.prepared import PreparedLoader, row_parameters
 from bagpipe.state import of_store
 from bagpipe.store import MemoryStore
-from bagpipe.trainer.remote_plans import RemotePlans, remote_loop
+from bagpipe.trainer.pipeline import Counters
+from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.types import Table
 from bagpipe.wire.messages import AskStats, Message
 from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, Planned
@@ -50,9 +54,11 @@ class Loop:
         self.oracle.start()
         self.plans = RemotePlans(self.network, "oracle", run=RUN, patience=HASTY)
         self.store = MemoryStore(self.layouts)
-        self.loop = remote_loop(
-            self.model, binding, self.layouts, optimizer, self.plans, self.store, check=True, **options
-        )
+        spec = Spec(
+            model=self.model, binding=binding, rows=optimizer, layouts=self.layouts, plans=PlanChoice(cache),
+            source=None, accumulate=accumulate, check=True, once=True, **options,
+        )  # fmt: skip
+        self.loop = build_loop(spec, RoleWorld(Config(), self.plans, self.store))
         self.dense = dense_sgd(list(self.model.parameters()))
         self.loader = PreparedLoader(self.loop, row_parameters(binding, torch.device("cpu")), [self.dense], {})
 
@@ -90,8 +96,8 @@ def test_weighted_bags_of_64_bit_ids_train_to_the_bits_of_the_reference(name):
     with Loop(batches, make(), cache=60) as found:
         found.train()
         assert_identical(expected, found.state())
-        assert found.plans.stats()["plans"] == 16  # and the word that there are no more
-        assert found.plans.stats()["bytes_received"] > 0
+        assert found.plans.stats()["plan_bytes"] > 0
+        assert found.loop.stats()["plan_bytes"] == found.plans.stats()["plan_bytes"]
 
 
 def test_accumulated_batches_are_one_plan_and_train_to_the_bits_of_one_process():
@@ -197,7 +203,7 @@ def test_an_answer_that_is_none_is_refused(body, reason, tmp_path):
         served.network.listen("impostor", impostor.handle)
         plans = RemotePlans(served.network, "impostor", run=RUN, patience=HASTY)
         with pytest.raises(WireError, match=reason):
-            next(plans.plans())
+            next(plans.epoch(Counters()))
         plans.close()
 
 
@@ -212,6 +218,6 @@ def test_requests_say_what_has_been_received(tmp_path):
         impostor = Impostor(served.oracle, note)
         served.network.listen("impostor", impostor.handle)
         plans = RemotePlans(served.network, "impostor", run=RUN, ahead=2)
-        assert len(list(plans.plans())) == 26
+        assert len(list(plans.epoch(Counters()))) == 26
         plans.close()
     assert seen[:3] == [NextPlan(0, 0, -1), NextPlan(0, 1, -1), NextPlan(0, 2, 0)]

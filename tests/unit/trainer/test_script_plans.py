@@ -20,6 +20,7 @@ from bagpipe.oracle.service import PlanSettings
 from bagpipe.together import run_threads
 from bagpipe.trainer.agreement import check_same, tell_all
 from bagpipe.trainer.collective import memory_groups
+from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
@@ -78,7 +79,7 @@ class Served:
 
 def read_all(plans, into):
     try:
-        into.extend(plans.plans())
+        into.extend(plans.epoch(Counters()))
     except Exception as error:
         into.append(error)
 
@@ -111,7 +112,7 @@ def test_a_trainer_that_asks_after_the_first_one_has_left_is_told_so():
         other = world.other()
         world.served.interrupt()
         with pytest.raises(PipelineError, match="trainer 0 has left the training loop"):
-            next(other.plans())
+            next(other.epoch(Counters()))
         other.close()
 
 

@@ -26,11 +26,11 @@ class SlowDisk:
         self.may_write, self.rounds = threading.Event(), 0
         self.world = World(make_batches(3), trainers=2)
         self.several = Several(self.world, kept={"directory": directory, "every": every})
-        for driver in self.several.trainers._drivers:
+        for driver in self.several.trainers.drivers:
             driver.deadline_s = DEADLINE_S
-        for loop in self.several.trainers.loops:
+        for loop in self.several.loops:
             loop._checkpointer._round_s = 0.02
-        other = self.several.trainers.loops[1]
+        other = self.several.loops[1]
         monkeypatch.setattr(other, "gather", self._counting(other.gather))
         write = Checkpointer._write
 
