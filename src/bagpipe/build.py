@@ -96,6 +96,7 @@ def build_loop(spec: Spec, world: World, checkpoint: Checkpointing | None = None
     driver, loading = world.driver(), Background("bagpipe-loading", threads=world.works_beside)
     saving = world.plan_saving(spec, checkpoint)
     with ExitStack() as stack:
+        stack.callback(loading.close)
         opened = world.open_plans(spec, saving, driver)
         stack.callback(opened.source.close)
         if opened.peers is not None:

@@ -80,7 +80,7 @@ class Call:
 class RowReader(Protocol):
     """Where rows can be read that are in no view, and set."""
 
-    def barrier(self) -> None:
+    def flush(self) -> None:
         """Return when the store has every update so far."""
 
     def show_store(self, why: str) -> None:
@@ -379,7 +379,7 @@ class CachedLayer(Replacement):
     def blocks(self) -> Iterator[Tensor]:
         """The plain weight as trained so far, some rows at a time."""
         reader, columns = self.lookups.reader, slice(self.column, self.column + self.embedding_dim)
-        reader.barrier()
+        reader.flush()
         for start in range(0, self.num_embeddings, ROWS_PER_BLOCK):
             ids = np.arange(start, min(start + ROWS_PER_BLOCK, self.num_embeddings), dtype=np.int64)
             yield torch.from_numpy(reader.read_rows(self.table, ids)[:, columns])

@@ -486,7 +486,7 @@ class PreparedLoader:
     def flush(self) -> None:
         """Return when the store has every update so far; with several trainers all call it."""
         self._raise_error()
-        self._loop.barrier()
+        self._loop.flush()
 
     def for_evaluation(self, loader: Iterable[Any]) -> EvaluationLoader:
         """Another loader, such as one of validation data, whose batches are read ahead with their rows: to iterate over

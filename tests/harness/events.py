@@ -18,7 +18,7 @@ def evaluated(model, others=OTHERS):
 
 def written(loop):
     """The bits of all rows ever written, by table and id."""
-    loop.barrier()
+    loop.flush()
     found = {}
     for number, layout in enumerate(loop.layouts):
         for ids, rows in loop.touched_rows(number):

@@ -77,7 +77,7 @@ def export(model: nn.Module, path: str | Path, *, format: Format = "safetensors"
     dense = _dense_of_model(model, layers) if format == "safetensors" else {}
     readers = [part.lookups.reader for part in layers.values()]
     if any(isinstance(reader, TrainLoop) and reader.rank for reader in readers):
-        readers[0].barrier()  # the first trainer has to wait for the rows of all
+        readers[0].flush()  # the first trainer has to wait for the rows of all
         return
     _write(Path(path), format, _tables_of_model(layers), dense, state, StoreError)
 

@@ -67,7 +67,7 @@ class Loop(Protocol):
     def done(self) -> int:
         """Iterations of the run that are over."""
 
-    def barrier(self) -> None:
+    def flush(self) -> None:
         """Return when the store has every update so far."""
 
     def gather(self, number: float, what: str) -> list[float]:
@@ -277,7 +277,7 @@ class Checkpointer:
 
     def _mark(self, loop: Loop, retained: bool) -> None:
         began, done = time.monotonic(), loop.done
-        loop.barrier()
+        loop.flush()
         reach("mark.flushed")
         # Others have written their states when the first one has given a checkpoint its name.
         before = (self._writing,) if self._rank == 0 else ()

@@ -105,7 +105,7 @@ class JointUpdate(OwnUpdate):
         self.sync = RowSync(peers, layouts, cache, driver, pipeline.updated, lambda: points.copied_out, checker)
         pipeline.add_stage("sync", self.sync.stage())
         self._dense = DenseSync(dense_parameters_of(model), peers.groups.dense, driver)
-        self._agreed = self._given_up = False
+        self._agreed = self._aborted = False
         self._left = -1
 
     def begin(self, plan: Plan) -> None:
@@ -145,15 +145,15 @@ class JointUpdate(OwnUpdate):
         """One that goes on with a backward pass is told that this one does not; all are, if this one's has failed."""
         interruption = self._dense.interruption
         if interruption is not None:
-            self.give_up(interruption)
-        if self._given_up:
+            self.abort(interruption)
+        if self._aborted:
             self._dense.close()
         else:
             self._dense.leave()
 
-    def pass_over(self, plan: Plan) -> None:
+    def skip(self, plan: Plan) -> None:
         """Others are told, and rows still go to who uses them next."""
-        if not self._given_up:
+        if not self._aborted:
             if not self._agreed:
                 self.sync.agree(plan, None, has_gradient=False, problem=None)
             self.sync.synchronise(plan, None, [])
@@ -161,7 +161,7 @@ class JointUpdate(OwnUpdate):
     def leave(self, plan: Plan) -> None:
         """It counts as updated when its delayed part is over too."""
         self._left = plan.iteration
-        if not self._given_up:
+        if not self._aborted:
             self.sync.leave(plan)
 
     def gradients(self, plan: Plan, views: Views) -> list[Tensor]:
@@ -204,7 +204,7 @@ class JointUpdate(OwnUpdate):
         try:
             yield
         except PipelineError as error:
-            if not early or self._given_up:
+            if not early or self._aborted:
                 raise
             raise PipelineError(
                 f"trainer {self.rank} left the training loop after iteration {self._left} and did not meet the others "
@@ -215,10 +215,10 @@ class JointUpdate(OwnUpdate):
         """Let go of the connections; what was sent still arrives."""
         self._groups.close()
 
-    def give_up(self, reason: BaseException) -> bool:
+    def abort(self, reason: BaseException) -> bool:
         """Let others know why, so that they end too."""
-        if not self._given_up:
-            self._given_up = True
+        if not self._aborted:
+            self._aborted = True
             self._groups.abort(reason)
             self._pipeline.abandon()
         return True

@@ -13,6 +13,7 @@ import weakref
 from _signal import getsignal  # type: ignore[import-not-found]  # signal's own makes enums, 0.3 ms a batch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,18 @@ if TYPE_CHECKING:
     from bagpipe.trainer.row_sync import RowSync
 
 Ids = npt.NDArray[np.int64]
+
+
+class Phase(Enum):
+    """Where a training loop is."""
+
+    OPEN = "before an epoch"
+    WAITING = "between two iterations"
+    TRAINING = "on a batch"
+    STEPPED = "on a batch whose rows are updated"
+    CLOSED = "after an epoch"
+
+
 SIGNALS = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})))
 
 
@@ -94,9 +107,10 @@ class TrainLoop:
         self._micro: list[PlannedBatch] = []
         self._in_hand: list[Held | None] = []
         """Of the batches of this iteration that were given already."""
-        self._stepped = self._unflushed = self._ended = False
-        self._begun = False
-        """Whether the epoch that is open has begun."""
+        self.has_updates = False
+        """Whether rows were updated since the store was last known to have every update."""
+        self._complete = False
+        """Whether the epoch has come to its last batch, and its cache and plans are there for the next one."""
         self._helpers: list[Workers] = []
         for layer in binding.layers:
             swap(model, layer.name, CachedLayer(layer, self._lookups))
@@ -133,7 +147,7 @@ class TrainLoop:
         )
         self._retired = [retire_weight(layer) for layer in self._binding.layers]
         """What lets gradients pass again to the weights that layers had."""
-        self.closed = self._begun = self._ended = False
+        self.phase, self._complete = Phase.OPEN, False
         # A loop that nobody closes and nobody holds ends too: its threads hold the pipeline, but not the loop.
         self._abandoned = weakref.finalize(self, _abandon, pipeline, self._joint.sync, self._helpers)
 
@@ -144,15 +158,15 @@ class TrainLoop:
 
     def begin(self) -> None:
         """Begin an epoch, of which nothing is read before; in the thread that will train it."""
-        if not self.closed and self._begun:
+        if self.is_under_way:
             raise ModelError("an epoch of this loop is under way: end it first")
         if self.closed:
-            goes_on = self._ended and self._source.goes_on
+            goes_on = self._complete and self._source.goes_on
             if not goes_on and self._reopen is None:
                 raise ModelError("these batches have been read to their end: there is one epoch")
             self._open(None if goes_on or self._reopen is None else self._reopen())
         self._pipeline.begin(self._source.epoch(self._pipeline.traffic))
-        self._trained_before, self._begun = self._trained, True
+        self._trained_before, self.phase = self._trained, Phase.WAITING
         self.epoch += 1
         if self._kept is not None:
             self._kept.detach()
@@ -164,7 +178,7 @@ class TrainLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._give_up(error)
+            self.abort(error)
         try:
             self.close()
         except Exception:
@@ -172,15 +186,15 @@ class TrainLoop:
                 raise  # otherwise the loop's own error says more than what it led to
 
     def __iter__(self) -> Iterator[Any]:
-        if self.closed or not self._begun:
+        if not self.is_under_way:
             self.begin()
         while True:
             try:
                 planned = self._advance()
             except BaseException as error:
-                self._ended = error is self._pipeline.source_error  # for all trainers, after the same iteration
-                if not self._ended:
-                    self._give_up(error)
+                self._complete = error is self._pipeline.source_error  # for all trainers, after the same iteration
+                if not self._complete:
+                    self.abort(error)
                 with suppress(Exception):
                     self.close()
                 raise
@@ -196,23 +210,23 @@ class TrainLoop:
         the store. The cache stays if the epoch has ended with its last batch and another one may go on."""
         if self.closed:
             return
-        self.closed, stuck = True, False
-        kept = False
+        is_stepped, self.phase = self.is_stepped, Phase.CLOSED
+        stuck = kept = False
         try:
             saved = nullcontext() if self._checkpointer is None else self._checkpointer.ending(self)
-            with saved, self._joint.leaving(early=not self._ended):
-                self._leave_epoch()
+            with saved, self._joint.leaving(early=not self._complete):
+                self._leave_epoch(is_stepped)
                 if self._checker is not None:
                     self._checker.finished()
                 self._joint.end()
-            self._unflushed = False
-            kept = self._ended and self._source.goes_on and self._pipeline.source_error is None
+            self.has_updates = False
+            kept = self._complete and self._source.goes_on and self._pipeline.source_error is None
         except Exception as error:
             stuck = isinstance(error, DeadlineError)  # a stage may still read plans
-            self._joint.give_up(error)
+            self._joint.abort(error)
             raise
         finally:
-            self._ended = kept
+            self._complete = kept
             if kept:
                 self._kept = weakref.finalize(self, self._source.close)
             else:
@@ -226,8 +240,8 @@ class TrainLoop:
     def release(self) -> None:
         """Close, and let go of the cache and of where plans come from: a further epoch begins with an empty one."""
         self.close()
-        if self._ended:
-            self._ended = False
+        if self._complete:
+            self._complete = False
             self._let_go(stuck=False)
 
     def _let_go(self, *, stuck: bool) -> None:
@@ -235,15 +249,20 @@ class TrainLoop:
             self._source.close()  # not before: other trainers may still ask it for theirs
             self.cache.release()
 
-    def _leave_epoch(self) -> None:
+    def abort(self, reason: BaseException) -> None:
+        """Tell other trainers that this one can't go on."""
+        if not self.closed:
+            self._joint.abort(reason)
+
+    def _leave_epoch(self, is_stepped: bool) -> None:
         """End the iteration in training, then all stages once they have written what it updated."""
         try:
             self._joint.withdraw()
-            self._pass_over()
+            self._skip(is_stepped)
             with uninterrupted():
                 self._finish_iteration()
         except Exception as error:
-            if self._joint.give_up(error):
+            if self._joint.abort(error):
                 with suppress(Exception):
                     self._end_stages()
             raise
@@ -263,7 +282,7 @@ class TrainLoop:
         if not self._micro:
             if self._plan is not None:
                 self._trained = self._first + self._plan.iteration + 1
-            self._pass_over()
+            self._skip(self.is_stepped)
             with uninterrupted():
                 self._finish_iteration()
             if self._checkpointer is not None:
@@ -276,7 +295,7 @@ class TrainLoop:
             if not self._wait():
                 if self._checkpointer is not None:
                     self._checkpointer.finish(self)
-                self._ended = True
+                self._complete = True
                 return None
             with uninterrupted():
                 self._begin_iteration(*self._pipeline.take())
@@ -303,8 +322,7 @@ class TrainLoop:
             self._data_wait_s += self._source.stats()["waited_s"] - before
 
     def _begin_iteration(self, plan: Plan, batches: list[PlannedBatch]) -> None:
-        self._plan, self._micro = plan, batches
-        self._stepped = False
+        self._plan, self._micro, self.phase = plan, batches, Phase.TRAINING
         self._views = views_of(plan, self.cache)
         self._update.discard()
         self._lookups.view, self._lookups.recording = self._views, True
@@ -313,6 +331,8 @@ class TrainLoop:
         if self._plan is None:
             return
         plan, self._plan = self._plan, None
+        if not self.closed:
+            self.phase = Phase.WAITING
         self._micro, self._in_hand = [], []
         self._update.discard()
         self._lookups.pooling.end()
@@ -320,15 +340,10 @@ class TrainLoop:
         self.cache.fence()
         self._joint.leave(plan)
 
-    def _pass_over(self) -> None:
+    def _skip(self, is_stepped: bool) -> None:
         """Let others know of an iteration that ends without a step."""
-        if self._plan is not None and not self._stepped:
-            self._joint.pass_over(self._plan)
-
-    def _give_up(self, reason: BaseException) -> None:
-        """Tell other trainers that this one can't go on."""
-        if not self.closed:
-            self._joint.give_up(reason)
+        if self._plan is not None and not is_stepped:
+            self._joint.skip(self._plan)
 
     def _in_iteration(self, what: str) -> Plan:
         if self._plan is None:
@@ -363,7 +378,7 @@ class TrainLoop:
                 for key, optimizer in optimizers.items():
                     if key not in idle:
                         optimizer.advance()
-                self._stepped = self._unflushed = True
+                self.phase, self.has_updates = Phase.STEPPED, True
                 self._trained = self._first + plan.iteration + 1
                 if self._checker is not None:
                     self._checker.updated(plan, updated)
@@ -443,7 +458,12 @@ class TrainLoop:
     @property
     def is_under_way(self) -> bool:
         """Whether an epoch has begun and not ended."""
-        return self._begun and not self.closed
+        return self.phase not in (Phase.OPEN, Phase.CLOSED)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the last epoch has ended."""
+        return self.phase is Phase.CLOSED
 
     @property
     def is_training(self) -> bool:
@@ -453,7 +473,7 @@ class TrainLoop:
     @property
     def is_stepped(self) -> bool:
         """Whether its rows were updated."""
-        return self._stepped
+        return self.phase is Phase.STEPPED
 
     @property
     def step_due(self) -> bool:
@@ -509,14 +529,14 @@ class TrainLoop:
         sync = self._joint.sync
         return [float(number)] if sync is None else sync.gather(number, what)
 
-    def barrier(self) -> None:
+    def flush(self) -> None:
         """Return when the store has every update so far."""
-        if self._unflushed and not self.closed:
+        if self.has_updates and not self.closed:
             self._joint.settle()
             self.cache.fence()
             self._pipeline.flush()
             self._joint.barrier("a barrier: the store to take all updated rows")
-            self._unflushed = False
+            self.has_updates = False
 
     def read_rows(self, table: int, ids: Ids) -> Floats:
         """Rows as the store has them: vectors and optimizer state."""
@@ -526,7 +546,7 @@ class TrainLoop:
 
     def touched_rows(self, table: int) -> Iterator[tuple[Ids, Floats]]:
         """The rows ever written, as trained so far, some at a time as (ids, rows)."""
-        self.barrier()
+        self.flush()
         return self.store.iterate(table)
 
     def write_rows(self, table: int, ids: Ids, values: Floats) -> None:
@@ -539,19 +559,14 @@ class TrainLoop:
             self.release()
         self.store.write(table, ids, values)
 
-    @property
-    def has_updates(self) -> bool:
-        """Whether rows were updated since the store was last known to have every update."""
-        return self._unflushed
-
     def show_store(self, why: str) -> None:
         """Return when the store has every update so far, for look-ups of one trainer alone, who says `why`."""
-        if self.trainers > 1 and self._unflushed:
+        if self.trainers > 1 and self.has_updates:
             raise ModelError(
                 f"{why} amid training, while other trainers have rows that the store does not have yet: let all "
                 "trainers call flush() first, then evaluate"
             )
-        self.barrier()
+        self.flush()
 
 
 @contextmanager

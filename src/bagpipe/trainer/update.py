@@ -242,7 +242,7 @@ class OwnUpdate:
     def withdraw(self) -> None:
         """The loop is being left; a batch may be in training."""
 
-    def pass_over(self, plan: Plan) -> None:
+    def skip(self, plan: Plan) -> None:
         """The iteration ends without an update."""
 
     def leave(self, plan: Plan) -> None:
@@ -280,6 +280,6 @@ class OwnUpdate:
     def release(self) -> None:
         """Nothing is left to do."""
 
-    def give_up(self, reason: BaseException) -> bool:  # noqa: ARG002
+    def abort(self, reason: BaseException) -> bool:  # noqa: ARG002
         """This trainer can't go on; whether its stages will leave undone what waits for others."""
         return False
