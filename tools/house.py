@@ -27,7 +27,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "loop": (
         *("trainer/", "loop/", "sync/", "run/", "models/", "device/"),
         *("prepared.py", "script.py", "row_parameter.py", "adapt.py", "layers.py", "embedding.py"),
-        *("embedding_device.py", "cache.py", "pooling.py", "checker.py"),
+        *("row_ops.py", "cache.py", "pooling.py", "checker.py"),
         *("reference.py", "state.py", "training.py", "together.py"),
         *("several.py", "split.py", "job.py", "opening.py", "results.py", "metrics.py", "types.py", "table.py"),
         *("allocator.py",),

@@ -78,8 +78,8 @@ def main() -> None:
     files = walk.files()
     for name, calls in files.most_common():
         print(f"{calls / COUNT:8.1f}  {name}")
-    calls = sum(walk.calls.values()) / COUNT
-    print(f"{len(files)} files, {len(walk.calls)} functions, {calls:.0f} calls an iteration")
+    num_calls = sum(walk.calls.values()) / COUNT
+    print(f"{len(files)} files, {len(walk.calls)} functions, {num_calls:.0f} calls an iteration")
 
 
 if __name__ == "__main__":

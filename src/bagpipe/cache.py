@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from bagpipe.arrays import Floats
 from bagpipe.config import Size
-from bagpipe.embedding_device import is_host
 from bagpipe.errors import CapacityError
-from bagpipe.kernels import move
+from bagpipe.row_ops import ops_on
 
 Ids = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
 
 VACANT = -1
 UNLIMITED = 2**62
-ALIGNMENT = 64
 
 
 class TableRows(NamedTuple):
@@ -123,35 +119,18 @@ def told_rows(counts: Sequence[int], widths: Sequence[int]) -> str:
     )
 
 
-def _zeros(slots: int, width: int, device: torch.device) -> Tensor:
-    """Zeros; on the host a page takes memory from when it is first written: policy `ideal` has slots for every row."""
-    if not is_host(device):
-        return torch.zeros(slots, width, dtype=torch.float32, device=device)
-    count = slots * width
-    try:
-        memory = np.zeros(count + ALIGNMENT // 4, np.float32)  # of PyTorch's own zeros every page is written at once
-    except MemoryError as error:
-        raise CapacityError(
-            f"a cache of {slots:,} rows of {width} floats takes {4 * count:,} bytes, more than there are: give a "
-            "smaller `cache`, or instead of policy 'ideal', which has a place for every row, another"
-        ) from error
-    first = -memory.ctypes.data % ALIGNMENT // 4
-    return torch.from_numpy(memory[first : first + count].reshape(slots, width))
-
-
 class RowCache:
     """Slots for rows, on one device."""
 
     def __init__(self, widths: Sequence[int], capacity: Sequence[int], device: torch.device) -> None:
         self.group, self.widths = group_by_width(widths)
-        self.device = device
+        self.device, self.ops = device, ops_on(device)
         self.num_bytes = num_bytes(capacity, self.widths)
         self._alone: list[npt.NDArray[np.bool_]] = []
         self._rank, self._copies = 0, 1
         self._make_slots(capacity)
         # Held while tenants change outside of training, so that a flush sees all of a change or nothing.
         self.moving = threading.Lock()
-        self._transfers = None if is_host(device) else Transfers(device)
         self.num_rows = self.peak_rows = 0
         """Rows that this trainer updates and has in slots, or that are about to take them: now, and at the most."""
         self._counting = threading.Lock()
@@ -166,7 +145,7 @@ class RowCache:
 
     def _make_slots(self, capacity: Sequence[int]) -> None:
         self.capacity = tuple(capacity)
-        self.data = [_zeros(slots, width, self.device) for slots, width in zip(capacity, self.widths, strict=True)]
+        self.data = [self.ops.zeros(slots, width) for slots, width in zip(capacity, self.widths, strict=True)]
         self.tenant_table = [np.full(slots, VACANT, np.int32) for slots in capacity]
         self.tenant_id = [np.zeros(slots, np.int64) for slots in capacity]
         self.dirty = [np.zeros(slots, np.bool_) for slots in capacity]
@@ -184,10 +163,7 @@ class RowCache:
         the slot's last tenant left them: who does not update a row neither looks at its state nor writes it back.
         """
         group = self.group[table]
-        if self._transfers is None:
-            move.scatter(self.data[group].numpy(), slots, values)
-        else:
-            self._transfers.scatter(self.data[group], slots, values)
+        self.ops.write(self.data[group], slots, values)
         self.tenant_table[group][slots] = table
         self.tenant_id[group][slots] = ids
         self.dirty[group][slots] = False
@@ -293,11 +269,7 @@ class RowCache:
 
     def read(self, group: int, slots: Slots) -> Floats:
         """What is in these slots now."""
-        if self._transfers is not None:
-            return self._transfers.gather(self.data[group], slots)
-        values = np.empty((len(slots), self.widths[group]), np.float32)
-        move.gather(self.data[group].numpy(), slots, values)
-        return values
+        return self.ops.read(self.data[group], slots)
 
     def _count(self, change: int) -> None:
         with self._counting:  # rows come and go in several threads
@@ -306,58 +278,8 @@ class RowCache:
 
     def fence(self) -> None:
         """The training thread has queued all of its work on the slots so far; transfers will wait for it."""
-        if self._transfers is not None:
-            self._transfers.fence()
+        self.ops.fence()
 
     def release(self) -> None:
         """Give the memory of the slots back."""
         self.data = [part.new_empty(0, part.shape[1]) for part in self.data]
-
-
-class Transfers:
-    """Rows to and from an accelerator, on a stream of its own where there is CUDA. Untested on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._queued: Any = None
-
-    def fence(self) -> None:
-        """Remember how far the training thread is."""
-        if self._stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            self._queued = event
-
-    def scatter(self, data: Tensor, slots: Slots, values: Floats) -> None:
-        """data[slots[i], :columns] = values[i]; done when it returns, so that a prefetched batch needs no event."""
-        staged = torch.from_numpy(values)
-        if self._stream is not None:
-            staged = staged.pin_memory()
-        with self._streaming():
-            columns = data[:, : staged.shape[1]]
-            columns.index_copy_(0, self._index(slots), staged.to(self._device, non_blocking=True))
-        self._finish()
-
-    def gather(self, data: Tensor, slots: Slots) -> Floats:
-        """The rows in these slots."""
-        pinned = self._stream is not None
-        values = torch.empty(len(slots), data.shape[1], dtype=torch.float32, device="cpu", pin_memory=pinned)
-        with self._streaming():
-            values.copy_(data.index_select(0, self._index(slots)), non_blocking=True)
-        self._finish()
-        return values.numpy()
-
-    def _streaming(self) -> Any:
-        if self._stream is None:
-            return nullcontext()
-        if self._queued is not None:
-            self._stream.wait_event(self._queued)
-        return torch.cuda.stream(self._stream)
-
-    def _finish(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _index(self, slots: Slots) -> Tensor:
-        return torch.from_numpy(slots.astype(np.int64)).to(self._device)

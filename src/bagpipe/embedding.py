@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -17,17 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from bagpipe import embedding_device
 from bagpipe.adapt import INTEGERS
 from bagpipe.arrays import Floats, Int32s
-from bagpipe.embedding_device import DeviceBags, is_host
 from bagpipe.errors import BatchError, ModelError, ValueRangeError
-from bagpipe.kernels.bag import NO_PADDING, Bags
+from bagpipe.kernels.bag import NO_PADDING
 from bagpipe.kernels.idmap import IdMap
 from bagpipe.kernels.parallel import Workers
 from bagpipe.layers import BoundLayer, Replacement
 from bagpipe.layout import RowLayout
-from bagpipe.pooling import Pooled, Pooling, flat_ids, pool_all, split
+from bagpipe.pooling import Pooled, Pooling, flat_ids
+from bagpipe.row_ops import AnyBags, RowOps
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
@@ -61,7 +59,7 @@ class Call:
 
     __slots__ = ("bags", "column", "grad", "over", "weight")
 
-    def __init__(self, bags: Bags | DeviceBags, column: int, weight: float = 1.0) -> None:
+    def __init__(self, bags: AnyBags, column: int, weight: float = 1.0) -> None:
         self.bags, self.column, self.weight = bags, column, weight
         self.grad: Tensor | None = None
         self.over = False
@@ -102,7 +100,7 @@ class Lookups:
 
     layouts: Sequence[RowLayout]
     reader: RowReader
-    device: torch.device
+    ops: RowOps
     workers: Workers | None = None
     """Share the pooling of large batches while training goes on."""
     view: Sequence[TableView] | None = None
@@ -118,6 +116,11 @@ class Lookups:
         default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
     )
     """What makes autograd call us: look-ups have no other input with a gradient."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows that are looked up lie."""
+        return self.ops.device
 
     def forget(self) -> None:
         """Drop the remembered look-ups; a backward pass that still reaches one is refused."""
@@ -137,7 +140,7 @@ class _Recorded(torch.autograd.Function):
         _: Tensor,
         layer: CachedLayer,
         view: TableView,
-        bags: Bags | DeviceBags,
+        bags: AnyBags,
         shape: tuple[int, ...],
         call: Call,
         pooled: Pooled | None,
@@ -272,29 +275,17 @@ class CachedLayer(Replacement):
         """Rows stay where they are, whatever becomes of the model's own parameters."""
         return self
 
-    def pool(self, view: TableView, bags: Bags | DeviceBags, shape: tuple[int, ...]) -> Tensor:
+    def pool(self, view: TableView, bags: AnyBags, shape: tuple[int, ...]) -> Tensor:
         """The vectors of each bag, added up."""
-        if isinstance(bags, DeviceBags):
-            return embedding_device.pool(view.rows, view.slots, bags, self.column, self.embedding_dim).view(shape)
-        output = torch.empty(shape, dtype=torch.float32, device="cpu")
-        out, rows = output.view(len(bags), self.embedding_dim).numpy(), view.rows.numpy()
-        workers = self.lookups.workers
-        tasks = [
-            partial(pool_all, rows, view.slots, bags, self.column, out, *part) for part in split(len(bags), workers)
-        ]
-        if workers is None or len(tasks) == 1:
-            for task in tasks:
-                task()
-        else:
-            workers.run(tasks)
-        return output
+        ops, workers = self.lookups.ops, self.lookups.workers
+        return ops.pool(view.rows, view.slots, bags, self.column, shape, workers)
 
     def _pooled(self, feature: int, ids: Tensor) -> Pooled | None:
         """The output, if it was foreseen: bags of a fixed size, looked up while training on the CPU."""
         lookups = self.lookups
         if not lookups.recording or lookups.view is None or self.padding_idx is not None:
             return None
-        if not is_host(lookups.device) or (self.mode is not None and ids.dim() != 2):
+        if not lookups.ops.in_kernels or (self.mode is not None and ids.dim() != 2):
             return None
         return lookups.pooling.take(self, feature, tuple(ids.shape), lookups.view, lookups.workers)
 
@@ -328,10 +319,8 @@ class CachedLayer(Replacement):
         weights: Tensor | None = None,
         mean: bool = False,
         padding: int = NO_PADDING,
-    ) -> Bags | DeviceBags:
-        if not is_host(self.lookups.device):
-            return DeviceBags.make(torch.from_numpy(places).to(self.lookups.device), offsets, weights, mean, padding)
-        return Bags(places, _integers(offsets), _floats(weights), mean, padding)
+    ) -> AnyBags:
+        return self.lookups.ops.make_bags(places, offsets, weights, mean, padding)
 
     def _starts(self, places: Int32s, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
         """Where each bag begins, once everything has a shape that `nn.EmbeddingBag` takes."""
@@ -438,11 +427,3 @@ def check_range(table: Table, parts: Sequence[Ids]) -> None:
                 f"feature {named!r} has id {bad[0]}, out of range for table {table.name!r} ({table.rows} rows): "
                 "check the data, or give the table more rows"
             )
-
-
-def _integers(values: Tensor | None) -> Any:
-    return None if values is None else values.detach().to("cpu", torch.int64).contiguous().numpy()
-
-
-def _floats(values: Tensor | None) -> Any:
-    return None if values is None else values.detach().cpu().contiguous().numpy()

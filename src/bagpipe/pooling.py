@@ -23,15 +23,13 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from bagpipe.arrays import Floats, Int32s, Int64s
-from bagpipe.kernels.bag import Bags, are_at, pool
+from bagpipe.arrays import Int32s, Int64s
+from bagpipe.kernels.bag import Bags, are_at
 from bagpipe.kernels.parallel import Workers
+from bagpipe.row_ops import pool_part, split
 
 if TYPE_CHECKING:
     from bagpipe.embedding import CachedLayer, TableView
-
-SPLIT_BAGS = 2048
-"""Fewer bags than this are pooled by one thread: handing over costs more than it saves."""
 
 
 class GivenIds(NamedTuple):
@@ -155,29 +153,12 @@ class Pooling:
             self._ready[layer] = Pooled(feature, shape, bags, output)
             rows, out = view.rows.numpy(), output.numpy().reshape(len(bags), layer.embedding_dim)
 
-            def pool_part(
-                start: int, stop: int, layer: CachedLayer = layer, view: TableView = view, bags: Bags = bags,
-                rows: Floats = rows, out: Floats = out,
-            ) -> None:  # fmt: skip
-                pool_all(rows, view.slots, bags, layer.column, out, start, stop)
-
-            tasks += [partial(pool_part, *part) for part in split(len(bags), workers)]
+            pooling = partial(pool_part, rows, view.slots, bags, layer.column, out)
+            tasks += [partial(pooling, *part) for part in split(len(bags), workers)]
         workers.run(tasks)
-
-
-def pool_all(rows: Floats, slots: Int32s, bags: Bags, column: int, out: Floats, start: int, stop: int) -> None:
-    """Pool bags whose places are those of rows."""
-    bad = pool(rows, slots, bags, column, out, start, stop)
-    assert bad < 0, f"occurrence {bad} has place {bags.places.reshape(-1)[bad]} of {len(slots)} rows"
 
 
 def flat_ids(tensor: Tensor) -> Int64s:
     """The ids of a tensor on the CPU, one after the other."""
     flat: Int64s = tensor.detach().to(torch.int64).reshape(-1).numpy()
     return flat
-
-
-def split(num_bags: int, workers: Workers | None) -> list[tuple[int, int]]:
-    """The parts of a look-up, one a thread."""
-    parts = workers.num_threads if workers is not None and num_bags >= SPLIT_BAGS else 1
-    return [(num_bags * part // parts, num_bags * (part + 1) // parts) for part in range(parts)]

@@ -89,7 +89,7 @@ def taken(monkeypatch):
     ],
 )
 def test_what_is_pooled_ahead_has_the_bits_of_what_layers_pool_alone(monkeypatch, asks, split):
-    monkeypatch.setattr("bagpipe.pooling.SPLIT_BAGS", split)
+    monkeypatch.setattr("bagpipe.row_ops.SPLIT_BAGS", split)
     found = train(asks)
     with monkeypatch.context() as alone:
         alone.setattr(Pooling, "take", lambda *_: None)

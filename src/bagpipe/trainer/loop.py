@@ -33,6 +33,7 @@ from bagpipe.layers import Binding, retire_weight, swap
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
+from bagpipe.row_ops import ops_on
 from bagpipe.store import Store
 from bagpipe.trainer.pipeline import Counters, Pipeline, Progress
 from bagpipe.trainer.ranks import refuse_ranks
@@ -100,7 +101,7 @@ class TrainLoop:
         self._driver, self._depth, self._threads, self._check, self._ahead = driver, depth, threads, check, ahead
         self._reopen = reopen
         self._device = device or torch.device("cpu")
-        self._lookups = Lookups(layouts, self, self._device)
+        self._lookups = Lookups(layouts, self, ops_on(self._device))
         self._update = RowUpdate(layouts, self._lookups)
         self._plan: Plan | None = None
         self._views: list[TableView] = []

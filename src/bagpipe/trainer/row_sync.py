@@ -18,13 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bagpipe import embedding_device
 from bagpipe.arrays import Int32s, Int64s
 from bagpipe.cache import RowCache
-from bagpipe.embedding_device import is_host
 from bagpipe.errors import GradientError, PipelineError
 from bagpipe.failpoints import reach
-from bagpipe.kernels import move
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, Scalars
 from bagpipe.oracle.plan import Plan
@@ -297,10 +294,7 @@ class RowSync:
             for table, grads in self._buffers.tables(rows, means):
                 layout, (ids, slots) = self._layouts[table], rows.of_table(table)
                 cached = self._cache.data[self._cache.group[table]]
-                if is_host(self._cache.device):
-                    layout.optimizer.apply_in_cache(cached.numpy(), slots, grads.numpy(), layout.dims, scalars[table])
-                else:
-                    embedding_device.apply(layout, cached, slots, grads, scalars[table])
+                self._cache.ops.apply(layout, cached, slots, grads, scalars[table])
                 self._cache.mark_updated(table, slots)
                 if self._observer is not None:
                     self._observer.applied(iteration, table, ids, slots)
@@ -317,13 +311,10 @@ class RowSync:
 
 
 class RowBuffers:
-    """Rows of lists to buffers and back: what goes to one trainer is one buffer, table by table, without any index.
-
-    On the CPU by kernels; elsewhere by torch operations, equal to float tolerance only and untested on a GPU.
-    """
+    """Rows of lists to buffers and back: what goes to one trainer is one buffer, table by table, without any index."""
 
     def __init__(self, layouts: Sequence[RowLayout], cache: RowCache) -> None:
-        self._cache, self._host = cache, is_host(cache.device)
+        self._cache, self._ops = cache, cache.ops
         self._vectors: Int64s = np.array([layout.dim for layout in layouts], np.int64)
         frozen = np.array([isinstance(layout.optimizer, Frozen) for layout in layouts])
         self._gradients: Int64s = np.where(frozen, 0, self._vectors)
@@ -352,10 +343,7 @@ class RowBuffers:
                 buffer[len(head) :] = 0.0
                 continue
             for table, index, part in self._parts(lists, rank, buffer[len(head) :], self._gradients):
-                if self._host:
-                    np.multiply(gradients[table].numpy()[index], np.float32(samples), out=part.numpy())
-                else:
-                    part.copy_(gradients[table].index_select(0, self._index(index)) * float(samples))
+                self._ops.multiply_at(gradients[table], index, samples, part)
         return buffers
 
     def sums(self, rows: RowList, lists: Routes, received: Sequence[Tensor], total: int) -> Tensor:
@@ -364,15 +352,9 @@ class RowBuffers:
         tables = dict(self.tables(rows, sums))
         for rank, buffer in enumerate(received):
             for table, index, part in self._parts(lists, rank, buffer, self._gradients):
-                if self._host:
-                    tables[table].numpy()[index] += part.numpy()
-                else:
-                    tables[table].index_add_(0, self._index(index), part)
-        if self._host:
-            values = sums.numpy()
-            np.divide(values, np.float32(total), out=values)
-            return sums
-        return sums.div_(float(total))
+                self._ops.add_at(tables[table], index, part)
+        self._ops.divide(sums, total)
+        return sums
 
     def tables(self, rows: RowList, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The parts of a buffer of gradients that are not empty: table, (rows, columns)."""
@@ -389,10 +371,7 @@ class RowBuffers:
         for rank, buffer in enumerate(buffers):
             for table, slots, part in self._parts(lists, rank, buffer, self._vectors):
                 rows = self._cache.data[self._cache.group[table]]
-                if self._host:
-                    move.gather(rows.numpy(), slots, part.numpy())
-                else:
-                    part.copy_(rows[:, : part.shape[1]].index_select(0, self._index(slots)))
+                self._ops.gather(rows, slots, part)
         return buffers
 
     def put_vectors(self, lists: Routes, buffers: Sequence[Tensor]) -> None:
@@ -400,20 +379,15 @@ class RowBuffers:
         for rank, buffer in enumerate(buffers):
             for table, slots, part in self._parts(lists, rank, buffer, self._vectors):
                 rows = self._cache.data[self._cache.group[table]]
-                if self._host:
-                    move.scatter(rows.numpy(), slots, part.numpy())
-                else:
-                    rows[:, : part.shape[1]].index_copy_(0, self._index(slots), part)
+                self._ops.scatter(rows, slots, part)
 
     def give(self, moved: Routes, buffers: Sequence[Tensor]) -> None:
         """Rows go to other trainers with their state and whether the store has them: they are no longer this one's."""
         for table, slots, part in self._tails(moved, buffers):
             state, dim = int(self._states[table]), int(self._vectors[table])
             rows = self._cache.data[self._cache.group[table]][:, dim : dim + state]
-            if state and self._host:
-                move.gather(rows.numpy(), slots, part.numpy()[:, :state])
-            elif state:
-                part[:, :state] = rows.index_select(0, self._index(slots))
+            if state:
+                self._ops.gather(rows, slots, part[:, :state])
             part[:, state] = torch.from_numpy(self._cache.give(table, slots).astype(np.float32))
 
     def take(self, moved: Routes, ids: Int64s, buffers: Sequence[Tensor]) -> None:
@@ -422,10 +396,8 @@ class RowBuffers:
         for table, slots, part in self._tails(moved, buffers):
             state, dim = int(self._states[table]), int(self._vectors[table])
             rows = self._cache.data[self._cache.group[table]][:, dim : dim + state]
-            if state and self._host:
-                move.scatter(rows.numpy(), slots, part.numpy()[:, :state])
-            elif state:
-                rows.index_copy_(0, self._index(slots), part[:, :state])
+            if state:
+                self._ops.scatter(rows, slots, part[:, :state])
             dirty = part[:, state].cpu().numpy() != 0
             self._cache.take(table, ids[done : done + len(slots)], slots, dirty)
             done += len(slots)
@@ -446,9 +418,6 @@ class RowBuffers:
             if dim:
                 yield table, items, buffer[done : done + len(items) * dim].view(len(items), dim)
                 done += len(items) * dim
-
-    def _index(self, items: Int32s) -> Tensor:
-        return torch.from_numpy(items.astype(np.int64)).to(self._cache.device)
 
 
 class ExactSum:

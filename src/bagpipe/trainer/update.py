@@ -16,22 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bagpipe import embedding_device
 from bagpipe.arrays import Flags
 from bagpipe.cache import RowCache
 from bagpipe.embedding import Call, Lookups, TableView
-from bagpipe.embedding_device import DeviceBags, is_host
 from bagpipe.errors import GradientError, ModelError
-from bagpipe.kernels.bag import NO_PADDING, accumulate
-from bagpipe.kernels.lanes import adjacent
 from bagpipe.kernels.parallel import Task, Workers
-from bagpipe.kernels.update import first_not_finite
 from bagpipe.layout import RowLayout
 from bagpipe.optim import Frozen, Scalars
 from bagpipe.oracle.plan import Plan
+from bagpipe.row_ops import FINITE
 from bagpipe.trainer.pipeline import Pipeline
 
-FINITE = -1
 Views = Sequence[TableView]
 
 if TYPE_CHECKING:
@@ -42,7 +37,7 @@ class RowUpdate:
     """Gradients of the rows of the current batch, and their application."""
 
     def __init__(self, layouts: Sequence[RowLayout], lookups: Lookups) -> None:
-        self._layouts, self._lookups = layouts, lookups
+        self._layouts, self._lookups, self._ops = layouts, lookups, lookups.ops
         self.tables = [number for number, layout in enumerate(layouts) if not isinstance(layout.optimizer, Frozen)]
         """The tables that are updated at all."""
         self._scratch = {table: torch.empty(0, layouts[table].dim) for table in self.tables}
@@ -107,7 +102,7 @@ class RowUpdate:
     def check(self, views: Sequence[TableView], iteration: int) -> None:
         """GradientError if a gradient is not finite."""
         for table, grads in self.collect(views).items():
-            row = _first_not_finite(grads)
+            row = self._ops.first_not_finite(grads)
             if row != FINITE:
                 raise GradientError(
                     f"iteration {iteration}: the gradient of row {views[table].ids[row]} of table "
@@ -126,11 +121,7 @@ class RowUpdate:
                 reached = self._reached(table, len(slots))
                 if not reached.all():
                     slots, grads = slots[reached], grads[torch.from_numpy(reached).to(grads.device)]
-            if is_host(self._lookups.device):
-                rows = views[table].rows.numpy()
-                layout.optimizer.apply_in_cache(rows, slots, grads.numpy(), layout.dims, scalars[table])
-            else:
-                embedding_device.apply(layout, views[table].rows, slots, grads, scalars[table])
+            self._ops.apply(layout, views[table].rows, slots, grads, scalars[table])
 
         self._run([partial(update, table) for table in sorted(tables, key=lambda t: -len(views[t].slots))])
         self.discard()
@@ -142,16 +133,12 @@ class RowUpdate:
         for call in self._lookups.calls[table]:
             if call.grad is None:
                 continue
-            if isinstance(call.bags, DeviceBags):
-                reached[call.bags.places.cpu().numpy()] = True
-            else:
-                places = call.bags.places.reshape(-1)
-                reached[places if call.bags.padding == NO_PADDING else places[places != call.bags.padding]] = True
+            reached[self._ops.reached(call.bags)] = True
         return reached
 
     def _run(self, tasks: Sequence[Task]) -> None:
         workers: Workers | None = self._lookups.workers
-        if workers is not None and is_host(self._lookups.device):
+        if workers is not None and self._ops.in_kernels:
             workers.run(tasks)
         else:
             for task in tasks:
@@ -165,21 +152,11 @@ class RowUpdate:
         return self._scratch[table][:num_rows]
 
     def _add_up(self, grads: Tensor, calls: Sequence[Call]) -> None:
-        if is_host(self._lookups.device):
-            grads.numpy().fill(0)  # not by torch, which would bring threads of its own
-        else:
-            grads.zero_()
+        self._ops.clear(grads)
         for call in calls:
             if call.grad is None:
                 continue
-            of_bags = call.grad.reshape(-1, call.grad.shape[-1])
-            if isinstance(call.bags, DeviceBags):
-                embedding_device.accumulate(of_bags, call.bags, grads, call.column)
-            else:
-                vectors = of_bags.numpy()
-                vectors = vectors if adjacent(vectors) else np.ascontiguousarray(vectors)
-                bad = accumulate(vectors, call.bags, grads.numpy(), call.column)
-                assert bad < 0, "the forward pass has checked every place"
+            self._ops.accumulate(call.grad.reshape(-1, call.grad.shape[-1]), call.bags, grads, call.column)
 
 
 def views_of(plan: Plan, cache: RowCache) -> list[TableView]:
@@ -198,13 +175,6 @@ def squared_norm(gradients: Sequence[Tensor]) -> float:
 
 def _versions(gradients: Mapping[int, Tensor]) -> list[int]:
     return [grads._version for grads in gradients.values()]
-
-
-def _first_not_finite(grads: Tensor) -> int:
-    if is_host(grads.device):
-        return first_not_finite(grads.numpy())
-    bad = torch.nonzero(~torch.isfinite(grads).all(1)).reshape(-1)
-    return int(bad[0]) if len(bad) else FINITE
 
 
 class OwnUpdate:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import bagpipe
-from bagpipe import embedding_device
+from bagpipe import row_ops
 from bagpipe.cache import RowCache
-from bagpipe.embedding_device import DeviceBags, accumulate, pool
 from bagpipe.errors import GradientError, ModelError
 from bagpipe.kernels.bag import NO_PADDING, Bags
 from definitions.bag import define_accumulate, define_pool
@@ -27,11 +26,12 @@ from harness.plain import (
 from harness.started import start
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+ON_DEVICE = row_ops.DeviceRows(torch.device("cpu"))
 
 
 @pytest.fixture
 def forced(monkeypatch):
-    monkeypatch.setattr(embedding_device, "_force", True)
+    monkeypatch.setattr(row_ops, "_force", True)
 
 
 def random_bags(random, rows, kind):
@@ -48,7 +48,7 @@ def random_bags(random, rows, kind):
     padding = 1 if random.random() < 0.5 else NO_PADDING
     host = Bags(places, offsets, weights, mean, padding)
     tensors = [None if part is None else torch.from_numpy(part) for part in (offsets, weights)]
-    return host, DeviceBags.make(torch.from_numpy(places), *tensors, mean, padding)
+    return host, ON_DEVICE.make_bags(places, *tensors, mean, padding)
 
 
 @pytest.mark.parametrize("kind", ["single", "equal", "jagged"])
@@ -61,34 +61,34 @@ def test_pooling_and_adding_up_are_those_of_the_definition(kind):
         host, device = random_bags(random, rows, kind)
         expected = np.empty((len(host), dim), np.float32)
         assert define_pool(cache, slots, host, column, expected) == -1
-        found = pool(torch.from_numpy(cache), slots, device, column, dim)
+        found = ON_DEVICE.pool(torch.from_numpy(cache), slots, device, column, expected.shape, None)
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
         grad = random.standard_normal((len(host), dim)).astype(np.float32)
         buffer = random.standard_normal((rows, width)).astype(np.float32)
         added = torch.from_numpy(buffer.copy())
         assert define_accumulate(grad, host, buffer, column) == -1
-        accumulate(torch.from_numpy(grad), device, added, column)
+        ON_DEVICE.accumulate(torch.from_numpy(grad), device, added, column)
         np.testing.assert_allclose(added.numpy(), buffer, rtol=1e-5, atol=1e-6)
 
 
 def test_adding_up_has_a_fixed_order():
     random = np.random.default_rng(4)
-    places = torch.from_numpy(random.integers(0, 5, (200, 3)))
-    bags = DeviceBags.make(places, None, None, False, NO_PADDING)
+    places = random.integers(0, 5, (200, 3), dtype=np.int32)
+    bags = ON_DEVICE.make_bags(places, None, None, False, NO_PADDING)
     grad = torch.from_numpy(random.standard_normal((200, 4)).astype(np.float32))
     results = []
     for _ in range(3):
         buffer = torch.zeros(5, 4)
-        accumulate(grad, bags, buffer, 0)
+        ON_DEVICE.accumulate(grad, bags, buffer, 0)
         results.append(buffer.numpy().tobytes())
     assert len(set(results)) == 1
 
 
 def test_a_cache_moves_rows_as_one_on_the_host_does(forced):
     caches = [RowCache([6, 4, 6], [10, 5], torch.device("cpu"))]
-    embedding_device._force = False
+    row_ops._force = False
     caches.append(RowCache([6, 4, 6], [10, 5], torch.device("cpu")))
-    embedding_device._force = True
+    row_ops._force = True
     values = np.random.default_rng(0).random((3, 6), np.float32)
     ids, slots = np.array([7, 8, 9]), np.array([4, 0, 9], np.int32)
     for cache in caches:
@@ -169,5 +169,5 @@ def test_the_cache_is_where_the_dense_parameters_are():
     net = make_net().to("meta")
     net.top = torch.nn.Linear(10, 1)
     assert start(net=net)[2].loop.cache.device == torch.device("cpu")
-    assert embedding_device.is_host(torch.device("cpu"))
-    assert not embedding_device.is_host(torch.device("cuda"))
+    assert row_ops.ops_on(torch.device("cpu")).in_kernels
+    assert not row_ops.ops_on(torch.device("meta")).in_kernels
