@@ -59,8 +59,13 @@ class Script:
         at_least("seed", seed, 0)
         if threads is not None:
             at_least("threads", threads, 1)
+        exact = make_policy(plans.policy, plans.options).exact
+        if check and not exact:
+            raise ConfigError(
+                f"policy {plans.policy!r} with these options reads old rows, which check stops at: leave one out"
+            )
         if self.world.trainers > 1:
-            _refuse_with_several(self.world.trainers, check, make_policy(plans.policy, plans.options).exact)
+            _refuse_with_several(self.world.trainers, check, exact)
         self._spec = partial(
             Spec, model=model, plans=plans, store=store, resident_bytes_max=memory_of_files(store, store_memory),
             accumulate=accumulate, check=check, depth=depth, threads=threads,

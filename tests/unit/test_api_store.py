@@ -54,7 +54,7 @@ def test_a_call_that_fails_late_leaves_a_directory_that_can_be_used(tmp_path, mo
         raise MemoryError
 
     with monkeypatch.context() as failing:
-        failing.setattr("bagpipe.script.TrainLoop", fail)
+        failing.setattr("bagpipe.build.TrainLoop", fail)
         with pytest.raises(MemoryError):
             store_of(tmp_path / "rows")
     store_of(tmp_path / "rows").close()

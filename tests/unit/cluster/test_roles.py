@@ -156,14 +156,14 @@ def test_a_script_finds_the_servers_of_its_launch_and_its_exit_code_is_told(serv
     monkeypatch.setattr("sys.argv", ["pytest"])
     monkeypatch.syspath_prepend(str(tmp_path))  # restores sys.path afterwards
     monkeypatch.chdir(tmp_path)
-    script, said, alone = tmp_path / "script.py", tmp_path / "said", World.current()
+    script, said, alone = tmp_path / "script.py", tmp_path / "said", World.from_environment()
     script.write_text(SCRIPT)
     task = ScriptTask(
         servers.wiring, servers.addresses, str(script), (str(said), "3"), str(tmp_path), {"servers": 2}, threads=1
     )
     assert TrainerRole("trainer 0").run_script(task, Board()) == 3
     assert said.read_text() == "__main__ RemoteStore True"
-    assert World.current() is alone
+    assert World.from_environment() is alone
 
 
 def test_a_script_that_is_not_on_the_trainers_machine_is_named(servers):
@@ -213,15 +213,15 @@ def test_what_nobody_foresaw_is_told_with_the_role_and_the_kind_of_error():
 
 def test_under_a_launch_rows_can_not_be_put_elsewhere(servers):
     launch = context.Launch(parse_config({}), servers.addresses, servers.wiring.run, servers.wiring.client)
-    alone = World.current()
+    alone = World.from_environment()
     assert alone.trainers == 1
     with launch.entered():
-        assert World.current() is launch
+        assert World.from_environment() is launch
         with launch.open_store([SimpleNamespace(width=3, initialise=None)]) as store:
             assert isinstance(store, RemoteStore)
         with pytest.raises(ConfigError, match="bagpipe launch"):
-            World.current().open_rows("mapped", [], 0)
-    assert World.current() is alone
+            World.from_environment().open_rows("mapped", [], 0)
+    assert World.from_environment() is alone
 
 
 def test_a_trainer_of_several_that_does_not_know_where_to_meet_says_so():
