@@ -220,7 +220,7 @@ def test_under_a_launch_rows_can_not_be_put_elsewhere(servers):
         with launch.open_store([SimpleNamespace(width=3, initialise=None)]) as store:
             assert isinstance(store, RemoteStore)
         with pytest.raises(ConfigError, match="bagpipe launch"):
-            World.from_environment().open_rows("mapped", [], 0)
+            World.from_environment().open_rows(SimpleNamespace(store="mapped", layouts=[]), None)
     assert World.from_environment() is alone
 
 
