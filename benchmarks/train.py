@@ -46,6 +46,8 @@ LR = 0.01
 CACHE_SHARE = 0.03
 PREPARED, LIVE, SHARDS = "prepared", "live", "shards"
 PROCESSES = 2
+EVALUATED = 6
+"""Batches that are evaluated, beside as many forward passes of training."""
 OURS, IDEAL, PYTORCH = "bagpipe", "ideal", "pytorch"
 
 
@@ -166,6 +168,25 @@ class Ours:
             self.losses.append(loss.item())
             del batch, loss
 
+    def evaluation(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """How long a batch takes in milliseconds: the forward pass of training, evaluation over a loader that reads
+        its rows ahead, and evaluation as plain PyTorch would do it, which looks rows up when the model asks."""
+        forward = []
+        for batch in islice(self._iterator, len(batches)):
+            start = time.perf_counter()
+            self._model(batch.dense, batch.sparse)
+            forward.append(time.perf_counter() - start)
+        found = {"training_forward_ms": 1e3 * statistics.median(forward)}
+        for name, loader in (
+            ("evaluation_ms", self._loader.for_evaluation(batches)), ("evaluation_unprepared_ms", batches)
+        ):  # fmt: skip
+            start = time.perf_counter()
+            with torch.no_grad():
+                for batch in loader:
+                    self._model(batch.dense, batch.sparse)
+            found[name] = 1e3 * (time.perf_counter() - start) / len(batches)
+        return found
+
     def close(self) -> None:
         """Stop the threads."""
         self._loader.close()
@@ -278,15 +299,18 @@ def _compare(work: Work, kind: str, peer: str) -> dict[str, Any]:
     cache_rows = max(1, round(CACHE_SHARE * sum(table.rows or 0 for table in work.tables)))
     if work.size is QUICK:
         cache_rows = 26 * work.size.batch_size
-    systems: dict[str, System] = {OURS: Ours(work, "lookahead", cache_rows=cache_rows)}
+    ours = Ours(work, "lookahead", cache_rows=cache_rows)
+    systems: dict[str, System] = {OURS: ours}
     systems[peer] = Ours(work, "ideal", cache_rows=cache_rows) if peer == IDEAL else PyTorch(work)
     try:
         seconds, before, after = _take_turns(work, systems)
+        evaluation = ours.evaluation(list(islice(work.loader(), EVALUATED)))
     finally:
         for system in systems.values():
             system.close()
     mine, theirs = systems[OURS].losses, systems[peer].losses
-    return described | _traffic(before, after, work.size.turn[work.model] * sum(seconds[OURS])) | {
+    moved = _traffic(before, after, work.size.turn[work.model] * sum(seconds[OURS]))
+    return described | moved | evaluation | {
         "samples_per_second": work.size.batch_size / statistics.median(seconds[OURS]),
         "iteration_ms": 1e3 * statistics.median(seconds[OURS]),
         f"{peer}_iteration_ms": 1e3 * statistics.median(seconds[peer]),

@@ -57,6 +57,7 @@ def test_training_is_measured_against_both_peers_on_equal_losses():
     for row in results:
         peer = "ideal" if "time_ratio_to_ideal" in row else "pytorch"
         assert row[f"time_ratio_to_{peer}"] > 0
+        assert min(row[f"{name}_ms"] for name in ("training_forward", "evaluation", "evaluation_unprepared")) > 0
         assert row["loss_difference_max"] <= (0 if peer == "ideal" else 1e-4)
 
 
