@@ -160,5 +160,5 @@ class Pooling:
 
 def flat_ids(tensor: Tensor) -> Int64s:
     """The ids of a tensor on the CPU, one after the other."""
-    flat: Int64s = tensor.detach().to(torch.int64).reshape(-1).numpy()
+    flat: Int64s = (tensor if tensor.dtype is torch.int64 else tensor.to(torch.int64)).numpy().reshape(-1)
     return flat

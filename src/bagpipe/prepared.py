@@ -8,6 +8,7 @@ exactly is refused, by name, before the model is touched or before anything move
 from __future__ import annotations
 
 import atexit
+import cmath
 import math
 import threading
 import weakref
@@ -915,7 +916,7 @@ def _is_finite(grad: Tensor | None) -> bool:
         return True
     values = grad._values() if grad.is_sparse else grad
     # A sum is many times as fast; it may overflow where no number does.
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+    return cmath.isfinite(values.sum().item()) or bool(values.isfinite().all())
 
 
 def _is_first(rows: optim.RowOptimizer, state: Mapping[str, Any]) -> bool:

@@ -10,7 +10,8 @@ import math
 import signal
 import threading
 import weakref
-from _signal import getsignal  # type: ignore[import-not-found]  # signal's own makes enums, 0.3 ms a batch
+from _signal import getsignal  # type: ignore[import-not-found]  # signal's own make enums, 0.3 ms a batch
+from _signal import signal as set_handler
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
@@ -580,12 +581,12 @@ def uninterrupted() -> Iterator[None]:
     handlers = {number: handler for number in SIGNALS if callable(handler := getsignal(number))}
     arrived: list[tuple[int, Any]] = []
     for number in handlers:
-        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
+        set_handler(number, lambda number, frame: arrived.append((number, frame)))
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            set_handler(number, handler)
         for number, frame in arrived:
             handlers[number](number, frame)
 

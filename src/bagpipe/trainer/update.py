@@ -156,7 +156,8 @@ class RowUpdate:
         for call in calls:
             if call.grad is None:
                 continue
-            self._ops.accumulate(call.grad.reshape(-1, call.grad.shape[-1]), call.bags, grads, call.column)
+            grad = call.grad if call.grad.dim() == 2 else call.grad.reshape(-1, call.grad.shape[-1])
+            self._ops.accumulate(grad, call.bags, grads, call.column)
 
 
 def views_of(plan: Plan, cache: RowCache) -> list[TableView]:
