@@ -7,7 +7,7 @@ A torch optimizer is translated into a row optimizer only where it moves no row 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -139,14 +139,22 @@ class RowParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name, of = func.__name__, getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in _DESCRIPTIONS or (name in ("__get__", "__set__") and of not in _VALUES):
+        name = func.__name__
+        if name in ("__get__", "__set__"):  # of an attribute
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+            described = name not in _VALUES
+        else:
+            described = name in _DESCRIPTIONS
+        if described:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        layer = _first_layer([*args, *(kwargs or {}).values()])
         raise ModelError(
-            f"{of or name} of an embedding weight that is not in memory: its rows are in bagpipe's store. Look ids up "
-            "by calling the layer; read the weight by model.state_dict() or bagpipe.export, and set it by "
+            f"{name} of the weight of layer {layer!r}, which is not in memory: its rows are in bagpipe's store. Look "
+            "ids up by calling the layer; read the weight by model.state_dict() or bagpipe.export, and set it by "
             "model.load_state_dict(). A penalty over all weights, as an L2 regularisation, would move rows that no "
-            "batch names: give rows=bagpipe.optim.AdamW(lr, weight_decay=...), or add what the layer looks up"
+            "batch names: give rows=bagpipe.optim.AdamW(lr, weight_decay=...), or add what the layer looks up. A layer "
+            "of which each batch needs all rows, as scores of all items and convolutions of a graph do, stays as it "
+            f"is with options=bagpipe.Options(keep=[{layer!r}])"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -157,6 +165,12 @@ class RowParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ModelError(_NOT_COPIED.format(self.layer))
+
+
+def _first_layer(arguments: Iterable[Any]) -> str:
+    """The layer of the first weight among the arguments of a function, which may be in lists."""
+    several = (each if isinstance(each, list | tuple) else [each] for each in arguments)
+    return next(part.layer for each in several for part in each if isinstance(part, RowParameter))
 
 
 _NOT_COPIED = (

@@ -311,6 +311,9 @@ def rechub(
             model = kind(**arguments(Columns()))
             if name == "ComirecDR":  # which leaves a weight as it finds it in memory
                 nn.init.normal_(model.capsule.w, std=0.1)
+            if label == "DSSM (SENet)":  # whose gates could all be closed, and then no row is trained
+                for weight in (*model.user_senet.parameters(), *model.item_senet.parameters()):
+                    weight.data.abs_()
             return model
 
         shape = () if name == "FaceBookDSSM" else (3,)

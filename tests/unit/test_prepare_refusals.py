@@ -283,7 +283,7 @@ def dense_zeroed_only(model, optimizer, loader, batch):
 
 IN_THE_LOOP = {
     "a weight that is replaced": (each_batch(replace_weight), ModelError, "can't be replaced.*load_state_dict"),
-    "a hook on a weight": (each_batch(hook_weight), ModelError, "register_hook of an embedding weight"),
+    "a hook on a weight": (each_batch(hook_weight), ModelError, "register_hook of the weight of layer"),
     "ids changed in place": (each_batch(change_ids), ModelError, "does not have in this batch"),
     "a weight in a function": (each_batch(by_function), ModelError, "by calling the layer"),
     "gradients by autograd.grad": (each_batch(by_autograd), ModelError, "not in memory"),
