@@ -7,7 +7,7 @@ A torch optimizer is translated into a row optimizer only where it moves no row 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -147,7 +147,7 @@ class RowParameter(nn.Parameter):
             described = name in _DESCRIPTIONS
         if described:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-        layer = _first_layer([*args, *(kwargs or {}).values()])
+        layer = next(_layers_of([args, *(kwargs or {}).values()]))
         raise ModelError(
             f"{name} of the weight of layer {layer!r}, which is not in memory: its rows are in bagpipe's store. Look "
             "ids up by calling the layer; read the weight by model.state_dict() or bagpipe.export, and set it by "
@@ -167,10 +167,13 @@ class RowParameter(nn.Parameter):
         raise ModelError(_NOT_COPIED.format(self.layer))
 
 
-def _first_layer(arguments: Iterable[Any]) -> str:
-    """The layer of the first weight among the arguments of a function, which may be in lists."""
-    several = (each if isinstance(each, list | tuple) else [each] for each in arguments)
-    return next(part.layer for each in several for part in each if isinstance(part, RowParameter))
+def _layers_of(arguments: Any) -> Iterator[str]:
+    """The layers of all weights among the arguments of a function."""
+    if isinstance(arguments, RowParameter):
+        yield arguments.layer
+    elif isinstance(arguments, list | tuple):
+        for each in arguments:
+            yield from _layers_of(each)
 
 
 _NOT_COPIED = (

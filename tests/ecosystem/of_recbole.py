@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,16 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ecosystem.models import Case, clicks, each_batch, embeddings, ids
+from ecosystem.models import DIM, LENGTH, PENALTY, SCORES, Case, clicks, each_batch, embeddings, ids, whole
 from ecosystem.training import BATCH_SIZE, Trial, built, seed
 
-LENGTH = 6
-TOKENS = {"user_id": 120, "age": 12, "gender": 3, "item_id": 160, "class": 20}
-ENTITIES, RELATIONS = 220, 9
+SIZES = {
+    "user_id": 120, "age": 12, "gender": 3, "item_id": 160, "class": 20, "tags": 30, "entity_id": 220, "head_id": 220,
+    "tail_id": 220, "relation_id": 9,
+}  # fmt: skip
+NUM_CLICKS = 600
 SMALL = {
-    "embedding_size": 8, "hidden_size": 8, "inner_size": 16, "mlp_hidden_size": [16, 8], "n_layers": 1, "n_heads": 2,
-    "MAX_ITEM_LIST_LENGTH": LENGTH, "use_gpu": False, "train_batch_size": BATCH_SIZE, "loss_type": "BPR",
-    "kg_embedding_size": 8, "kg_reverse_r": False,
+    "embedding_size": DIM, "hidden_size": DIM, "inner_size": 16, "mlp_hidden_size": [16, 8], "n_layers": 1,
+    "n_heads": 2, "MAX_ITEM_LIST_LENGTH": LENGTH, "use_gpu": False, "train_batch_size": BATCH_SIZE, "loss_type": "BPR",
+    "kg_embedding_size": DIM, "kg_reverse_r": False,
 }  # fmt: skip
 
 
@@ -60,65 +62,87 @@ def config_of(name: str, **settings: Any) -> Any:
         return Config(name, "none", config_dict=SMALL | settings)
 
 
+FIELDS = {
+    "user_id": ("TOKEN", "USER_ID"),
+    "age": ("TOKEN", "USER"),
+    "gender": ("TOKEN", "USER"),
+    "item_id": ("TOKEN", "ITEM_ID"),
+    "class": ("TOKEN", "ITEM"),
+    "tags": ("TOKEN_SEQ", "ITEM"),
+    "rating": ("FLOAT", "INTERACTION"),
+    "timestamp": ("FLOAT", "INTERACTION"),
+    "label": ("FLOAT", "INTERACTION"),
+    "entity_id": ("TOKEN", "KG"),
+    "head_id": ("TOKEN", "KG"),
+    "tail_id": ("TOKEN", "KG"),
+    "relation_id": ("TOKEN", "KG"),
+}
+"""The type of each field, and the file in which it would be."""
+
+
 def data_of(config: Any) -> Any:
+    """A data set as RecBole has it once its files are read."""
     from recbole.data.dataset import KnowledgeBasedDataset
     from recbole.data.interaction import Interaction
-    from recbole.utils import FeatureSource as Source
-    from recbole.utils import FeatureType as Kind
+    from recbole.utils import FeatureSource, FeatureType
 
     data = KnowledgeBasedDataset.__new__(KnowledgeBasedDataset)
-    random = np.random.default_rng(1)
     data.config, data.logger, data.dataset_name = config, logging.getLogger(), "none"
     data._get_preset()
     data._get_field_from_config()
-    data.field2type = {
-        "user_id": Kind.TOKEN, "item_id": Kind.TOKEN, "age": Kind.TOKEN, "gender": Kind.TOKEN, "class": Kind.TOKEN,
-        "tags": Kind.TOKEN_SEQ, "label": Kind.FLOAT, "rating": Kind.FLOAT, "timestamp": Kind.FLOAT,
-        "entity_id": Kind.TOKEN, "head_id": Kind.TOKEN, "tail_id": Kind.TOKEN, "relation_id": Kind.TOKEN,
-    }
-    of_user, of_item, of_both = (Source.USER,), (Source.ITEM,), Source.INTERACTION
-    data.field2source = {
-        "user_id": Source.USER_ID, "item_id": Source.ITEM_ID, "age": Source.USER, "gender": Source.USER,
-        "class": Source.ITEM, "tags": Source.ITEM, "label": Source.INTERACTION, "rating": Source.INTERACTION,
-        "timestamp": Source.INTERACTION, "entity_id": Source.KG, "head_id": Source.KG, "tail_id": Source.KG,
-        "relation_id": Source.KG,
-    }
-    data.field2seqlen = dict.fromkeys(data.field2type, 1) | {"tags": 3, "item_id_list": LENGTH}
-    sizes = {**TOKENS, "tags": 30, "entity_id": ENTITIES, "head_id": ENTITIES, "tail_id": ENTITIES, "relation_id": RELATIONS}
-    data.field2id_token = {name: [f"{name}{n}" for n in range(size)] for name, size in sizes.items()}
+    data.field2type = {name: FeatureType[kind] for name, (kind, _) in FIELDS.items()}
+    data.field2source = {name: FeatureSource[source] for name, (_, source) in FIELDS.items()}
+    data.field2seqlen = dict.fromkeys(FIELDS, 1) | {"tags": 3, "item_id_list": LENGTH}
+    data.field2id_token = {name: [f"{name} {number}" for number in range(rows)] for name, rows in SIZES.items()}
     data.field2id_token["relation_id"][-1] = "[UI-Relation]"
+
+    random = np.random.default_rng(1)
+    users, items = torch.arange(SIZES["user_id"]), torch.arange(SIZES["item_id"])
+    each = torch.arange(NUM_CLICKS)
+
+    def some(name: str, *shape: int, first: int = 0) -> Tensor:
+        return ids(random, SIZES[name], *shape, first=first)
+
     with quiet():
-        n = 600
         data.inter_feat = Interaction({
-            "user_id": ids(random, TOKENS["user_id"], n, first=1), "item_id": torch.arange(n) % (TOKENS["item_id"] - 1) + 1,
-            "item_id_list": ids(random, TOKENS["item_id"], n, LENGTH), "item_length": torch.full((n,), LENGTH), "rating": torch.from_numpy(random.integers(1, 6, n).astype(np.float32)), "timestamp": torch.arange(n).float(),
-        })
-        data.user_feat = Interaction({"user_id": torch.arange(TOKENS["user_id"]), "age": ids(random, 12, TOKENS["user_id"]), "gender": ids(random, 3, TOKENS["user_id"])})
-        m = TOKENS["item_id"]
-        data.item_feat = Interaction({"item_id": torch.arange(m), "class": ids(random, 20, m), "tags": ids(random, 30, m, 3)})
-        data.kg_feat = Interaction({"head_id": ids(random, ENTITIES, n, first=1), "relation_id": ids(random, RELATIONS - 1, n, first=1), "tail_id": ids(random, ENTITIES, n, first=1)})
-    data._preloaded_weight = {"ent_id": random.random((ENTITIES, 8), np.float32), "rel_id": random.random((RELATIONS, 8), np.float32)}
+            "user_id": some("user_id", NUM_CLICKS, first=1), "item_id": 1 + each % (len(items) - 1),
+            "item_id_list": some("item_id", NUM_CLICKS, LENGTH), "item_length": torch.full_like(each, LENGTH),
+            "rating": 1 + each % 5.0, "timestamp": each.float(),
+        })  # fmt: skip
+        data.user_feat = Interaction(
+            {"user_id": users, "age": some("age", len(users)), "gender": some("gender", len(users))}
+        )
+        data.item_feat = Interaction(
+            {"item_id": items, "class": some("class", len(items)), "tags": some("tags", len(items), 3)}
+        )
+        data.kg_feat = Interaction(
+            {name: some(name, NUM_CLICKS, first=1) for name in ("head_id", "relation_id", "tail_id")}
+        )
+    data._preloaded_weight = {
+        name: random.random((SIZES[of], DIM), np.float32)
+        for name, of in (("ent_id", "entity_id"), ("rel_id", "relation_id"))
+    }
     return data
 
 
 def batch_of(data: Any, random: np.random.Generator) -> dict[str, Tensor]:
-    """Everything that RecBole's loaders give one or another of its models."""
-    of_user, of_item = data.user_feat.interaction, data.item_feat.interaction
-    batch = {"user_id": ids(random, TOKENS["user_id"], BATCH_SIZE, first=1)}
+    """Everything that RecBole's loaders give one or another of its models; item 0 is none."""
+
+    def some(name: str, *shape: int) -> Tensor:
+        return ids(random, SIZES[name], BATCH_SIZE, *shape, first=1)
+
     length = torch.from_numpy(random.integers(1, LENGTH + 1, BATCH_SIZE))
     there = torch.arange(LENGTH) < length[:, None]
-    for name in ("item_id", "neg_item_id"):
-        batch[name] = ids(random, TOKENS["item_id"], BATCH_SIZE, first=1)
+    batch = {"user_id": some("user_id"), "item_id": some("item_id"), "neg_item_id": some("item_id")}
     for name in ("item_id_list", "neg_item_id_list", "Mask_item_id_list", "sem_aug"):
-        batch[name] = ids(random, TOKENS["item_id"], BATCH_SIZE, LENGTH, first=1) * there
-    for name in ("Pos_item_id", "Neg_item_id"):
-        batch[name] = ids(random, TOKENS["item_id"], BATCH_SIZE, 2, first=1)
-    batch |= {"item_length": length, "sem_aug_lengths": length, "MASK_INDEX": ids(random, LENGTH, BATCH_SIZE, 2)}
-    batch |= {name: of_user[name][batch["user_id"]] for name in ("age", "gender")}
-    batch |= {name: of_item[name][batch["item_id"]] for name in ("class", "tags")}
+        batch[name] = some("item_id", LENGTH) * there
+    batch |= {"Pos_item_id": some("item_id", 2), "Neg_item_id": some("item_id", 2)}
+    batch |= {"MASK_INDEX": ids(random, LENGTH, BATCH_SIZE, 2), "item_length": length, "sem_aug_lengths": length}
+    batch |= {name: data.user_feat[name][batch["user_id"]] for name in ("age", "gender")}
+    batch |= {name: data.item_feat[name][batch["item_id"]] for name in ("class", "tags")}
     for name in ("head_id", "tail_id", "neg_tail_id"):
-        batch[name] = ids(random, ENTITIES, BATCH_SIZE, first=1)
-    batch["relation_id"] = ids(random, RELATIONS - 1, BATCH_SIZE, first=1)
+        batch[name] = some("entity_id")
+    batch["relation_id"] = ids(random, SIZES["relation_id"] - 1, BATCH_SIZE, first=1)
     return batch | {"label": clicks(random)}
 
 
@@ -145,7 +169,8 @@ def recbole(
     *,
     keep: Sequence[str] = (),
     made: Sequence[str] = (),
-    refused: str = "",
+    why: str = "",
+    error: str = "",
     label: str = "",
     quick: bool = False,
     **settings: Any,
@@ -165,7 +190,9 @@ def recbole(
                 model = get_model(name)(config, data)
             if label == "S3Rec (finetune)":  # which reads the model that was trained before from a file
                 model.train_stage, model.loss_fct = "finetune", BPRLoss()
-            if name == "KTUP":  # whose rows have length 1 at first, where its penalty has an edge: rounding would decide
+            if (
+                name == "KTUP"
+            ):  # whose rows have length 1 at first, where its penalty has an edge: rounding would decide
                 for layer in embeddings(model):
                     model.get_submodule(layer).weight.data.mul_(0.9)
             return model
@@ -185,7 +212,7 @@ def recbole(
                 features.setdefault(feature, []).append(layer)
         return Trial(build, batches, loss_of, lambda model, batch: model.predict(batch), features, [*keep, *unused])
 
-    return Case("RecBole", label or name, make, refused, quick)
+    return Case("RecBole", label or name, make, why, error, quick)
 
 
 def recorded(model: nn.Module, batch: Any, layers: Sequence[str]) -> dict[str, Tensor]:
@@ -212,61 +239,47 @@ def rows_of(layer: str) -> str:
     return f"rows of {layer.replace('.', ' ')}"
 
 
-FIRST_ORDER = "first_order_linear.token"
-MASKED = {"MASK_ITEM_SEQ": "Mask_item_id_list", "POS_ITEMS": "Pos_item_id", "NEG_ITEMS": "Neg_item_id", "MASK_INDEX": "MASK_INDEX"}
+GRAPH = "convolves a graph of all users and items in each batch"
+DRAWS = "draws ids of its own for each batch"
+FIRST_ORDER = ("first_order_linear.token_embedding_table.embedding", "first_order_linear.token_seq_embedding_table.0")
 TWO_NEGATIVES = {"distribution": "uniform", "sample_num": 2, "alpha": 1.0, "dynamic": False, "candidate_num": 0}
+MASKED = {"MASK_ITEM_SEQ": "Mask_item_id_list", "POS_ITEMS": "Pos_item_id", "NEG_ITEMS": "Neg_item_id"}
 POSITIONS = ("position_embedding",)
-ALL = "R"
+PREFERENCES = ("pref_embedding", "pref_norm_embedding", "relation_embedding", "relation_norm_embedding")
+CONTEXT = (
+    "AFM", "AutoInt", "DCN", "DCNV2", "DeepFM", "DSSM", "EulerNet", "FFM", "FiGNN", "FM", "FNN", "FwFM", "KD_DAGFM", "LR",
+    "NFM", "PNN", "WideDeep",
+)  # fmt: skip
+GRAPHS = ("DGCF", "LightGCN", "NCL", "NGCF", "SGL", "SpectralCF")
 RECBOLE = [
-    recbole("AFM", made=["token"]),
-    recbole("AutoInt", made=["token"]),
-    recbole("DCN", made=["token"]),
-    recbole("DCNV2", made=["token"]),
-    recbole("DeepFM", made=["token"], quick=True),
-    recbole("DSSM", made=["token"]),
-    recbole("EulerNet", made=["token"]),
-    recbole("FFM", made=["token"]),
-    recbole("FiGNN", made=["token"]),
-    recbole("FM", made=["token"]),
-    recbole("FNN", made=["token"]),
-    recbole("FwFM", made=["token"]),
-    recbole("KD_DAGFM", made=["token"]),
-    recbole("LR", made=["token"]),
-    recbole("NFM", made=["token"]),
-    recbole("PNN", made=["token"]),
-    recbole("WideDeep", made=["token"]),
-    recbole("xDeepFM", made=["token"], refused=ALL),
-    recbole("xDeepFM", made=["token"], keep=["first_order_linear.token_embedding_table.embedding", "first_order_linear.token_seq_embedding_table.0"], label="xDeepFM (first-order tables kept)"),
+    *(recbole(name, made=["token"], quick=name == "DeepFM") for name in CONTEXT),
+    recbole("xDeepFM", made=["token"], why=PENALTY, error=whole("norm", FIRST_ORDER[0])),
+    recbole("xDeepFM", label="xDeepFM (first-order tables kept)", made=["token"], keep=FIRST_ORDER),
     recbole("BPR", quick=True),
-    recbole("CDAE", refused=ALL, loss_type="BCE"),
-    recbole("ConvNCF", refused=ALL, embedding_size=64),
-    recbole("DGCF", refused=ALL),
-    recbole("ENMF", refused=ALL, made=["item"]),
-    recbole("FISM", refused=ALL, made=["item"]),
-    recbole("LightGCN", refused=ALL),
-    recbole("LINE", refused=ALL),
-    recbole("MacridVAE", refused=ALL, keep=["k_embedding"]),
-    recbole("NAIS", refused=ALL, made=["item"]),
-    recbole("NCL", refused=ALL),
+    recbole("CDAE", loss_type="BCE", why=PENALTY, error=whole("norm", "h_user")),
+    recbole("ConvNCF", embedding_size=64, why=PENALTY, error=whole("norm", "user_embedding")),
+    recbole("ENMF", made=["item"], why=SCORES, error=whole("unsqueeze", "item_embedding")),
+    recbole("FISM", made=["item"], why=PENALTY, error=whole("norm", "item_src_embedding")),
+    *(recbole(name, why=GRAPH, error=whole("cat", "user_embedding")) for name in GRAPHS),
+    recbole("LINE", why=DRAWS, error="ModelError: layer 'user_embedding' is given id"),
+    recbole("MacridVAE", keep=["k_embedding"], why=SCORES, error=whole("normalize", "item_embedding")),
+    recbole("NAIS", made=["item"], why=PENALTY, error=whole("norm", "item_src_embedding")),
     recbole("NeuMF", quick=True),
-    recbole("NGCF", refused=ALL),
     recbole("NNCF", made=["neigh"], neigh_info_method="random"),
-    recbole("SGL", refused=ALL),
-    recbole("SimpleX", made=["item_emb"], train_neg_sample_args=TWO_NEGATIVES),
-    recbole("SpectralCF", refused=ALL),
-    recbole("BERT4Rec", keep=POSITIONS, made=["item"], **MASKED),
-    recbole("Caser", refused=ALL),
-    recbole("CORE", keep=["net.position_embedding"], refused=ALL, loss_type="CE"),
+    recbole("SimpleX", made=["item"], train_neg_sample_args=TWO_NEGATIVES),
+    recbole("BERT4Rec", keep=POSITIONS, made=["item"], MASK_INDEX="MASK_INDEX", **MASKED),
+    recbole("Caser", why=PENALTY, error=whole("norm", "user_embedding")),
+    recbole("CORE", keep=["net.position_embedding"], why=SCORES, error=whole("dropout", "item_embedding")),
     recbole("DIEN", made=["token"]),
     recbole("DIN", made=["token"]),
     recbole("FDSA", keep=POSITIONS, made=["token"]),
-    recbole("FEARec", keep=POSITIONS, n_layers=2, refused=ALL),
+    recbole("FEARec", keep=POSITIONS, n_layers=2),
     recbole("FOSSIL"),
     recbole("FPMC"),
-    recbole("GCSAN", refused=ALL),
+    recbole("GCSAN", why=PENALTY, error=whole("norm", "item_embedding")),
     recbole("GRU4Rec", quick=True),
-    recbole("GRU4Rec", label="GRU4Rec (loss_type=CE)", refused=ALL, loss_type="CE"),
-    recbole("GRU4RecCPR", refused=ALL, loss_type="CE"),
+    recbole("GRU4Rec", label="GRU4Rec (CE)", loss_type="CE", why=SCORES, error=whole("transpose", "item_embedding")),
+    recbole("GRU4RecCPR", loss_type="CE", why=SCORES, error=whole("linear", "item_embedding")),
     recbole("GRU4RecF", made=["token"]),
     recbole("GRU4RecKG", made=["entity"]),
     recbole("HGN"),
@@ -274,13 +287,16 @@ RECBOLE = [
     recbole("KSR", made=["entity"]),
     recbole("LightSANs", keep=POSITIONS),
     recbole("NARM"),
-    recbole("NextItNet", refused=ALL),
+    recbole("NextItNet", why=PENALTY, error=whole("norm", "item_embedding")),
     recbole("NPE"),
     recbole("RepeatNet", loss_type="CE"),
-    recbole("S3Rec", keep=[*POSITIONS, "feature_embedding"], made=["item"], refused=ALL),
+    recbole(
+        "S3Rec", keep=[*POSITIONS, "feature_embedding"], made=["item"],
+        why=DRAWS, error="ModelError: layer 'item_embedding' is given id",
+    ),
     recbole("S3Rec", label="S3Rec (finetune)", keep=POSITIONS, made=["feature"]),
     recbole("SASRec", keep=POSITIONS, quick=True),
-    recbole("SASRecCPR", keep=POSITIONS, refused=ALL, loss_type="CE"),
+    recbole("SASRecCPR", loss_type="CE", keep=POSITIONS, why=SCORES, error=whole("linear", "item_embedding")),
     recbole("SASRecF", keep=POSITIONS, made=["token"]),
     recbole("SHAN", INVERSE_ITEM_SEQ="item_id_list"),
     recbole("SINE", keep=["C"]),
@@ -291,7 +307,7 @@ RECBOLE = [
     recbole("CKE", made=["entity"]),
     recbole("KGCN", made=["entity", "relation"]),
     recbole("KGNNLS", made=["entity", "relation"]),
-    recbole("KTUP", made=["entity", "item"], use_st_gumbel=False, keep=["pref_embedding", "pref_norm_embedding", "relation_embedding", "relation_norm_embedding"]),
+    recbole("KTUP", made=["entity", "item"], keep=PREFERENCES, use_st_gumbel=False),
     recbole("MKR", made=["entity", "item"]),
     recbole("RippleNet", made=["entity", "relation"]),
-]
+]  # fmt: skip

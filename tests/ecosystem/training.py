@@ -38,6 +38,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 would move a number by the learning rate, differently in any two orders of adding."""
 
 
+OTHERS = {"float64": {"double": True}, "sparse": {"sparse": True}}
+"""How else plain PyTorch trains a model, by which it is apart from itself."""
+
+
 @dataclass
 class Trial:
     """A model that is ready to be trained: how to build it, its data, and what its author does with a batch."""
@@ -72,7 +76,7 @@ def train_plain(trial: Trial, optimizer: str, *, double: bool = False, sparse: b
     if double:
         trial = replace(trial, batches=[doubled(batch) for batch in trial.batches])
         with in_double():
-            outcome = _trained(trial, model.double(), OPTIMIZERS[optimizer], trial.batches)
+            outcome = _trained(trial, doubled_model(model), OPTIMIZERS[optimizer], trial.batches)
     else:
         outcome = _trained(trial, model, OPTIMIZERS[optimizer], trial.batches)
     outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -190,6 +194,15 @@ def in_double() -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(first)
+
+
+def doubled_model(model: nn.Module) -> nn.Module:
+    """With float64, also in tensors that are no buffers."""
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                vars(part)[name] = value.double()
+    return model.double()
 
 
 def doubled(batch: Any) -> Any:
