@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from ecosystem.training import BATCH_SIZE, NUM_BATCHES, Trial
 
@@ -88,7 +88,7 @@ def torchfm(module: str, name: str, *arguments: Any, quick: bool = False, **opti
         return Trial(
             build=lambda: kind(FIELDS, *arguments, **options),
             batches=each_batch(torchfm_batch),
-            loss=lambda model, batch: F.binary_cross_entropy(model(batch["fields"]), batch["label"]),
+            loss=lambda model, batch: functional.binary_cross_entropy(model(batch["fields"]), batch["label"]),
             predict=lambda model, batch: model(batch["fields"]),
             features={"rows": layers},
         )
@@ -177,7 +177,7 @@ def deepctr(
 
         def loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
             found = predict(model, batch).view(batch["label"].shape)
-            of_clicks = F.binary_cross_entropy(found, batch["label"])
+            of_clicks = functional.binary_cross_entropy(found, batch["label"])
             return of_clicks + (model.get_regularization_loss() + model.aux_loss).sum()
 
         batches = each_batch(partial(deepctr_batch, tasks=(tasks,) if tasks else ()))
@@ -275,23 +275,23 @@ def of_click(found: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy of one probability or of several, with what the model adds to it."""
     found, more = found if isinstance(found, tuple) else (found, 0)
     label = batch["labels"] if found.dim() > 1 and found.shape[-1] == 2 else batch["label"]
-    return F.binary_cross_entropy(found.view(label.shape), label) + more
+    return functional.binary_cross_entropy(found.view(label.shape), label) + more
 
 
 def of_pair(found: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return -F.logsigmoid(found[0] - found[1]).mean()
+    return -functional.logsigmoid(found[0] - found[1]).mean()
 
 
 def of_first(found: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return F.cross_entropy(found, torch.zeros(len(found), dtype=torch.int64))
+    return functional.cross_entropy(found, torch.zeros(len(found), dtype=torch.int64))
 
 
 def of_item(found: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return F.cross_entropy(found, batch["item"])
+    return functional.cross_entropy(found, batch["item"])
 
 
 def of_next(found: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return F.cross_entropy(found.flatten(0, 1), batch["pos"].flatten())
+    return functional.cross_entropy(found.flatten(0, 1), batch["pos"].flatten())
 
 
 def rechub(
@@ -385,7 +385,9 @@ RECHUB = [
     rechub("ranking", "EDCN", lambda c: {"features": c.sparse, "n_cross_layers": 2, "mlp_params": MLP}),
     rechub("ranking", "AFM", lambda c: {"fm_features": c.sparse, "embed_dim": DIM, "t": 8}),
     rechub("ranking", "FiBiNet", lambda c: {"features": c.sparse, "mlp_params": MLP}),
-    rechub("ranking", "AutoInt", lambda c: {"sparse_features": c.sparse, "dense_features": [c.price], "mlp_params": MLP}),
+    rechub(
+        "ranking", "AutoInt", lambda c: {"sparse_features": c.sparse, "dense_features": [c.price], "mlp_params": MLP},
+    ),
     rechub(
         "ranking", "DeepFFM",
         lambda c: {"linear_features": c.linear, "cross_features": c.crossed, "embed_dim": DIM, "mlp_params": MLP},
@@ -433,7 +435,7 @@ RECHUB = [
     rechub(
         "multi_task", "ESMM",
         lambda c: {"user_features": [c.user, c.city], "item_features": [c.item], "cvr_params": MLP, "ctr_params": MLP},
-        loss=lambda found, batch: F.binary_cross_entropy(found[:, 1:], batch["labels"]),
+        loss=lambda found, batch: functional.binary_cross_entropy(found[:, 1:], batch["labels"]),
     ),
     rechub("matching", "DSSM", towers, quick=True),
     rechub("matching.dssm_senet", "DSSM", towers, label="DSSM (SENet)"),
@@ -519,6 +521,6 @@ RECHUB = [
             "n_layers": 1, "max_seq_len": LENGTH,
         },
         of_next, of_seq, keep=POSITIONS,
-        why="has no table of items", error="ModelError: HLLMModel has no nn.EmbeddingBag or nn.Embedding layer to prepare",
+        why="has no table of items", error="ModelError: HLLMModel has no nn.EmbeddingBag or nn.Embedding layer",
     ),
 ]  # fmt: skip

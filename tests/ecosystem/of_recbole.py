@@ -35,7 +35,7 @@ SMALL = {
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What RecBole changes for the whole process it changes for a while: names of NumPy, numbers of YAML, logs, autograd."""
+    """What RecBole changes for the whole process is changed for a while: names of NumPy, YAML's numbers, autograd."""
     import yaml
     from recbole.config import Config
     from scipy.sparse import dok_matrix
@@ -105,7 +105,7 @@ def data_of(config: Any) -> Any:
 
     with quiet():
         data.inter_feat = Interaction({
-            "user_id": some("user_id", NUM_CLICKS, first=1), "item_id": 1 + each % (len(items) - 1),
+            "user_id": 1 + each % (len(users) - 1), "item_id": 1 + each % (len(items) - 1),
             "item_id_list": some("item_id", NUM_CLICKS, LENGTH), "item_length": torch.full_like(each, LENGTH),
             "rating": 1 + each % 5.0, "timestamp": each.float(),
         })  # fmt: skip
@@ -115,9 +115,9 @@ def data_of(config: Any) -> Any:
         data.item_feat = Interaction(
             {"item_id": items, "class": some("class", len(items)), "tags": some("tags", len(items), 3)}
         )
-        data.kg_feat = Interaction(
-            {name: some(name, NUM_CLICKS, first=1) for name in ("head_id", "relation_id", "tail_id")}
-        )
+        heads = 1 + each % (SIZES["head_id"] - 1)
+        tails, relations = some("tail_id", NUM_CLICKS, first=1), 1 + each % (SIZES["relation_id"] - 2)
+        data.kg_feat = Interaction({"head_id": heads, "relation_id": relations, "tail_id": tails})
     data._preloaded_weight = {
         name: random.random((SIZES[of], DIM), np.float32)
         for name, of in (("ent_id", "entity_id"), ("rel_id", "relation_id"))
@@ -247,8 +247,8 @@ MASKED = {"MASK_ITEM_SEQ": "Mask_item_id_list", "POS_ITEMS": "Pos_item_id", "NEG
 POSITIONS = ("position_embedding",)
 PREFERENCES = ("pref_embedding", "pref_norm_embedding", "relation_embedding", "relation_norm_embedding")
 CONTEXT = (
-    "AFM", "AutoInt", "DCN", "DCNV2", "DeepFM", "DSSM", "EulerNet", "FFM", "FiGNN", "FM", "FNN", "FwFM", "KD_DAGFM", "LR",
-    "NFM", "PNN", "WideDeep",
+    "AFM", "AutoInt", "DCN", "DCNV2", "DeepFM", "DSSM", "EulerNet", "FFM", "FiGNN", "FM", "FNN", "FwFM", "KD_DAGFM",
+    "LR", "NFM", "PNN", "WideDeep",
 )  # fmt: skip
 GRAPHS = ("DGCF", "LightGCN", "NCL", "NGCF", "SGL", "SpectralCF")
 RECBOLE = [
@@ -269,7 +269,10 @@ RECBOLE = [
     recbole("SimpleX", made=["item"], train_neg_sample_args=TWO_NEGATIVES),
     recbole("BERT4Rec", keep=POSITIONS, made=["item"], MASK_INDEX="MASK_INDEX", **MASKED),
     recbole("Caser", why=PENALTY, error=whole("norm", "user_embedding")),
-    recbole("CORE", keep=["net.position_embedding"], why=SCORES, error=whole("dropout", "item_embedding")),
+    recbole(
+        "CORE", loss_type="CE", keep=["net.position_embedding"],
+        why=SCORES, error=whole("dropout", "item_embedding"),
+    ),
     recbole("DIEN", made=["token"]),
     recbole("DIN", made=["token"]),
     recbole("FDSA", keep=POSITIONS, made=["token"]),

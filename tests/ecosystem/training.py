@@ -187,7 +187,7 @@ def in_double() -> Iterator[None]:
         patch.object(torch, "FloatTensor", torch.DoubleTensor),
         patch.object(torch, "randn", lambda *shape, **options: double(randn(*shape, **options, dtype=single))),
         patch.object(torch, "rand", lambda *shape, **options: double(rand(*shape, **options, dtype=single))),
-        patch.multiple(torch, float=torch.float64, float32=torch.float64),
+        patch.multiple(torch, float=torch.float64, float32=torch.float64, cfloat=torch.complex128),
     ):
         torch.set_default_dtype(torch.float64)
         try:
