@@ -10,12 +10,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
 import sysconfig
 import warnings
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -47,7 +49,7 @@ def load() -> None:
         warnings.simplefilter("ignore")
         before = set(sys.modules)
         for name in (*NAMES, "recbole.config", "recbole.data.interaction", "recbole.data.dataset"):
-            __import__(name)
+            import_module(name)
         imported = {name: sys.modules[name] for name in set(sys.modules) - before - set(stands_in)}
     sys.modules.update(imported)  # which patch.dict has dropped
 
@@ -82,3 +84,31 @@ def _install(directory: Path) -> None:
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise NotInstalledError(f"pip could not install {REQUIREMENTS.name}: {' '.join(said) or done.stderr}")
+
+
+def models() -> dict[str, set[str]]:
+    """The models that each library has, by the names of their classes."""
+    load()
+    import torch
+    from deepctr_torch.models.basemodel import BaseModel
+    from recbole.model.abstract_recommender import AbstractRecommender
+
+    found = {"deepctr-torch": _defined("deepctr_torch.models", BaseModel) - {"BaseModel"}}
+    found["torchfm"] = _defined("torchfm.model", torch.nn.Module) - {"LNN"}
+    kinds = ("ranking", "matching", "multi_task", "generative")
+    found["torch-rechub"] = {name for kind in kinds for name in import_module(f"torch_rechub.models.{kind}").__all__}
+    kinds = ("context_aware", "general", "sequential", "knowledge_aware")
+    with torch.autograd.set_detect_anomaly(False):  # which a module of RecBole turns on
+        packages = [_defined(f"recbole.model.{kind}_recommender", AbstractRecommender) for kind in kinds]
+    return found | {"RecBole": set().union(*packages)}
+
+
+def _defined(package: str, base: type) -> set[str]:
+    """Names of the classes of this kind that the modules of a package define."""
+    names = set()
+    parts = import_module(package).__path__
+    for part in pkgutil.walk_packages(parts, f"{package}."):
+        module = import_module(part.name)
+        kinds = [kind for kind in list(vars(module).values()) if isinstance(kind, type) and issubclass(kind, base)]
+        names |= {kind.__name__ for kind in kinds if kind.__module__ == part.name}
+    return names

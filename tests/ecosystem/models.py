@@ -524,3 +524,4 @@ RECHUB = [
         why="has no table of items", error="ModelError: HLLMModel has no nn.EmbeddingBag or nn.Embedding layer",
     ),
 ]  # fmt: skip
+RECHUB_LEFT_OUT = {"RQVAEModel": "takes vectors, not ids", "TIGERModel": "needs transformers"}

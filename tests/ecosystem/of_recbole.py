@@ -314,3 +314,13 @@ RECBOLE = [
     recbole("MKR", made=["entity", "item"]),
     recbole("RippleNet", made=["entity", "relation"]),
 ]  # fmt: skip
+NO_TABLES = (
+    "ADMMSLIM", "AsymKNN", "DiffRec", "DMF", "EASE", "GCMC", "ItemKNN", "LDiffRec", "MultiDAE", "MultiVAE", "NCEPLRec",
+    "Pop", "RaCT", "Random", "RecVAE", "SLIMElastic",
+)  # fmt: skip
+RECBOLE_LEFT_OUT = {
+    **dict.fromkeys(NO_TABLES, "has no embedding table"),
+    "KGAT": "needs DGL",
+    "KGIN": "needs torch-scatter",
+    "MCCLK": "needs torch-scatter",
+}

@@ -16,12 +16,14 @@ import torch  # noqa: E402
 
 from bagpipe.errors import BagpipeError  # noqa: E402
 from ecosystem import libraries  # noqa: E402
-from ecosystem.models import DEEPCTR, RECHUB, TORCHFM, Case  # noqa: E402
-from ecosystem.of_recbole import RECBOLE  # noqa: E402
+from ecosystem.models import DEEPCTR, RECHUB, RECHUB_LEFT_OUT, TORCHFM, Case  # noqa: E402
+from ecosystem.of_recbole import RECBOLE, RECBOLE_LEFT_OUT  # noqa: E402
 from ecosystem.training import OPTIMIZERS, OTHERS, Trial, distance, train_plain, train_prepared  # noqa: E402
 
 PAGE = ROOT / "docs/ecosystem.md"
 CASES = [*DEEPCTR, *RECHUB, *TORCHFM, *RECBOLE]
+LEFT_OUT = {"torch-rechub": RECHUB_LEFT_OUT, "RecBole": RECBOLE_LEFT_OUT}
+"""What has nothing to compare, or needs what these tests don't install."""
 COLUMNS = ["library", "model", "trains", *(f"{name}: {of}" for name in OPTIMIZERS for of in ("Bagpipe", *OTHERS))]
 HEAD = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
 
@@ -36,9 +38,8 @@ def main() -> None:
         rows.append(row_of(case))
         print(rows[-1], flush=True)
     if "--write" in sys.argv:
-        lines = PAGE.read_text().splitlines()
-        at = [number for number, line in enumerate(lines) if line.startswith("|")]
-        PAGE.write_text("\n".join([*lines[: at[0]], *HEAD, *rows, *lines[at[-1] + 1 :], ""]))
+        before, _, after = parts_of(PAGE.read_text())
+        PAGE.write_text("\n".join([*before, *HEAD, *rows, *after, ""]))
 
 
 def row_of(case: Case) -> str:
@@ -64,8 +65,16 @@ def figures_of(trial: Trial, optimizer: str) -> list[float]:
 
 def models_of(page: str) -> list[tuple[str, str, bool]]:
     """The models of the page, and whether they are refused."""
-    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in page.splitlines() if line.startswith("|")]
-    return [(library, name, trains.startswith("refused: ")) for library, name, trains in rows[2:]]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in parts_of(page)[1]]
+    return [(library, name, trains.startswith("refused: ")) for library, name, trains in rows]
+
+
+def parts_of(page: str) -> tuple[list[str], list[str], list[str]]:
+    """Its lines before, in and after the table of models."""
+    lines = page.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| library | model |"))
+    end = lines.index("", first)
+    return lines[:first], lines[first + len(HEAD) : end], lines[end:]
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ A few of them in `make test`, all in `make chaos`. docs/ecosystem.md has the fig
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from bagpipe.errors import BagpipeError, ModelError
 from ecosystem import libraries
 from ecosystem.models import deepctr
-from ecosystem.page import CASES, PAGE, models_of
+from ecosystem.page import CASES, LEFT_OUT, PAGE, models_of
 from ecosystem.training import OPTIMIZERS, OTHERS, distance, moved, train_plain, train_prepared
 
 FACTOR, LEAST = 10, 1e-6
@@ -67,3 +69,14 @@ def test_a_penalty_over_the_tables_of_deepctr_torch_is_refused_with_what_to_do()
 
 def test_the_page_has_every_model():
     assert models_of(PAGE.read_text()) == [(case.library, case.name, bool(case.why)) for case in CASES]
+    for library, models in LEFT_OUT.items():
+        for name, why in models.items():
+            assert re.search(rf"\| {library} \|[^|]*`{name}`[^|]*\| {why} \|", PAGE.read_text()), name
+
+
+@pytest.mark.usefixtures("installed")
+def test_no_model_is_forgotten():
+    for library, found in libraries.models().items():
+        known = {case.name.partition(" (")[0] for case in CASES if case.library == library}
+        names = {name.removesuffix("Model") if library == "torchfm" else name for name in found}
+        assert names == known | LEFT_OUT.get(library, {}).keys(), library
