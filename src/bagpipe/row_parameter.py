@@ -59,6 +59,11 @@ def translate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer:
     return row_kind(float(group["lr"]), **{name: group[name] for name in settings})
 
 
+def counts_steps(rows: RowOptimizer) -> bool:
+    """Whether what an update does depends on how many there were before."""
+    return isinstance(rows, Adam) or (isinstance(rows, Adagrad) and rows.lr_decay != 0)
+
+
 def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class of an optimizer as its author wrote it, also once it is prepared."""
     return getattr(type(optimizer), "kind", type(optimizer))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bagpipe import embedding_device
-from bagpipe.arrays import Flags
+from bagpipe.arrays import Flags, Int32s
 from bagpipe.cache import RowCache
 from bagpipe.embedding import Call, Lookups, TableView
 from bagpipe.embedding_device import DeviceBags, is_host
@@ -122,31 +122,38 @@ class RowUpdate:
 
         def update(table: int) -> None:
             layout, slots, grads = self._layouts[table], views[table].slots, gradients[table]
+            rows, kept = views[table].rows, []
             if not layout.optimizer.rests_at_zero:
                 reached = self._reached(table, len(slots))
-                if not reached.all():
-                    slots, grads = slots[reached], grads[torch.from_numpy(reached).to(grads.device)]
+                some = reached.any(1)
+                if not some.all():
+                    slots, grads, reached = slots[some], grads[torch.from_numpy(some).to(grads.device)], reached[some]
+                kept = _unreached(layout, rows, slots, reached)
             if is_host(self._lookups.device):
-                rows = views[table].rows.numpy()
-                layout.optimizer.apply_in_cache(rows, slots, grads.numpy(), layout.dims, scalars[table])
+                layout.optimizer.apply_in_cache(rows.numpy(), slots, grads.numpy(), layout.dims, scalars[table])
             else:
-                embedding_device.apply(layout, views[table].rows, slots, grads, scalars[table])
+                embedding_device.apply(layout, rows, slots, grads, scalars[table])
+            for place, values in kept:
+                rows[place] = values
 
         self._run([partial(update, table) for table in sorted(tables, key=lambda t: -len(views[t].slots))])
         self.discard()
         return tables
 
     def _reached(self, table: int, num_rows: int) -> Flags:
-        """Which rows a backward pass has reached: those of the batch that no layer looked up keep their momentum."""
-        reached = np.zeros(num_rows, np.bool_)
+        """Which vectors of which rows a backward pass has reached: those of the batch that their layer did not look up
+        keep their momentum, also where another layer looked up another vector of the same row."""
+        layout = self._layouts[table]
+        reached = np.zeros((num_rows, len(layout.dims)), np.bool_)
         for call in self._lookups.calls[table]:
             if call.grad is None:
                 continue
+            part = layout.columns.index(call.column)
             if isinstance(call.bags, DeviceBags):
-                reached[call.bags.places.cpu().numpy()] = True
+                reached[call.bags.places.cpu().numpy(), part] = True
             else:
                 places = call.bags.places.reshape(-1)
-                reached[places if call.bags.padding == NO_PADDING else places[places != call.bags.padding]] = True
+                reached[places if call.bags.padding == NO_PADDING else places[places != call.bags.padding], part] = True
         return reached
 
     def _run(self, tasks: Sequence[Task]) -> None:
@@ -180,6 +187,16 @@ class RowUpdate:
                 vectors = vectors if adjacent(vectors) else np.ascontiguousarray(vectors)
                 bad = accumulate(vectors, call.bags, grads.numpy(), call.column)
                 assert bad < 0, "the forward pass has checked every place"
+
+
+def _unreached(layout: RowLayout, rows: Tensor, slots: Int32s, reached: Flags) -> list[tuple[Any, Tensor]]:
+    """Where in the slots of these rows vectors lie that were not reached, with their state, and their values."""
+    found = []
+    for part in np.flatnonzero(~reached.all(0)):
+        those = torch.from_numpy(slots[~reached[:, part]].astype(np.int64))
+        place = those[:, None].to(rows.device), torch.from_numpy(layout.columns_of(int(part))).to(rows.device)
+        found.append((place, rows[place]))
+    return found
 
 
 def views_of(plan: Plan, cache: RowCache) -> list[TableView]:
