@@ -14,7 +14,7 @@ FAST   := $(U)/kernels $(U)/policies/test_policies.py $(U)/policies/test_popular
 	pooling.py reference.py schedules.py split.py types.py) \
 	$(addprefix $(U)/data/,test_count.py prepare/test_cells.py prepare/test_texts.py)
 
-.PHONY: help install train test fast net golden check format house bench chaos clean
+.PHONY: help install train test fast net golden check format ecosystem house bench chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -50,6 +50,9 @@ check: install  ## lint and types
 format: install  ## mend what the linter can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+ecosystem: install  ## docs/ecosystem.md anew: models of other libraries beside plain PyTorch, about a minute
+	$(BIN)/python tests/ecosystem/page.py --write
 
 house: install  ## sizes, layers and cycles of the package, and lines by part
 	$(BIN)/python tools/house.py

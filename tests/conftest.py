@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-pytest.register_assert_rewrite("harness", "definitions")
+pytest.register_assert_rewrite("harness", "definitions", "ecosystem")
 
 from harness.examples import PROFILE  # noqa: E402  (its asserts are rewritten, and every test's settings need it)
 

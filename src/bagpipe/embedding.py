@@ -192,6 +192,13 @@ class CachedLayer(Replacement):
         """As nn.EmbeddingBag prints itself."""
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, cached"
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the layer has, and what code has set on it, but for what would act on its former weight."""
+        found = vars(self.replaced).get(name, self) if "_replaced" in vars(self) else self
+        if found is self or callable(found) or isinstance(found, Tensor):
+            return super().__getattr__(name)
+        return found
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "weight" in self.__dict__.get("_parameters", ()):
             raise ModelError(
@@ -359,7 +366,10 @@ class CachedLayer(Replacement):
         raise ModelError(
             f"layer {self.name!r} is given id {missing}, which {self._features()} does not have in this batch"
             f"{mapping if others else ''}: in training a layer looks up ids of the current batch, not those of an "
-            "earlier one, and none that the model makes up; to evaluate, do it under torch.no_grad()"
+            "earlier one, and none that the model makes up; to evaluate, do it under torch.no_grad(). Ids that are "
+            "made of others, as by adding an offset, must be in the batch too, as a feature of its own that "
+            f"features={{'rows': {self.name!r}}} maps; a small layer, such as of positions, may stay as it is with "
+            f"options=bagpipe.Options(keep=[{self.name!r}])"
         )
 
     def _features(self) -> str:

@@ -339,7 +339,8 @@ def _refuse_overlap(groups: Mapping[tuple[str, ...], Sequence[str]]) -> None:
             if name in seen:
                 raise ModelError(
                     f"feature {name!r} feeds {_list(groups[seen[name]])} together with {_list(seen[name])}, and "
-                    f"{_list(groups[names])} together with {_list(names)}: layers that share a feature must share all"
+                    f"{_list(groups[names])} together with {_list(names)}: layers that share a feature must share all. "
+                    f"Let the batch have {name!r} twice, under two names, one for each of them"
                 )
             seen[name] = names
 

@@ -42,6 +42,14 @@ class RowLayout:
         object.__setattr__(self, "width", dim + self.optimizer.state_width(self.dims))
         object.__setattr__(self, "columns", tuple(sum(self.dims[:i]) for i in range(len(self.dims))))
 
+    def columns_of(self, part: int) -> Int64s:
+        """All columns of a row that belong to one of its vectors: its own, and those of its state."""
+        per_column, per_vector = self.optimizer.state_per_column, self.optimizer.state_per_vector
+        first, own = self.columns[part], np.arange(self.dims[part], dtype=np.int64)
+        of_columns = [own + first + number * self.dim for number in range(1 + per_column)]
+        of_vector = (1 + per_column) * self.dim + part + len(self.dims) * np.arange(per_vector, dtype=np.int64)
+        return np.concatenate([*of_columns, of_vector])
+
     @property
     def move_cost(self) -> float:
         """What a row that changes its owner sends beside its vector, its state and a flag, in vectors."""

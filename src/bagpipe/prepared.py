@@ -33,7 +33,7 @@ from bagpipe.errors import CheckpointError, ConfigError, GradientError, ModelErr
 from bagpipe.initial import Initial
 from bagpipe.layers import Binding, FeatureMap
 from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
-from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, kind_of, translate
+from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, counts_steps, kind_of, translate
 from bagpipe.script import Script
 from bagpipe.trainer.loop import TrainLoop, uninterrupted
 from bagpipe.trainer.pipeline import DEPTH
@@ -312,7 +312,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         found["state"] |= {
             place: self._bagpipe.state_of(parameter)
             for place, parameter in self._row_places()
-            if parameter.rows.updates or issubclass(self.kind, torch.optim.Adagrad)  # which has one from its beginning
+            # Adagrad has one from its beginning.
+            if self._bagpipe.steps_of(parameter) or issubclass(self.kind, torch.optim.Adagrad)
         }
         return found
 
@@ -324,6 +325,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._load({**state_dict, "state": states}, nullcontext(), keeps_rate=lambda rows: callable(rows.lr))
         for parameter, state in of_rows:
             self._bagpipe.load_state_of(parameter, state)
+        self._bagpipe.count_loaded(of_rows)
 
     def dense_state(self) -> Tree:
         """That of dense parameters, numbered without rows, and all settings: other tables may be there later."""
@@ -413,9 +415,13 @@ class PreparedLoader:
         self._rates: dict[int, float] = {}
         """Of rows that were given, as their group was last told."""
         self._error: Exception | None = None
+        self._counted: set[str] | None = None
+        """The layers of whose weights torch would have counted steps; None: those of the step that comes."""
         self._checked = -1
         """The iteration whose gradients of all optimizers were found to be finite."""
         self._rows_given = False
+        self._sharing: list[list[RowParameter]]
+        """Those that share rows, where a step of one is to be a step of all."""
         self._layers: dict[str, CachedLayer] = {}
         for parameter in parameters.values():
             layer = loop.model.get_submodule(parameter.layer)
@@ -425,6 +431,7 @@ class PreparedLoader:
                 self._rows_given, parameter.rows = True, loop.layouts[layer.table].optimizer
             layer.register_parameter("weight", parameter)
             parameter.owner = self
+        self._sharing = [] if self._rows_given else _sharing(self._parameters.values())
         held = weakref.ref(self)
         atexit.register(lambda: None if (loader := held()) is None else loader._close_at_exit())
         for name, seat in seats.items():
@@ -636,18 +643,24 @@ class PreparedLoader:
             )
         if optimizer is self._owner and (reached or shared):
             self._check_rows(optimizer)
+            counted = self._check_counts(reached)
             problem = self._problem(optimizer)
             if not shared and problem is not None:
                 loop.check_gradients()  # rows are named first, as they say more
             if loop.begin_step(problem):
                 loop.finish_step(lambda: self._step_dense(optimizer, reached))
+                self._counted = counted
                 self._leave_over(reached)
             return
         problem = self._problem(optimizer)
         if problem is not None:
             raise GradientError(problem)
+        if optimizer is self._owner:
+            counted = self._check_counts(())
         with uninterrupted():
             self._step_dense(optimizer)
+            if optimizer is self._owner:
+                self._counted = counted
 
     def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[RowParameter]:
         """The weights of embedding layers that it has."""
@@ -671,6 +684,28 @@ class PreparedLoader:
             for parameter in group["params"]:
                 if isinstance(parameter, RowParameter):
                     self._follow(optimizer, group, parameter)
+
+    def _check_counts(self, reached: Collection[RowParameter]) -> set[str] | None:
+        """The layers whose steps will have been counted; ModelError where layers that share rows, which count them
+        together, would differ in that: torch counts those of each weight that has a gradient."""
+        if not self._sharing or self._loop.trainers > 1:
+            return None
+        parameters = self._parameters.values()
+        having = {each.layer for each in reached} | {each.layer for each in parameters if each.leftover is not None}
+        before = having if self._counted is None else self._counted
+        for several in self._sharing:
+            here, rows = [each.layer for each in several if each.layer in having], several[0].rows
+            uneven = [each.layer for each in several if each.layer in before and each.layer not in having]
+            uneven += [layer for layer in here if layer not in before and rows.updates]
+            if here and uneven and counts_steps(rows):
+                raise ModelError(
+                    f"layers {', '.join(repr(each.layer) for each in several)} look up the same ids and share rows, "
+                    f"of which {', '.join(map(repr, here))} has a gradient now: {kind_of(self._owner).__name__} counts "
+                    f"the steps of each weight, and {uneven[0]!r} would differ from plain PyTorch. Map each layer to "
+                    "features of its own, which may be in the batch twice under two names, or give "
+                    "rows=bagpipe.optim..., which counts the steps of all together"
+                )
+        return before | having or None
 
     def given_rows(self, group: Mapping[str, Any]) -> optim.RowOptimizer | None:
         """What `rows=` says of those that this group is for; None: it is for others."""
@@ -771,7 +806,7 @@ class PreparedLoader:
 
     def state_of(self, parameter: RowParameter) -> dict[str, Any]:
         """Of all rows."""
-        steps = parameter.rows.updates
+        steps = self.steps_of(parameter)
         if not steps and type(parameter.rows) is optim.Adagrad:
             first = torch.tensor(parameter.rows.initial_accumulator_value)
             return {"step": torch.tensor(0.0), "sum": first.expand(parameter.shape)}
@@ -791,7 +826,8 @@ class PreparedLoader:
     def check_states(self, states: Iterable[tuple[RowParameter, Mapping[str, Any]]]) -> None:
         """ModelError if these can't be the states of rows."""
         self._refuse_iterating("optimizer.load_state_dict()")
-        for parameter, state in states:
+        of_rows = list(states)
+        for parameter, state in of_rows:
             names = self._state_columns(parameter)
             missing = [name for name in names if name not in state]
             if missing:
@@ -806,6 +842,14 @@ class PreparedLoader:
                         f"{name!r} of layer {parameter.layer!r} has shape {tuple(state[name].shape)} in the saved "
                         f"state, and {wanted} here: load that of the same model"
                     )
+        for several in self._sharing:
+            found = {each.layer: int(state.get("step", 0)) for each, state in of_rows}
+            steps = {each.layer: found[each.layer] for each in several if found.get(each.layer)}
+            if counts_steps(several[0].rows) and len(set(steps.values())) > 1:
+                raise ModelError(
+                    f"layers {', '.join(map(repr, steps))} share rows, and the saved state has "
+                    f"{', '.join(map(str, steps.values()))} steps of them: map each layer to features of its own"
+                )
 
     def load_state_of(self, parameter: RowParameter, state: Mapping[str, Any]) -> None:
         """Set that of all rows."""
@@ -818,6 +862,19 @@ class PreparedLoader:
                 rows[:, part] = state[name][ids[0] : ids[-1] + 1].detach().to("cpu", torch.float32).numpy()
             self._loop.write_rows(table, ids, rows)
         parameter.rows.resume(int(state.get("step", 0)))
+
+    def count_loaded(self, states: Iterable[tuple[RowParameter, Mapping[str, Any]]]) -> None:
+        """Go on from the steps that these were counted."""
+        steps = {parameter.layer: int(state.get("step", 0)) for parameter, state in states}
+        for several in self._sharing:
+            several[0].rows.resume(max(steps.get(each.layer, 0) for each in several))
+        self._counted = {layer for layer, number in steps.items() if number} or None
+
+    def steps_of(self, parameter: RowParameter) -> int:
+        """How many torch would have counted."""
+        shares = any(parameter is each for several in self._sharing for each in several)
+        idle = shares and self._counted is not None and parameter.layer not in self._counted
+        return 0 if idle else parameter.rows.updates
 
     def _state_columns(self, parameter: RowParameter) -> dict[str, slice]:
         """Where in a row each part of the state is."""
@@ -909,6 +966,14 @@ class Unshared(Tensor):
             f"{name} of the gradient of rows with several trainers, which share it when they step: clip by "
             "bagpipe.clip_grad_norm_(model.parameters(), loader, max_norm)"
         )
+
+
+def _sharing(parameters: Iterable[RowParameter]) -> list[list[RowParameter]]:
+    """Those of one table each, where they are several."""
+    of_rows: dict[int, list[RowParameter]] = {}
+    for parameter in parameters:
+        of_rows.setdefault(id(parameter.rows), []).append(parameter)
+    return [several for several in of_rows.values() if len(several) > 1]
 
 
 def _is_finite(grad: Tensor | None) -> bool:

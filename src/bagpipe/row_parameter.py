@@ -59,6 +59,11 @@ def translate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer:
     return row_kind(float(group["lr"]), **{name: group[name] for name in settings})
 
 
+def counts_steps(rows: RowOptimizer) -> bool:
+    """Whether what an update does depends on how many there were before."""
+    return isinstance(rows, Adam) or (isinstance(rows, Adagrad) and rows.lr_decay != 0)
+
+
 def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class of an optimizer as its author wrote it, also once it is prepared."""
     return getattr(type(optimizer), "kind", type(optimizer))
@@ -139,14 +144,22 @@ class RowParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name, of = func.__name__, getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in _DESCRIPTIONS or (name in ("__get__", "__set__") and of not in _VALUES):
+        name = func.__name__
+        if name in ("__get__", "__set__"):  # of an attribute
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+            described = name not in _VALUES
+        else:
+            described = name in _DESCRIPTIONS
+        if described:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        layer = next(_layers_of([args, *(kwargs or {}).values()]))
         raise ModelError(
-            f"{of or name} of an embedding weight that is not in memory: its rows are in bagpipe's store. Look ids up "
-            "by calling the layer; read the weight by model.state_dict() or bagpipe.export, and set it by "
+            f"{name} of the weight of layer {layer!r}, which is not in memory: its rows are in bagpipe's store. Look "
+            "ids up by calling the layer; read the weight by model.state_dict() or bagpipe.export, and set it by "
             "model.load_state_dict(). A penalty over all weights, as an L2 regularisation, would move rows that no "
-            "batch names: give rows=bagpipe.optim.AdamW(lr, weight_decay=...), or add what the layer looks up"
+            "batch names: give rows=bagpipe.optim.AdamW(lr, weight_decay=...), or add what the layer looks up. A layer "
+            "of which each batch needs all rows, as scores of all items and convolutions of a graph do, stays as it "
+            f"is with options=bagpipe.Options(keep=[{layer!r}])"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -157,6 +170,15 @@ class RowParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ModelError(_NOT_COPIED.format(self.layer))
+
+
+def _layers_of(arguments: Any) -> Iterator[str]:
+    """The layers of all weights among the arguments of a function."""
+    if isinstance(arguments, RowParameter):
+        yield arguments.layer
+    elif isinstance(arguments, list | tuple):
+        for each in arguments:
+            yield from _layers_of(each)
 
 
 _NOT_COPIED = (

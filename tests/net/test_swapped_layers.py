@@ -134,6 +134,16 @@ def test_a_layer_that_was_kept_is_not_swapped_and_still_works():
     held(ID)
 
 
+def test_what_code_has_set_on_a_layer_is_still_there_but_nothing_that_acts_on_its_former_weight():
+    net = make_net()
+    net.user.bias, net.user.regulariser, net.user.scale = None, 0.1, torch.ones(1)
+    prepared(net)
+    assert (net.user.bias, net.user.regulariser, net.user.sparse) == (None, 0.1, False)
+    for name in ("scale", "reset_parameters", "absent"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(net.user, name)
+
+
 def test_a_forward_of_the_layer_s_own_is_still_refused():
     net = make_net()
     net.user.forward = lambda ids: ids

@@ -8,18 +8,22 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import bagpipe
 from bagpipe.embedding import TableView
 from bagpipe.errors import ModelError
 from harness.fake_kjt import KeyedJagged
 from harness.plain import (
+    ROWS,
+    assert_close,
     assert_same_bits,
     make_batches,
     make_net,
     nothing_left,  # noqa: F401
     sgd,
     train_fast,
+    train_plain,
 )
 from harness.started import adagrad, start, step
 
@@ -139,6 +143,49 @@ def test_an_id_that_is_changed_to_one_that_is_not_here_is_refused():
         with pytest.raises(ModelError, match="'user' is given id 29"):
             net(batch)
         break
+
+
+class OneTable(nn.Module):
+    """Looks all fields up in one table, each from where its rows begin, and users in a table of their own too."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.bias = nn.Embedding(sum(ROWS.values()), 4), nn.Embedding(ROWS["user"], 1)
+
+    def forward(self, batch):
+        found = self.rows(torch.cat([batch["user"], batch["item"] + ROWS["user"]], 1))
+        return found.sum((1, 2)) + self.bias(batch["user"]).sum((1, 2))
+
+
+def one_table():
+    torch.manual_seed(5)
+    return OneTable()
+
+
+def naming_all(batches):
+    rows = [torch.cat([batch["user"], batch["item"] + ROWS["user"]], 1) for batch in batches]
+    return [{**batch, "rows": found} for batch, found in zip(batches, rows, strict=True)]
+
+
+def test_ids_that_a_model_makes_of_others_are_trained_where_the_batch_names_them_too():
+    batches = naming_all(make_batches())
+    found = train_fast(one_table(), batches, features={"rows": "rows", "user": "bias"}, cache=40)
+    assert_close(train_plain(one_table(), batches), found)
+
+
+def test_ids_that_a_model_makes_of_others_are_refused_where_no_batch_names_them():
+    with pytest.raises(
+        ModelError, match=r"'rows' is given id \d+.*in the batch too.*features=\{'rows': 'rows'\}.*keep="
+    ):
+        train_fast(one_table(), make_batches(), features={"item": "rows", "user": "bias"})
+
+
+def test_a_feature_of_two_tables_is_in_the_batch_twice():
+    batches = [{**batch, "again": batch["user"].clone()} for batch in naming_all(make_batches())]
+    with pytest.raises(ModelError, match="Let the batch have 'user' twice, under two names"):
+        train_fast(one_table(), batches, features={"user": ["rows", "bias"], "rows": "rows"})
+    found = train_fast(one_table(), batches, features={"user": "rows", "rows": "rows", "again": "bias"}, cache=40)
+    assert_close(train_plain(one_table(), batches), found)
 
 
 def test_ids_keep_the_type_that_the_loader_gave_them(expected):

@@ -271,6 +271,10 @@ def by_autograd(model, optimizer, loader, batch):
     torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
 
 
+def score_all(model, optimizer, loader, batch):
+    nn.functional.linear(model.user(batch["user"]), model.item.weight)
+
+
 def initialise(model, optimizer, loader, batch):
     nn.init.zeros_(model.user.weight)
 
@@ -283,9 +287,11 @@ def dense_zeroed_only(model, optimizer, loader, batch):
 
 IN_THE_LOOP = {
     "a weight that is replaced": (each_batch(replace_weight), ModelError, "can't be replaced.*load_state_dict"),
-    "a hook on a weight": (each_batch(hook_weight), ModelError, "register_hook of an embedding weight"),
+    "a hook on a weight": (each_batch(hook_weight), ModelError, "register_hook of the weight of layer 'user'"),
     "ids changed in place": (each_batch(change_ids), ModelError, "does not have in this batch"),
     "a weight in a function": (each_batch(by_function), ModelError, "by calling the layer"),
+    "scores of all rows": (
+        each_batch(score_all), ModelError, r"linear of the weight of layer 'item'.*keep=\['item'\]"),
     "gradients by autograd.grad": (each_batch(by_autograd), ModelError, "not in memory"),
     "a weight initialised anew": (each_batch(initialise), ModelError, "set it by model.load_state_dict"),
     "only dense parameters zeroed": (each_batch(dense_zeroed_only, zero=False), ModelError, "not zeroed"),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bagpipe.arrays import Flags
+from bagpipe.arrays import Flags, Int32s
 from bagpipe.cache import RowCache
 from bagpipe.embedding import Call, Lookups, TableView
 from bagpipe.errors import GradientError, ModelError
@@ -117,23 +117,30 @@ class RowUpdate:
 
         def update(table: int) -> None:
             layout, slots, grads = self._layouts[table], views[table].slots, gradients[table]
+            rows, kept = views[table].rows, []
             if not layout.optimizer.rests_at_zero:
                 reached = self._reached(table, len(slots))
-                if not reached.all():
-                    slots, grads = slots[reached], grads[torch.from_numpy(reached).to(grads.device)]
-            self._ops.apply(layout, views[table].rows, slots, grads, scalars[table])
+                some = reached.any(1)
+                if not some.all():
+                    slots, grads, reached = slots[some], grads[torch.from_numpy(some).to(grads.device)], reached[some]
+                kept = _unreached(layout, rows, slots, reached)
+            self._ops.apply(layout, rows, slots, grads, scalars[table])
+            for place, values in kept:
+                rows[place] = values
 
         self._run([partial(update, table) for table in sorted(tables, key=lambda t: -len(views[t].slots))])
         self.discard()
         return tables
 
     def _reached(self, table: int, num_rows: int) -> Flags:
-        """Which rows a backward pass has reached: those of the batch that no layer looked up keep their momentum."""
-        reached = np.zeros(num_rows, np.bool_)
+        """Which vectors of which rows a backward pass has reached: those of the batch that their layer did not look up
+        keep their momentum, also where another layer looked up another vector of the same row."""
+        layout = self._layouts[table]
+        reached = np.zeros((num_rows, len(layout.dims)), np.bool_)
         for call in self._lookups.calls[table]:
             if call.grad is None:
                 continue
-            reached[self._ops.reached(call.bags)] = True
+            reached[self._ops.reached(call.bags), layout.columns.index(call.column)] = True
         return reached
 
     def _run(self, tasks: Sequence[Task]) -> None:
@@ -158,6 +165,16 @@ class RowUpdate:
                 continue
             grad = call.grad if call.grad.dim() == 2 else call.grad.reshape(-1, call.grad.shape[-1])
             self._ops.accumulate(grad, call.bags, grads, call.column)
+
+
+def _unreached(layout: RowLayout, rows: Tensor, slots: Int32s, reached: Flags) -> list[tuple[Any, Tensor]]:
+    """Where in the slots of these rows vectors lie that were not reached, with their state, and their values."""
+    found = []
+    for part in np.flatnonzero(~reached.all(0)):
+        those = torch.from_numpy(slots[~reached[:, part]].astype(np.int64))
+        place = those[:, None].to(rows.device), torch.from_numpy(layout.columns_of(int(part))).to(rows.device)
+        found.append((place, rows[place]))
+    return found
 
 
 def views_of(plan: Plan, cache: RowCache) -> list[TableView]:
