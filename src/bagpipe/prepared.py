@@ -31,6 +31,7 @@ from bagpipe.embedding import ROWS_PER_BLOCK, WEIGHT_BYTES_MAX, CachedLayer, Row
 from bagpipe.errors import CheckpointError, ConfigError, GradientError, ModelError
 from bagpipe.initial import Initial
 from bagpipe.layers import Binding, FeatureMap
+from bagpipe.policies.base import Policy
 from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, kind_of, translate
 from bagpipe.script import Script
@@ -62,8 +63,8 @@ class Cache:
     lookahead: int | Literal["auto"] = "auto"
     """How many batches the oracle reads ahead, the current one included: a row whose next use is among them stays.
     "auto" reads as far as fills the cache, and lets rows go only when their place is needed."""
-    policy: str = "lookahead"
-    """What is kept; docs/policies.md tells which to choose."""
+    policy: str | Policy = "lookahead"
+    """What is kept; docs/policies.md tells which to choose, and how to write your own. An object is copied."""
     options: PolicyOptions | Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     """Settings of the policy, such as {"sample": 32}."""
 
