@@ -22,6 +22,7 @@ from bagpipe.layers import Binding
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.policies import make_policy
+from bagpipe.policies.base import Policy
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX
 from bagpipe.trainer.background import Background
@@ -43,7 +44,7 @@ class PlanChoice:
 
     cache: int | str
     lookahead: int | Literal["auto"] = "auto"
-    policy: str = "lookahead"
+    policy: str | Policy = "lookahead"
     options: PolicyOptions = DEFAULTS
 
     def __post_init__(self) -> None:
@@ -55,6 +56,11 @@ class PlanChoice:
             )
         cache_size(self.cache)
         make_policy(self.policy, self.options)
+
+    @property
+    def policy_name(self) -> str:
+        """Of one that is an object, that of its class."""
+        return self.policy if isinstance(self.policy, str) else self.policy.name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from bagpipe.layers import BoundLayer, Replacement
 from bagpipe.layout import RowLayout
 from bagpipe.pooling import Pooled, Pooling, flat_ids
 from bagpipe.row_ops import AnyBags, RowOps
+from bagpipe.row_parameter import RowParameter
 from bagpipe.types import Table
 
 Ids = npt.NDArray[np.int64]
@@ -242,6 +243,11 @@ class CachedLayer(Replacement):
             raise ModelError(f"layer {self.name!r}: gradients for per_sample_weights are not computed: detach them")
         if input.dtype not in INTEGERS:
             raise ModelError(f"layer {self.name!r} is given ids of type {input.dtype}: give integers, as by ids.long()")
+        if not isinstance(self._parameters.get("weight"), RowParameter | None):
+            raise ModelError(
+                f"layer {self.name!r} is called with another weight, as by torch.func.functional_call: its rows are in "
+                "bagpipe's store and are what it looks up; leave its weight out"
+            )
         lookups = self.lookups
         view, places, feature = self._resolve(input)
         padding = self._padding(view)
@@ -279,7 +285,13 @@ class CachedLayer(Replacement):
         return self.replaced.weight.requires_grad if weight is None else weight.requires_grad
 
     def _apply(self, fn: Any, recurse: bool = True) -> CachedLayer:  # noqa: ARG002
-        """Rows stay where they are, whatever becomes of the model's own parameters."""
+        """Rows stay where they are, wherever the model's own parameters go; refused where these become others."""
+        cast = fn(torch.empty(0)).dtype
+        if cast != torch.float32:
+            raise ModelError(
+                f"layer {self.name!r} can't become {cast}, its rows are float32: cast what is not an embedding layer "
+                f"by itself, as model.top.to({cast}), and what is looked up with it, or use torch.autocast"
+            )
         return self
 
     def pool(self, view: TableView, bags: AnyBags, shape: tuple[int, ...]) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import cmath
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, Type
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from bagpipe import optim
@@ -32,6 +34,7 @@ from bagpipe.embedding import ROWS_PER_BLOCK, WEIGHT_BYTES_MAX, CachedLayer, Row
 from bagpipe.errors import CheckpointError, ConfigError, GradientError, ModelError
 from bagpipe.initial import Initial
 from bagpipe.layers import Binding, FeatureMap
+from bagpipe.policies.base import Policy
 from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, counts_steps, kind_of, translate
 from bagpipe.script import Script
@@ -63,8 +66,8 @@ class Cache:
     lookahead: int | Literal["auto"] = "auto"
     """How many batches the oracle reads ahead, the current one included: a row whose next use is among them stays.
     "auto" reads as far as fills the cache, and lets rows go only when their place is needed."""
-    policy: str = "lookahead"
-    """What is kept; docs/policies.md tells which to choose."""
+    policy: str | Policy = "lookahead"
+    """What is kept; docs/policies.md tells which to choose, and how to write your own. An object is copied."""
     options: PolicyOptions | Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     """Settings of the policy, such as {"sample": 32}."""
 
@@ -173,6 +176,12 @@ def prepare(
         groups = {name: id(seat.group) for name, seat in seats.items()}
         spec = script.lay_out(OfLayers(parameters, groups), options.initial)
     else:
+        for name, seat in seats.items():
+            if seat.group.get("maximize"):
+                raise ConfigError(
+                    f"the weight of layer {name!r} is in a {kind_of(seat.optimizer).__name__} with maximize=True, and "
+                    "rows= would minimise: give the loss the other sign instead"
+                )
         spec = script.lay_out(rows, options.initial)
     loop = build_loop(spec, script.world, checkpoint)
     prepared = PreparedLoader(loop, parameters, optimizers, seats, script.source.epochs)
@@ -417,8 +426,12 @@ class PreparedLoader:
         self._error: Exception | None = None
         self._counted: set[str] | None = None
         """The layers of whose weights torch would have counted steps; None: those of the step that comes."""
-        self._checked = -1
-        """The iteration whose gradients of all optimizers were found to be finite."""
+        self._judged: tuple[int, set[int]] = -1, set()
+        """A batch whose gradients of all optimizers were found to be finite, and who has not stepped since."""
+        self._batch = 0
+        """The number of the one that was given last."""
+        self._seated = [parameters[name] for name in seats]
+        """What is in a param group."""
         self._rows_given = False
         self._sharing: list[list[RowParameter]]
         """Those that share rows, where a step of one is to be a step of all."""
@@ -458,7 +471,6 @@ class PreparedLoader:
         self._check_resumed()
         self._loop.begin()
         self._turn += 1
-        self._checked = -1
         return self._batches(self._turn, threading.current_thread())
 
     def __len__(self) -> int:
@@ -579,6 +591,7 @@ class PreparedLoader:
                     return
                 if self._epochs is not None:
                     self._epochs.given()
+                self._batch += 1
                 yield batch
                 if self._turn == turn:
                     self._after_batch()
@@ -645,14 +658,19 @@ class PreparedLoader:
             self._check_rows(optimizer)
             counted = self._check_counts(reached)
             problem = self._problem(optimizer)
-            if not shared and problem is not None:
-                loop.check_gradients()  # rows are named first, as they say more
-            if loop.begin_step(problem):
+            try:
+                if not shared and problem is not None:
+                    loop.check_gradients()  # rows are named first, as they say more
+                begun = loop.begin_step(problem)
+            except GradientError:
+                self._judged = -1, set()  # another optimizer may be tried all the same
+                raise
+            if begun:
                 loop.finish_step(lambda: self._step_dense(optimizer, reached))
                 self._counted = counted
                 self._leave_over(reached)
             return
-        problem = self._problem(optimizer)
+        problem = self._problem(optimizer, rows_follow=bool(reached))
         if problem is not None:
             raise GradientError(problem)
         if optimizer is self._owner:
@@ -676,6 +694,14 @@ class PreparedLoader:
             )
         if loop.trainers > 1 and loop.is_stepped:
             raise ModelError("step() twice for one batch: with several trainers call it once, after the backward pass")
+        present = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for parameter in self._parameters.values() if self._rows_given else self._seated:
+            if id(parameter) not in present:
+                raise ConfigError(
+                    f"the weight of layer {parameter.layer!r} was taken out of the param groups of its optimizer, and "
+                    "its rows would be updated all the same: leave it there, and freeze it by "
+                    "weight.requires_grad_(False)"
+                )
         for group in optimizer.param_groups:
             given = self.given_rows(group)
             if given is not None:
@@ -741,21 +767,41 @@ class PreparedLoader:
                 setattr(rows, name, getattr(fresh, name))
             self._settings[parameter.layer] = now
 
-    def _problem(self, optimizer: PreparedOptimizer) -> str | None:
-        """What is wrong with gradients of dense parameters; those of all optimizers are looked at by the first."""
-        loop, iteration = self._loop, self._loop.done
-        several = [optimizer] if self._checked == iteration else self._optimizers
-        self._checked = iteration
-        for each in several:
-            for group in each.param_groups:
-                for parameter in group["params"]:
-                    if not isinstance(parameter, RowParameter) and not _is_finite(parameter.grad):
-                        where = f"iteration {iteration}: " if loop.is_training and not loop.is_stepped else ""
-                        return (
-                            f"{where}the gradient of a dense parameter of shape {tuple(parameter.shape)} is not "
-                            "finite; neither dense parameters nor rows were updated: lower the learning rate, clip "
-                            "gradients, or use a torch.amp.GradScaler, which skips such batches"
-                        )
+    def _problem(self, optimizer: PreparedOptimizer, *, rows_follow: bool = False) -> str | None:
+        """What is wrong with gradients of dense parameters; those of all optimizers are looked at by the first, also
+        those of rows that another one will update. A GradScaler judges each by itself, as in plain PyTorch."""
+        batch, others = self._judged
+        if batch == self._batch and id(optimizer) in others:
+            others.remove(id(optimizer))
+            return self._not_finite(optimizer)
+        problem = self._not_finite(optimizer)
+        if problem is not None or len(self._optimizers) == 1:
+            return problem
+        several = [each for each in self._optimizers if each is not optimizer]
+        problem = next(filter(None, map(self._not_finite, several)), None)
+        try:
+            if rows_follow:
+                self._loop.check_gradients()
+        except GradientError as error:
+            problem = str(error)
+        if problem is not None and _is_scaled():
+            return None
+        if problem is None:
+            self._judged = self._batch, set(map(id, several))
+        return problem
+
+    def _not_finite(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """What is wrong with the gradients of its dense parameters."""
+        loop = self._loop
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not isinstance(parameter, RowParameter) and not _is_finite(parameter.grad):
+                    where = f"iteration {loop.done}: " if loop.is_training and not loop.is_stepped else ""
+                    return (
+                        f"{where}the gradient of a dense parameter of shape {tuple(parameter.shape)} is not "
+                        "finite; neither dense parameters nor rows were updated: lower the learning rate, clip "
+                        "gradients, or use a torch.amp.GradScaler, which skips such batches"
+                    )
         return None
 
     def _step_dense(self, optimizer: PreparedOptimizer, reached: Collection[RowParameter] = ()) -> None:
@@ -982,6 +1028,16 @@ def _is_finite(grad: Tensor | None) -> bool:
     values = grad._values() if grad.is_sparse else grad
     # A sum is many times as fast; it may overflow where no number does.
     return cmath.isfinite(values.sum().item()) or bool(values.isfinite().all())
+
+
+def _is_scaled() -> bool:
+    """Whether this step was called by a GradScaler."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_globals.get("__name__") == GradScaler.__module__:
+            return True
+    return False
 
 
 def _is_first(rows: optim.RowOptimizer, state: Mapping[str, Any]) -> bool:

@@ -26,6 +26,9 @@ TRANSLATED: dict[type[torch.optim.Optimizer], tuple[type[RowOptimizer], tuple[st
 MEANT = {
     "Adam": "Adam(lr)",
     "AdamW": "AdamW(lr)",
+    "Adamax": "Adam(lr)",
+    "NAdam": "Adam(lr)",
+    "RAdam": "Adam(lr)",
     "momentum": "Momentum(lr, momentum)",
     "weight_decay": "AdamW(lr, weight_decay=...)",
 }
@@ -46,13 +49,19 @@ def translate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer:
             "rows=bagpipe.optim..., or, if it wraps one of torch's, prepare that one first and wrap it afterwards"
         )
     if wrong or kind not in TRANSLATED:
+        if wrong == "maximize":
+            raise ConfigError(
+                f"the weight of layer {layer!r} is in a {what}: rows have no such update. Give the loss the other sign "
+                "instead"
+            )
         reason = "rows have no such update"
         if wrong in ("momentum", "weight_decay") or wrong is None:
             reason = "it moves rows that a batch does not name"
+        meant = MEANT.get(wrong or "") or MEANT.get(kind.__name__, "Adagrad(lr)")
         advice = " (of a OneCycleLR say cycle_momentum=False)" if wrong == "momentum" else ""
         raise ConfigError(
             f"the weight of layer {layer!r} is in a {what}: {reason}. Give "
-            f"rows=bagpipe.optim.{MEANT.get(wrong or kind.__name__, 'Adagrad(lr)')}, which updates the rows of each "
+            f"rows=bagpipe.optim.{meant}, which updates the rows of each "
             f"batch only, or put embedding weights into SGD, Adagrad or SparseAdam without {wrong or 'it'}{advice}"
         )
     row_kind, settings = TRANSLATED[kind]
@@ -155,11 +164,12 @@ class RowParameter(nn.Parameter):
         layer = next(_layers_of([args, *(kwargs or {}).values()]))
         raise ModelError(
             f"{name} of the weight of layer {layer!r}, which is not in memory: its rows are in bagpipe's store. Look "
-            "ids up by calling the layer; read the weight by model.state_dict() or bagpipe.export, and set it by "
-            "model.load_state_dict(). A penalty over all weights, as an L2 regularisation, would move rows that no "
-            "batch names: give rows=bagpipe.optim.AdamW(lr, weight_decay=...), or add what the layer looks up. A layer "
-            "of which each batch needs all rows, as scores of all items and convolutions of a graph do, stays as it "
-            f"is with options=bagpipe.Options(keep=[{layer!r}])"
+            "ids up by calling the layer, and build optimizers before bagpipe.prepare; read the weight by "
+            "model.state_dict() or bagpipe.export, and set it by model.load_state_dict(). A penalty over all weights, "
+            "as an L2 regularisation, would move rows that no batch names: give rows=bagpipe.optim.AdamW(lr, "
+            "weight_decay=...), or add what the layer looks up. A layer of which each batch needs all rows, as scores "
+            "of all items and convolutions of a graph do, stays as it is with "
+            f"options=bagpipe.Options(keep=[{layer!r}])"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -22,6 +22,7 @@ from bagpipe.layers import Binding, FeatureMap, bind, embedding_layers
 from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.policies import make_policy
+from bagpipe.policies.base import Policy
 from bagpipe.types import Table
 from bagpipe.world import OpenStore, World, memory_of_files
 
@@ -59,13 +60,13 @@ class Script:
         at_least("seed", seed, 0)
         if threads is not None:
             at_least("threads", threads, 1)
-        exact = make_policy(plans.policy, plans.options).exact
-        if check and not exact:
+        policy = make_policy(plans.policy, plans.options)
+        if check and not policy.exact:
             raise ConfigError(
-                f"policy {plans.policy!r} with these options reads old rows, which check stops at: leave one out"
+                f"policy {policy.name!r} with these options reads old rows, which check stops at: leave one out"
             )
         if self.world.trainers > 1:
-            _refuse_with_several(self.world.trainers, check, exact)
+            _refuse_with_several(self.world.trainers, check, policy, plans.policy)
         self._spec = partial(
             Spec, model=model, plans=plans, store=store, resident_bytes_max=memory_of_files(store, store_memory),
             accumulate=accumulate, check=check, depth=depth, threads=threads,
@@ -147,10 +148,15 @@ def _refuse_unknown_optimizers(rows: RowOptimizer | PerTable, binding: Binding) 
             raise ConfigError(f"PerTable names {name!r}; the model has {', '.join(map(repr, dict.fromkeys(known)))}")
 
 
-def _refuse_with_several(trainers: int, check: bool, exact: bool) -> None:
+def _refuse_with_several(trainers: int, check: bool, policy: Policy, given: str | Policy) -> None:
     if check:
         raise ConfigError("check=True follows the rows of one trainer: leave it out where there are several")
-    if not exact:
+    if isinstance(given, Policy):
+        raise ConfigError(
+            f"policy {policy.name!r} is an object, and {trainers} trainers can't tell whether theirs are the same: "
+            "give one of the policies that have a name, or train with one trainer"
+        )
+    if not policy.exact:
         raise ConfigError(f"policy option mode 'stale' is for one trainer, not {trainers}: use 'strict'")
 
 

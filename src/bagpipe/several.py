@@ -50,7 +50,7 @@ def share_plans(launch: Launch, spec: Spec, saving: Saving | None, driver: Drive
     assert source is not None
     settings = PlanSettings(
         spec.binding.tables, tuple(layout.width for layout in spec.layouts), plan.cache, plan.lookahead,
-        plan.policy, spec.accumulate, trainers=launch.trainers, assign=config.assign, design=config.sync.design,
+        plan.policy_name, spec.accumulate, trainers=launch.trainers, assign=config.assign, design=config.sync.design,
         delayed=config.sync.delayed, options=plan.options,
         move_costs=tuple(layout.move_cost for layout in spec.layouts) if config.sync.moving else (),
     )  # fmt: skip

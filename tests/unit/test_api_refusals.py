@@ -113,7 +113,7 @@ def test_row_optimizers_of_unknown_tables_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": ["lru"]}, r"no policy \['lru'\]: choose one of lookahead"),
+        ({"policy": ["lru"]}, r"policy is \['lru'\]: give one of lookahead"),
         ({"policy": "fifo"}, "no policy 'fifo'"),
         ({"policy": "nocache", "lookahead": 5}, r"'nocache' keeps nothing, so lookahead \(5\) has no effect"),
     ],

@@ -19,7 +19,8 @@ from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.oracles import AnyOracle, Oracles
 from bagpipe.oracle.places import Places, make_places
 from bagpipe.oracle.tables import OracleTable
-from bagpipe.policies.base import Lookahead
+from bagpipe.policies import make_policy
+from bagpipe.policies.base import Lookahead, Policy
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 from bagpipe.types import Table
 
@@ -32,7 +33,7 @@ def make_oracle(
     others: Iterable[Mapping[str, NDArray[np.int64]]] = (),
     *,
     lookahead: Lookahead,
-    policy: str,
+    policy: str | Policy,
     options: PolicyOptions = DEFAULTS,
     trainers: int = 1,
     uses_ahead: int = 0,
@@ -48,7 +49,7 @@ def make_oracle(
     needed = _rows_of(tables, first)
     if isinstance(size, Share):
         size = size.num_rows(tables)
-    whole, most = policy == "ideal", [table.rows for table in tables]
+    whole, most = make_policy(policy, options).keeps_all, [table.rows for table in tables]
     group, distinct = group_by_width(widths)
     # Copies of a row are in all caches; and how many places several oracles need together, none of them sees.
     shared = trainers > 1 and options.oracles == 1 and not RULES[design].copies

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -25,6 +26,7 @@ from bagpipe.kernels import oracle as kernels
 from bagpipe.kernels.oracle import KEEP, Rows
 from bagpipe.kernels.sharing import RowUsers, choose_owners, find_users, note_users, tell_users
 from bagpipe.kernels.victims import find_absent, note_next_uses
+from bagpipe.oracle.audit import Audit
 from bagpipe.oracle.places import Places
 from bagpipe.oracle.plan import Fetch, Plan, Sharing, Victims
 from bagpipe.oracle.reader import CutIds, Reader
@@ -33,7 +35,7 @@ from bagpipe.oracle.shard import BYTES_DIRECT_MAX, ROWS_DIRECT_MAX, MaskType, Sh
 from bagpipe.oracle.slots import NEVER, NONE, Group, IdleQueue, SlotFacts, lowest
 from bagpipe.oracle.tables import OracleTable, described
 from bagpipe.oracle.tenants import Tenants
-from bagpipe.policies import make_policy
+from bagpipe.policies import is_own, make_policy
 from bagpipe.policies.base import Demand, Extra, Lookahead, Policy, Wanted
 from bagpipe.policies.sampled import FrequencyPolicy, Sample
 from bagpipe.policies.windows import Times
@@ -84,7 +86,7 @@ class Oracle:
         tables: Sequence[OracleTable],
         capacity: Sequence[int],
         lookahead: Lookahead = 200,
-        policy: str = "lookahead",
+        policy: str | Policy = "lookahead",
         options: PolicyOptions = DEFAULTS,
         *,
         threads: int = 1,
@@ -152,6 +154,7 @@ class Oracle:
     def _take_slots(self) -> None:
         """Nobody is in any slot."""
         capacity = self.capacity
+        self._audit = Audit(self.policy, self.tables, capacity) if is_own(self.policy) else None
         self._tenants = Tenants(self.tables, capacity, self._shards)
         ranks, size = type(self.policy).keys is not Policy.keys, sum(capacity)
         self._idle_since: Int32s = np.full(size if self.policy.idles and not ranks else 0, -1, np.int32)
@@ -250,12 +253,13 @@ class Oracle:
             fitting = cuts is None or np.array_equal(cuts[:, -1], np.diff(batch.positions))
             assert fitting, "the cuts of a batch do not fit its ids"
             used = self._find_users(batch, cuts, iteration)
-            self._check_capacity(iteration, batch.counts, batch.gaps, used)
+            with nullcontext() if self._audit is None else self._audit.asking(iteration):
+                self._check_capacity(iteration, batch.counts, batch.gaps, used)
             if len(self._idle_since):  # idle rows that the batch needs ask for a stay too: the last column of gaps
                 self._reader.on_all(lambda shard: kernels.find_idle(
                     shard.state, shard.rings, batch, shard.previous, iteration, length, shard.idle_slots
                 ))  # fmt: skip
-            all_granted = policy.grant(iteration, length, batch.counts, batch.gaps)
+            all_granted = self._grant(iteration, length, batch)
         except BaseException:
             self._reader.unread(iteration, length, 0)
             raise
@@ -284,9 +288,27 @@ class Oracle:
         features = tuple([batch.inverse[a:b] for a, b in pairwise(at)])
         self._window.append(ReadBatch(_bounds(batch.counts), batch.inverse, features, cuts))
 
+    def _grant(self, iteration: int, length: int, batch: kernels.Batch) -> bool:
+        """Whether the policy grants all stays up to a batch that was read."""
+        if self._audit is None:
+            return self.policy.grant(iteration, length, batch.counts, batch.gaps)
+        with self._audit.asking(iteration):
+            asked = batch.gaps[:, : length + 2].copy()
+            granted = bool(self.policy.grant(iteration, length, batch.counts, batch.gaps))
+        self._audit.check_grant(iteration, asked, batch.gaps, all_granted=granted)
+        return granted
+
     def emit(self, *, last: bool = False, ended: bool = False, pauses: bool = False) -> Plan:
         """The plan of the oldest batch read. `last`: no batch follows; `ended`: none follows those that were read;
         `pauses`: one will follow, and nobody knows which."""
+        if self._audit is None:
+            return self._emit(last=last, ended=ended, pauses=pauses)
+        with self._audit.asking(self._first):
+            plan = self._emit(last=last, ended=ended, pauses=pauses)
+        self._audit.follow(plan)
+        return plan
+
+    def _emit(self, *, last: bool, ended: bool, pauses: bool) -> Plan:
         iteration, length, policy = self._first, len(self._window), self.policy
         assert length, f"no batch was read for iteration {iteration}"
         if self._sample is not None:

@@ -73,6 +73,7 @@ class Policy:
     """Reads one batch ahead and keeps every row until its slot is needed; subclasses override what they do better."""
 
     name: ClassVar[str]
+    """That of its class, where it says no other."""
     window: int = 2
     """How many batches must have been read, and not be planned yet, before the next plan; the second at least tells
     whether the first is the last one."""
@@ -97,6 +98,10 @@ class Policy:
     groups: Sequence[Group]
     ahead: int
     """The number of plans whose rows may be on their way while an earlier one trains."""
+
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     @classmethod
     def is_exact(cls, options: PolicyOptions) -> bool:  # noqa: ARG003 - for subclasses
