@@ -14,7 +14,7 @@ FAST   := $(U)/kernels $(U)/policies/test_policies.py $(U)/policies/test_popular
 	pooling.py reference.py schedules.py split.py types.py) \
 	$(addprefix $(U)/data/,test_count.py prepare/test_cells.py prepare/test_texts.py)
 
-.PHONY: help install train test fast net golden check format ecosystem house bench chaos clean
+.PHONY: help install train test fast net golden check format ecosystem house walk bench chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -56,6 +56,10 @@ ecosystem: install  ## docs/ecosystem.md anew: models of other libraries beside 
 
 house: install  ## sizes, layers and cycles of the package, and lines by part
 	$(BIN)/python tools/house.py
+
+walk: install  ## which files a batch visits, with one trainer and with two
+	$(BIN)/python tools/walk.py
+	$(BIN)/python tools/walk.py --trainers 2
 
 bench: install  ## all benchmarks, with FBGEMM's kernels to compare with
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[bench]'
