@@ -432,6 +432,8 @@ class PreparedLoader:
         """The number of the one that was given last."""
         self._seated = [parameters[name] for name in seats]
         """What is in a param group."""
+        self._trained: set[str] | None = None
+        """Where there are several trainers, the layers that may have momentum."""
         self._rows_given = False
         self._sharing: list[list[RowParameter]]
         """Those that share rows, where a step of one is to be a step of all."""
@@ -710,6 +712,25 @@ class PreparedLoader:
             for parameter in group["params"]:
                 if isinstance(parameter, RowParameter):
                     self._follow(optimizer, group, parameter)
+        if loop.trainers > 1:
+            self._check_frozen()
+
+    def _check_frozen(self) -> None:
+        """Several trainers update all rows of a batch, also those without a gradient: ModelError where that moves rows
+        of a layer that is frozen."""
+        if self._trained is None:  # a run that is resumed may have trained any of them
+            self._trained = {each.layer for each in self._parameters.values() if each.rows.updates}
+        for parameter in self._parameters.values():
+            rows, layer = parameter.rows, self._layer(parameter)
+            decays = isinstance(rows, optim.AdamW) and rows.weight_decay > 0
+            if layer.wants_gradient:
+                self._trained.add(parameter.layer)
+            elif not rows.rests_at_zero and (decays or parameter.layer in self._trained):
+                raise ModelError(
+                    f"layer {parameter.layer!r} is frozen, and with several trainers {type(rows).__name__} would still "
+                    f"move its rows, by {'their decay' if decays else 'the momentum that they have'}: give rows "
+                    "SGD or Adagrad, or this layer a row optimizer of that kind by bagpipe.optim.PerTable"
+                )
 
     def _check_counts(self, reached: Collection[RowParameter]) -> set[str] | None:
         """The layers whose steps will have been counted; ModelError where layers that share rows, which count them

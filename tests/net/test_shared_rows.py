@@ -1,4 +1,6 @@
-"""Layers that share rows, of which each looks up some: the others' vectors in these rows stay as in plain PyTorch."""
+"""Vectors that no gradient reaches stay, under momentum and Adam too: where another layer shares their row, and where
+their layer is frozen.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from torch import nn
 import bagpipe
 from bagpipe.errors import ModelError
 from harness.plain import assert_close, nothing_left  # noqa: F401
+from harness.scripts import Trainers
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
@@ -154,3 +157,41 @@ def test_a_state_of_layers_that_were_trained_apart_is_refused():
     _, others, _ = prepared(make_net())
     with pytest.raises(ModelError, match=r"'left', 'right' share rows.*8, 6 steps"):
         others[0].load_state_dict(optimizer.state_dict())
+
+
+def frozen_amid_training(trainers, rows, when=3):
+    """How far the rows of the layer have moved since."""
+
+    def script(rank):
+        net = make_net()
+        net, optimizers, loader = prepared(net, rows(), store=trainers.options(rank)["store"], options=None)
+        for number, batch in enumerate(loader):
+            if number == when:
+                loader.flush()
+                before = looked_up(net)
+                net.right.requires_grad_(False)
+            train(net, [batch], optimizers, loss_of)
+        loader.flush()
+        return float((looked_up(net) - before).abs().max())
+
+    return trainers.run(script)
+
+
+def looked_up(net):
+    with torch.no_grad():
+        return net.right(torch.arange(ROWS)).clone()
+
+
+@pytest.mark.parametrize("rows", [bagpipe.optim.SGD, bagpipe.optim.Adagrad])
+def test_with_several_trainers_a_frozen_layer_stays(rows):
+    assert frozen_amid_training(Trainers(2), lambda: rows(LR)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rows", [bagpipe.optim.Adam, bagpipe.optim.AdamW, bagpipe.optim.Momentum])
+def test_with_several_trainers_a_frozen_layer_that_would_move_is_refused(rows):
+    with pytest.raises(ModelError, match=r"layer 'right' is frozen.*SGD or Adagrad"):
+        frozen_amid_training(Trainers(2), lambda: rows(LR))
+
+
+def test_with_several_trainers_a_layer_that_is_frozen_from_the_beginning_has_no_momentum_to_move_it():
+    assert frozen_amid_training(Trainers(2), lambda: bagpipe.optim.Adam(LR), when=0) == [0.0, 0.0]
