@@ -51,7 +51,7 @@ format: install  ## mend what the linter can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-ecosystem: install  ## docs/ecosystem.md anew: models of other libraries beside plain PyTorch, about a minute
+ecosystem: install  ## docs/ecosystem.md anew: models of other libraries beside plain PyTorch, two minutes
 	$(BIN)/python tests/ecosystem/page.py --write
 
 house: install  ## sizes, layers and cycles of the package, and lines by part

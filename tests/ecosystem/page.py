@@ -18,13 +18,18 @@ from bagpipe.errors import BagpipeError  # noqa: E402
 from ecosystem import libraries  # noqa: E402
 from ecosystem.models import DEEPCTR, RECHUB, RECHUB_LEFT_OUT, TORCHFM, Case  # noqa: E402
 from ecosystem.of_recbole import RECBOLE, RECBOLE_LEFT_OUT  # noqa: E402
-from ecosystem.training import OPTIMIZERS, OTHERS, Trial, distance, train_plain, train_prepared  # noqa: E402
+from ecosystem.training import OPTIMIZERS, Trial, distance, others_of, train_plain, train_prepared  # noqa: E402
 
 PAGE = ROOT / "docs/ecosystem.md"
 CASES = [*DEEPCTR, *RECHUB, *TORCHFM, *RECBOLE]
 LEFT_OUT = {"torch-rechub": RECHUB_LEFT_OUT, "RecBole": RECBOLE_LEFT_OUT}
 """What has nothing to compare, or needs what these tests don't install."""
-COLUMNS = ["library", "model", "trains", *(f"{name}: {of}" for name in OPTIMIZERS for of in ("Bagpipe", *OTHERS))]
+COLUMNS = [
+    "library",
+    "model",
+    "trains",
+    *(f"{name}: {of}" for name in OPTIMIZERS for of in ("Bagpipe", *others_of(name))),
+]
 HEAD = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
 
 
@@ -59,7 +64,7 @@ def row_of(case: Case) -> str:
 def figures_of(trial: Trial, optimizer: str) -> list[float]:
     """How far Bagpipe is from plain PyTorch, and plain PyTorch from itself."""
     plain = train_plain(trial, optimizer)
-    others = [train_plain(trial, optimizer, **other) for other in OTHERS.values()]
+    others = [train_plain(trial, optimizer, **other) for other in others_of(optimizer).values()]
     return [distance(plain, found) for found in (train_prepared(trial, optimizer), *others)]
 
 

@@ -13,7 +13,7 @@ from bagpipe.errors import BagpipeError, ModelError
 from ecosystem import libraries
 from ecosystem.models import deepctr
 from ecosystem.page import CASES, LEFT_OUT, PAGE, models_of
-from ecosystem.training import OPTIMIZERS, OTHERS, distance, moved, train_plain, train_prepared
+from ecosystem.training import OPTIMIZERS, distance, moved, others_of, train_plain, train_prepared
 
 FACTOR, LEAST = 10, 1e-6
 """Bagpipe may be so many times as far from plain PyTorch as plain PyTorch is from itself, or as far as rounding."""
@@ -48,7 +48,7 @@ def test_a_model_trains_as_in_plain_pytorch(case, optimizer):
     assert optimizer == "SGD" or moved(trial, found) >= MOVED
     num_losses, apart = FIRST_LOSSES
     assert found.losses[:num_losses] == pytest.approx(plain.losses[:num_losses], rel=apart, abs=apart)
-    of_itself = [distance(plain, train_plain(trial, optimizer, **other)) for other in OTHERS.values()]
+    of_itself = [distance(plain, train_plain(trial, optimizer, **other)) for other in others_of(optimizer).values()]
     assert distance(plain, found) <= max(LEAST, FACTOR * max(of_itself))
 
 

@@ -30,16 +30,32 @@ ROOM = 1.5
 """The cache holds so many times the rows of the first batch."""
 SPREAD = 0.1
 """Of the first values of tables that their library begins with less."""
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.05, eps=1e-3),
-}
-"""An eps that is larger than rounding: Adagrad divides a gradient by its size, and one that is nothing but rounding
-would move a number by the learning rate, differently in any two orders of adding."""
+EPS = 1e-3
+"""Larger than rounding: Adagrad and Adam divide a gradient by its size, and one that is nothing but rounding would move
+a number by the learning rate, differently in any two orders of adding."""
+Optimizers = list[torch.optim.Optimizer]
 
 
+def sgd(tables: Sequence[nn.Parameter], dense: Sequence[nn.Parameter]) -> Optimizers:
+    return [torch.optim.SGD([*tables, *dense], 0.1)]
+
+
+def adagrad(tables: Sequence[nn.Parameter], dense: Sequence[nn.Parameter]) -> Optimizers:
+    return [torch.optim.Adagrad([*tables, *dense], 0.05, eps=EPS)]
+
+
+def sparse_adam(tables: Sequence[nn.Parameter], dense: Sequence[nn.Parameter]) -> Optimizers:
+    return [torch.optim.SparseAdam(tables, 0.01, eps=EPS), *(sgd((), dense) if dense else [])]
+
+
+OPTIMIZERS = {"SGD": sgd, "Adagrad": adagrad, "SparseAdam": sparse_adam}
 OTHERS = {"float64": {"double": True}, "sparse": {"sparse": True}}
 """How else plain PyTorch trains a model, by which it is apart from itself."""
+
+
+def others_of(optimizer: str) -> dict[str, dict[str, bool]]:
+    """Those of an optimizer; SparseAdam has sparse gradients anyway."""
+    return {name: other for name, other in OTHERS.items() if (optimizer, name) != ("SparseAdam", "sparse")}
 
 
 @dataclass
@@ -70,15 +86,15 @@ class Outcome:
 def train_plain(trial: Trial, optimizer: str, *, double: bool = False, sparse: bool = False) -> Outcome:
     """Plain PyTorch."""
     model = built(trial)
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and name not in trial.keep:
-            layer.sparse = sparse
+    for layer in tables_of(trial, model):
+        layer.sparse = sparse or optimizer == "SparseAdam"
     if double:
         trial = replace(trial, batches=[doubled(batch) for batch in trial.batches])
         with in_double():
-            outcome = _trained(trial, doubled_model(model), OPTIMIZERS[optimizer], trial.batches)
+            model = doubled_model(model)
+            outcome = _trained(trial, model, optimizers_of(trial, model, optimizer), trial.batches)
     else:
-        outcome = _trained(trial, model, OPTIMIZERS[optimizer], trial.batches)
+        outcome = _trained(trial, model, optimizers_of(trial, model, optimizer), trial.batches)
     outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return outcome
 
@@ -86,7 +102,7 @@ def train_plain(trial: Trial, optimizer: str, *, double: bool = False, sparse: b
 def train_prepared(trial: Trial, optimizer: str) -> Outcome:
     """The same with rows in a cache that can't hold all of them; values are checked, and read from an export."""
     model = built(trial)
-    made = OPTIMIZERS[optimizer](model.parameters())
+    made = optimizers_of(trial, model, optimizer)
     options = bagpipe.Options(keep=trial.keep, check=True)
 
     def prepare(cache: int) -> bagpipe.PreparedLoader:
@@ -98,7 +114,7 @@ def train_prepared(trial: Trial, optimizer: str) -> Outcome:
         loader = prepare(int(int(re.findall(r"cache=(\d+)", str(error))[0]) * ROOM))
     try:
         with loader:
-            outcome = _trained(trial, model, lambda _: made, loader)
+            outcome = _trained(trial, model, made, loader)
             outcome.evicted = loader.stats()["fetched_rows"] > loader.stats()["cache_rows"]
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "model.safetensors"
@@ -120,6 +136,20 @@ def built(trial: Trial) -> nn.Module:
     return model
 
 
+def tables_of(trial: Trial, model: nn.Module) -> list[nn.Embedding]:
+    """The layers that `prepare` is to take over."""
+    return [
+        layer for name, layer in model.named_modules() if isinstance(layer, nn.Embedding) and name not in trial.keep
+    ]
+
+
+def optimizers_of(trial: Trial, model: nn.Module, optimizer: str) -> Optimizers:
+    """The optimizers of all parameters of a model."""
+    tables = [layer.weight for layer in tables_of(trial, model)]
+    taken = {id(weight) for weight in tables}
+    return OPTIMIZERS[optimizer](tables, [each for each in model.parameters() if id(each) not in taken])
+
+
 def seed(number: int) -> None:
     """All generators that a model may draw from."""
     random.seed(number)
@@ -127,17 +157,17 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def _trained(
-    trial: Trial, model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], batches: Iterable[Any]
-) -> Outcome:
-    optimizer, outcome = make(model.parameters()), Outcome()
+def _trained(trial: Trial, model: nn.Module, optimizers: Optimizers, batches: Iterable[Any]) -> Outcome:
+    outcome = Outcome()
     seed(6)
     model.train()
     for number, batch in enumerate(batches):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss = trial.loss(model, batch)
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         outcome.losses.append(loss.item())
         if number == NUM_BATCHES // 2:
             outcome.predictions += _predicted(trial, model, trial.batches[-1])
