@@ -45,7 +45,7 @@ def test_a_model_trains_as_in_plain_pytorch(case, optimizer):
     trial = case.make()
     plain, found = train_plain(trial, optimizer), train_prepared(trial, optimizer)
     assert found.evicted, "the cache holds all rows"
-    assert optimizer == "SGD" or moved(trial, found) >= MOVED
+    assert optimizer != "Adagrad" or moved(trial, found) >= MOVED
     num_losses, apart = FIRST_LOSSES
     assert found.losses[:num_losses] == pytest.approx(plain.losses[:num_losses], rel=apart, abs=apart)
     of_itself = [distance(plain, train_plain(trial, optimizer, **other)) for other in others_of(optimizer).values()]
