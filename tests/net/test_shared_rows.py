@@ -40,9 +40,9 @@ def make_net():
 
 
 def make_batches(num_batches=8):
-    torch.manual_seed(6)
-    ids = torch.randint(0, ROWS, (num_batches, 2, 6, 2))
-    return [{"first": first, "second": second, "label": torch.rand(6)} for first, second in ids]
+    random = torch.Generator().manual_seed(6)  # of their own: trainers are threads
+    ids = torch.randint(0, ROWS, (num_batches, 2, 6, 2), generator=random)
+    return [{"first": first, "second": second, "label": torch.rand(6, generator=random)} for first, second in ids]
 
 
 def loss_of(net, batch, number=0):
@@ -162,9 +162,10 @@ def test_a_state_of_layers_that_were_trained_apart_is_refused():
 def frozen_amid_training(trainers, rows, when=3):
     """How far the rows of the layer have moved since."""
 
+    nets = [make_net() for _ in range(trainers.trainers)]
+
     def script(rank):
-        net = make_net()
-        net, optimizers, loader = prepared(net, rows(), store=trainers.options(rank)["store"], options=None)
+        net, optimizers, loader = prepared(nets[rank], rows(), store=trainers.options(rank)["store"], options=None)
         for number, batch in enumerate(loader):
             if number == when:
                 loader.flush()
