@@ -190,9 +190,7 @@ def recbole(
                 model = get_model(name)(config, data)
             if label == "S3Rec (finetune)":  # which reads the model that was trained before from a file
                 model.train_stage, model.loss_fct = "finetune", BPRLoss()
-            if (
-                name == "KTUP"
-            ):  # whose rows have length 1 at first, where its penalty has an edge: rounding would decide
+            if name == "KTUP":  # whose penalty has an edge where rows have length 1, as they do at first
                 for layer in embeddings(model):
                     model.get_submodule(layer).weight.data.mul_(0.9)
             return model
