@@ -423,7 +423,7 @@ class PreparedLoader:
         """Of each layer's group, as they were at the last step."""
         self._rates: dict[int, float] = {}
         """Of rows that were given, as their group was last told."""
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._counted: set[str] | None = None
         """The layers of whose weights torch would have counted steps; None: those of the step that comes."""
         self._judged: tuple[int, set[int]] = -1, set()
@@ -471,8 +471,8 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
         self._check_resumed()
-        self._loop.begin()
         self._turn += 1
+        self._loop.begin()
         return self._batches(self._turn, threading.current_thread())
 
     def __len__(self) -> int:
@@ -602,7 +602,7 @@ class PreparedLoader:
                 self._after_batch()
                 try:
                     loop.close()
-                except Exception as error:  # Python would drop it after a break
+                except BaseException as error:  # Python would drop it after a break
                     self._error = error
                     loop.lookups.reader = cast("RowReader", _Untold(self))
                 self._broken_off()
@@ -668,19 +668,14 @@ class PreparedLoader:
                 self._judged = -1, set()  # another optimizer may be tried all the same
                 raise
             if begun:
-                loop.finish_step(lambda: self._step_dense(optimizer, reached))
-                self._counted = counted
-                self._leave_over(reached)
+                loop.finish_step(lambda: self._step_dense(optimizer, reached, counted))
             return
         problem = self._problem(optimizer, rows_follow=bool(reached))
         if problem is not None:
             raise GradientError(problem)
-        if optimizer is self._owner:
-            counted = self._check_counts(())
+        counted = self._check_counts(()) if optimizer is self._owner else self._counted
         with uninterrupted():
-            self._step_dense(optimizer)
-            if optimizer is self._owner:
-                self._counted = counted
+            self._step_dense(optimizer, (), counted)
 
     def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[RowParameter]:
         """The weights of embedding layers that it has."""
@@ -825,18 +820,22 @@ class PreparedLoader:
                     )
         return None
 
-    def _step_dense(self, optimizer: PreparedOptimizer, reached: Collection[RowParameter] = ()) -> None:
+    def _step_dense(
+        self, optimizer: PreparedOptimizer, reached: Collection[RowParameter], counted: set[str] | None
+    ) -> None:
         """The step of the optimizer as its author wrote it, which sees no row.
 
         It would count the step of a weight whose gradient was zeroed in place, and not reached since, too.
         """
-        counted = {id(parameter.rows) for parameter in reached}
+        moved = {id(parameter.rows) for parameter in reached}
         for parameter in [] if self._rows_given or self._loop.trainers > 1 else self.parameters_of(optimizer):
-            if parameter.leftover is not None and id(parameter.rows) not in counted:
-                counted.add(id(parameter.rows))
+            if parameter.leftover is not None and id(parameter.rows) not in moved:
+                moved.add(id(parameter.rows))
                 parameter.rows.advance()
         with optimizer.dense_alone(), torch.no_grad():
             optimizer.dense_step()
+        self._counted = counted
+        self._leave_over(reached)
 
     # Gradients of rows
 

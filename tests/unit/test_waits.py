@@ -12,9 +12,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from bagpipe import waits
 from bagpipe.errors import DeadlineError, StoreError
 from bagpipe.trainer.stages import Threads, Wait
 from bagpipe.waits import Waits
+from harness.strain import Strained, make_pause
 
 PATIENT_S = 60.0
 
@@ -170,40 +172,6 @@ def test_the_collector_may_tell_of_changes_anywhere():
 # Under stress
 
 
-class Strained(Waits):
-    """Waits whose conditions, and whoever evaluates them, are held up at random."""
-
-    def __init__(self, pause):
-        super().__init__()
-        self.pause = pause
-
-    def until(self, what, ready, deadline_s):
-        def slow():
-            self.pause()
-            found = ready()
-            self.pause()
-            return found
-
-        self.pause()
-        super().until(what, slow, deadline_s)
-
-    def changed(self):
-        self.pause()
-        super().changed()
-        self.pause()
-
-
-def make_pause(seed):
-    """Lets other threads run, more or less long, more or less often. Threads draw from it in any order."""
-    drawn, often = random.Random(seed), random.Random(seed).choice([0.1, 0.5, 0.9])
-
-    def pause():
-        if drawn.random() < often:
-            time.sleep(drawn.choice([0, 0, 0, 1e-6, 3e-5, 3e-4]))
-
-    return pause
-
-
 @pytest.fixture
 def impatient():
     """Threads that compute give way as often as they can."""
@@ -300,7 +268,41 @@ def strain(seeds, deadline_s=PATIENT_S):
 
 @pytest.mark.usefixtures("impatient")
 def test_no_wake_up_is_lost_under_stress():
+    assert sum(len(turns) for seed in range(200) for turns in Relay(seed).turns) > 2000
     assert strain(range(200)) is None
+
+
+def evaluates_first(self, what, ready, deadline_s):
+    """A condition is evaluated before who waits is listed: a change in between is missed."""
+    parked = waits._Parked(ready)
+    can_go_on = ready()
+    self.pause()
+    self._parked[parked] = None
+    if not can_go_on:
+        self._sleep(parked, deadline_s)
+    self._parked.pop(parked, None)
+
+
+def tells_nobody(self):
+    """A change is not told."""
+
+
+def tells_one(self):
+    """A change is told to who has waited longest."""
+    for parked in list(self._parked)[:1]:
+        if parked.ready():
+            parked.wake()
+            self._parked.pop(parked, None)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("method", "defect"), [("until", evaluates_first), ("changed", tells_nobody), ("changed", tells_one)]
+)
+def test_a_wake_up_that_is_lost_is_found(monkeypatch, method, defect):
+    monkeypatch.setattr(Waits, method, defect)
+    monkeypatch.setattr(Strained.__init__, "__defaults__", (0.05, 1.0))
+    assert "a wake-up was lost" in (strain(range(200), deadline_s=2.0) or "")
 
 
 @pytest.mark.long

@@ -51,8 +51,9 @@ def make_oracle(
         size = size.num_rows(tables)
     whole, most = make_policy(policy, options).keeps_all, [table.rows for table in tables]
     group, distinct = group_by_width(widths)
-    # Copies of a row are in all caches; and how many places several oracles need together, none of them sees.
-    shared = trainers > 1 and options.oracles == 1 and not RULES[design].copies
+    # Copies of a row are in all caches; how many places several oracles need together, none of them sees; and where all
+    # rows stay, a later batch with more guests could not have the cache divided anew.
+    shared = trainers > 1 and options.oracles == 1 and not RULES[design].copies and not whole
 
     def share_out(needed: Sequence[int]) -> tuple[list[int], list[int]]:
         """The oracle of each table, and places."""

@@ -58,6 +58,7 @@ class Phase(Enum):
     WAITING = "between two iterations"
     TRAINING = "on a batch"
     STEPPED = "on a batch whose rows are updated"
+    CLOSING = "at the end of an epoch"
     CLOSED = "after an epoch"
 
 
@@ -209,11 +210,13 @@ class TrainLoop:
 
     def close(self) -> None:
         """End the epoch: write every updated row back and stop the background work; the model then looks rows up in
-        the store. The cache stays if the epoch has ended with its last batch and another one may go on."""
+        the store. The cache stays if the epoch has ended with its last batch and another one may go on.
+
+        A signal may arrive while it waits: then the next use goes on with it, as no row may be left behind (I4).
+        """
         if self.closed:
             return
-        is_stepped, self.phase = self.is_stepped, Phase.CLOSED
-        stuck = kept = False
+        is_stepped, self.phase = self.is_stepped, Phase.CLOSING
         try:
             saved = nullcontext() if self._checkpointer is None else self._checkpointer.ending(self)
             with saved, self._joint.leaving(early=not self._complete):
@@ -222,22 +225,27 @@ class TrainLoop:
                     self._checker.finished()
                 self._joint.end()
             self.has_updates = False
-            kept = self._complete and self._source.goes_on and self._pipeline.source_error is None
-        except Exception as error:
-            stuck = isinstance(error, DeadlineError)  # a stage may still read plans
-            self._joint.abort(error)
+        except BaseException as error:
+            if self._joint.abort(error) or isinstance(error, Exception):
+                self._closed(kept=False, stuck=isinstance(error, DeadlineError))  # a stage may still read plans
             raise
-        finally:
-            self._complete = kept
-            if kept:
-                self._kept = weakref.finalize(self, self._source.close)
-            else:
-                self._let_go(stuck=stuck)
-            self._joint.release()
-            self._abandoned()
-            self._lookups.workers = None
-            for allow in self._retired:
-                allow()
+        self._closed(kept=self._complete and self._source.goes_on and self._pipeline.source_error is None)
+
+    def _closed(self, *, kept: bool, stuck: bool = False) -> None:
+        """Nothing runs any more."""
+        with uninterrupted():
+            self.phase, self._complete = Phase.CLOSED, kept
+            try:
+                if kept:
+                    self._kept = weakref.finalize(self, self._source.close)
+                else:
+                    self._let_go(stuck=stuck)
+                self._joint.release()
+            finally:
+                self._abandoned()
+                self._lookups.workers = None
+                for allow in self._retired:
+                    allow()
 
     def release(self) -> None:
         """Close, and let go of the cache and of where plans come from: a further epoch begins with an empty one."""
@@ -333,7 +341,7 @@ class TrainLoop:
         if self._plan is None:
             return
         plan, self._plan = self._plan, None
-        if not self.closed:
+        if self.phase is not Phase.CLOSING:
             self.phase = Phase.WAITING
         self._micro, self._in_hand = [], []
         self._update.discard()
@@ -533,6 +541,8 @@ class TrainLoop:
 
     def flush(self) -> None:
         """Return when the store has every update so far."""
+        if self.phase is Phase.CLOSING:  # which was interrupted
+            self.close()
         if self.has_updates and not self.closed:
             self._joint.settle()
             self.cache.fence()
@@ -580,15 +590,37 @@ def uninterrupted() -> Iterator[None]:
         return
     handlers = {number: handler for number in SIGNALS if callable(handler := getsignal(number))}
     arrived: list[tuple[int, Any]] = []
-    for number in handlers:
-        set_handler(number, lambda number, frame: arrived.append((number, frame)))
     try:
+        for number in handlers:
+            set_handler(number, lambda number, frame: arrived.append((number, frame)))
         yield
     finally:
-        for number, handler in handlers.items():
-            set_handler(number, handler)
-        for number, frame in arrived:
+        try:
+            _restore(list(handlers.items()))
+        finally:
+            _deliver(arrived, handlers)
+
+
+def _restore(handlers: list[tuple[int, Any]]) -> None:
+    """All of them, also where one that is there again raises meanwhile: no signal may be held back for good."""
+    try:
+        while handlers:
+            set_handler(*handlers[-1])
+            handlers.pop()
+    finally:
+        if handlers:
+            _restore(handlers)
+
+
+def _deliver(arrived: list[tuple[int, Any]], handlers: Mapping[int, Callable[[int, Any], object]]) -> None:
+    """What was held back, each to its handler, also where one of them raises."""
+    try:
+        while arrived:
+            number, frame = arrived.pop(0)
             handlers[number](number, frame)
+    finally:
+        if arrived:
+            _deliver(arrived, handlers)
 
 
 def _abandon(pipeline: Pipeline[Any], sync: RowSync | None, helpers: list[Workers]) -> None:
