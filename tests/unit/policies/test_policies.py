@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bagpipe.cache import ALIGNMENT, RowCache
+from bagpipe.cache import RowCache
 from bagpipe.errors import CapacityError, ConfigError
 from bagpipe.kernels.oracle import KEEP
 from bagpipe.oracle.oracle import Oracle
@@ -19,6 +19,7 @@ from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies import POLICIES, PolicyOptions, make_policy
 from bagpipe.policies.base import Lookahead
 from bagpipe.policies.lookahead import AUTO_MAX, RAMP
+from bagpipe.row_ops import ALIGNMENT
 
 
 def plans_of(
