@@ -128,8 +128,8 @@ class DataConfig(Section):
 class WireConfig(Section):
     """How trainers and embedding servers talk."""
 
-    security: Literal["curve", "none"] = "curve"
-    """Between machines: curve encrypts and proves who both sides are, none sends plain bytes. What stays on this
+    security: Literal["tls", "none"] = "tls"
+    """Between machines: tls encrypts and proves who both sides are, none sends plain bytes. What stays on this
     machine is always plain."""
     shared_memory: bool | Literal["auto"] = "auto"
     """Whether rows go through memory that trainer and server share; auto: wherever both are on one host."""

@@ -28,9 +28,9 @@ from bagpipe.trainer.agreement import check_same, tell_all
 from bagpipe.trainer.joint_update import Peers
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.source import Opened, PlanStream, Source
-from bagpipe.wire.endpoint import Address
-from bagpipe.wire.listening import on_socket
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.keys import Address
+from bagpipe.wire.listener import on_socket
+from bagpipe.wire.stream import SocketNetwork
 
 if TYPE_CHECKING:
     from bagpipe.build import Spec
@@ -106,13 +106,7 @@ def _join(launch: Launch, source: Source, address: str) -> ScriptPlans:
     types = types_in(source.example)
     source.close()
     network = SocketNetwork(launch.security)
-    try:
-        return ScriptPlans(
-            network, address, source.adapter, types, run=launch.run, trainer=launch.trainer, on_close=network.close
-        )
-    except BaseException:
-        network.close()
-        raise
+    return ScriptPlans(network, address, source.adapter, types, run=launch.run, trainer=launch.trainer)
 
 
 def _check_points(points: Sequence[str]) -> None:

@@ -28,7 +28,6 @@ Checkpoints = Annotated[
     list[Path] | None,
     typer.Option("--checkpoints", help="Where trainers may have checkpoints, and below; may be repeated."),
 ]
-Threads = Annotated[int | None, typer.Option(help="That work on requests; 2 to 8, as there are cores, if not given.")]
 
 
 def server(
@@ -38,9 +37,8 @@ def server(
     store: StoreKind = "memory",
     directory: Directory = None,
     keys: KeyFile = None,
-    security: SecurityKind = "curve",
+    security: SecurityKind = "tls",
     memory_max: MemoryMax = None,
-    threads: Threads = None,
     checkpoints: Checkpoints = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,7 +59,6 @@ def server(
         store=_store(store),
         directory=None if directory is None else str(directory),
         memory_max=None if memory_max is None else memory_bytes("--memory-max", memory_max),
-        threads=threads,
         checkpoints=tuple(str(path.resolve()) for path in checkpoints or ()),
     )
     chosen = _security(keys, security)
@@ -92,8 +89,8 @@ def _security(keys: Path | None, security: str) -> Any:
     from bagpipe.errors import ConfigError
     from bagpipe.wire.keys import find_keys, load_keys
 
-    if security not in ("curve", "none"):
-        raise ConfigError(f"--security is {security!r}: give curve or none")
+    if security not in ("tls", "none"):
+        raise ConfigError(f"--security is {security!r}: give tls or none")
     if security == "none":
         if keys is not None:
             raise ConfigError(f"--keys {keys} and --security none contradict each other: give one of them")

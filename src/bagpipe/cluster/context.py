@@ -38,7 +38,7 @@ from bagpipe.world import World
 
 if TYPE_CHECKING:
     from bagpipe.build import Spec
-    from bagpipe.store.remote import RemoteStore
+    from bagpipe.server.client import RemoteStore
     from bagpipe.trainer.loop import TrainLoop
     from bagpipe.trainer.meeting import MeetingPoint
 
@@ -167,9 +167,9 @@ class Launch(World):
 
     def open_store(self, tables: Sequence[RowSource]) -> RemoteStore:
         """The rows of these tables, on the servers of the launch."""
-        from bagpipe.store.links import Patience
-        from bagpipe.store.remote import RemoteStore
-        from bagpipe.wire.sockets import SocketNetwork
+        from bagpipe.server.client import RemoteStore
+        from bagpipe.wire.client import Patience
+        from bagpipe.wire.stream import SocketNetwork
 
         wire, network = self.config.wire, SocketNetwork(self.security)
         return RemoteStore(
@@ -183,7 +183,6 @@ class Launch(World):
             shared_memory=wire.shared_memory,
             patience=Patience(retry_s=min(5.0, wire.deadline_s / 4), deadline_s=wire.deadline_s),
             watch=(self.attempt or Attempt()).gone,
-            on_close=network.close,
         )
 
 

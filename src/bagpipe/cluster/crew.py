@@ -36,7 +36,7 @@ from bagpipe.job import Job
 from bagpipe.recovery import RolesLost
 from bagpipe.resuming import CHECKPOINTS
 from bagpipe.server.process import ServerOptions
-from bagpipe.wire.endpoint import Address, parse_address
+from bagpipe.wire.keys import Address, parse_address
 
 START_S = 180.0
 STOP_S = 30.0

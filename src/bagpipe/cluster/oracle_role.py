@@ -8,8 +8,8 @@ from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import Wiring
 from bagpipe.data.service import DataOrder, RemoteBatches
 from bagpipe.oracle.service import OracleService, PlanSettings
-from bagpipe.wire.listening import on_socket
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.listener import on_socket
+from bagpipe.wire.stream import SocketNetwork
 
 
 class OracleRole(Role):
@@ -35,7 +35,6 @@ class OracleRole(Role):
         self._opened.close()
         with ExitStack() as stack:
             network = SocketNetwork(wiring.client)
-            stack.callback(network.close)
             run = wiring.session(generation)
             batches = RemoteBatches(network, processors, order, run=run, start=settings.first_needed(done))
             stack.callback(batches.close)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import Wiring
 from bagpipe.data.service import DataOrder, DataProcessorService
-from bagpipe.wire.listening import on_socket
+from bagpipe.wire.listener import on_socket
 
 
 class ProcessorRole(Role):

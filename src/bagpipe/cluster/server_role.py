@@ -9,8 +9,8 @@ from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import Failure, Wiring
 from bagpipe.errors import BagpipeError, ClusterError
-from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.process import Ready, ServerOptions, serve
+from bagpipe.server.server import EmbeddingServer
 
 READY_S = 120.0
 STOP_S = 30.0

@@ -25,7 +25,7 @@ from typing import Any
 
 from bagpipe.cluster.extra import import_ray
 from bagpipe.errors import ClusterError, ConfigError, DeadlineError
-from bagpipe.wire.endpoint import parse_address
+from bagpipe.wire.keys import parse_address
 
 KEEPER = Path(__file__).with_name("keeper.py")
 START_S = 90.0

@@ -37,7 +37,7 @@ from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.training import train_in
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.stream import SocketNetwork
 
 REPORT_S = 0.25
 """How often it leaves word, and hears whether its generation is over."""
@@ -126,7 +126,6 @@ class TrainerRole(Role):
 
         with ExitStack() as stack:
             network = SocketNetwork(task.wiring.client)
-            stack.callback(network.close)
             launch = self._launch(task, job.config, attempt)
             run = task.wiring.session(task.generation)
             plans = RemotePlans(

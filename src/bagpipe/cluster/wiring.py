@@ -8,12 +8,11 @@ from typing import Literal
 from bagpipe.cluster.interface import LOOPBACK
 from bagpipe.cluster.settings import Introduction, Wiring
 from bagpipe.errors import ClusterError
-from bagpipe.wire.endpoint import Address
-from bagpipe.wire.keys import Security, new_keys
+from bagpipe.wire.keys import Address, Security, new_keys
 
 
 def wire(
-    introductions: dict[str, Introduction], interface: str | None, security: Literal["curve", "none"]
+    introductions: dict[str, Introduction], interface: str | None, security: Literal["tls", "none"]
 ) -> tuple[dict[str, str], Wiring]:
     """Where each role listens, and with which keys: loopback on one machine, else as asked and encrypted."""
     one_machine = len({introduction.machine for introduction in introductions.values()}) == 1
@@ -31,6 +30,6 @@ def wire(
     listener: Security = None
     client: Security = None
     if len(local) < len(addresses):
-        listener, client = new_keys() if security == "curve" else ("none", "none")
+        listener, client = new_keys() if security == "tls" else ("none", "none")
     hosts = {role: str(address) for role, address in addresses.items()}
     return hosts, Wiring(os.urandom(16), listener, client)

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,9 @@ from bagpipe.data.samples_wire import pack_samples
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.failpoints import reach
 from bagpipe.wire.arrays import Packing, Unpacking
-from bagpipe.wire.channel import Network
-from bagpipe.wire.dispatch import Reply
-from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpected
-from bagpipe.wire.listening import Listen, Listening
-from bagpipe.wire.messages import Failed, Message
+from bagpipe.wire.client import AHEAD, Client, Patience, Series, unexpected
+from bagpipe.wire.connection import TICK_S, Listen, Listening, Network, Peer
+from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import GetBatch, GotBatch
 
 if TYPE_CHECKING:
@@ -146,11 +144,12 @@ class DataProcessorService:
             self._pool.shutdown(cancel_futures=True)
             self._groups.clear()
 
-    def handle(self, peer: bytes, message: Message, reply: Reply) -> None:  # noqa: ARG002
+    def handle(self, peer: Peer, message: Message) -> None:
         """Answer a request; what is wrong with it or with the data is raised."""
         body = message.body
         if message.run != self._run:
             raise WireError("a message of another run: check the addresses")
+        peer.admit()
         if not isinstance(body, GetBatch):
             raise WireError(f"a data processor was sent {type(body).__name__}: it gives batches only")
         if body.order != self._fingerprint:
@@ -163,6 +162,8 @@ class DataProcessorService:
         group = body.number // self._order.group_batches
         reading = self._group(group)
         self._read_ahead(group + self._processors)
+        while not wait([reading], TICK_S).done:
+            peer.still_waiting(f"reads the samples of batch {body.number}")
         samples = reading.result()[body.number % self._order.group_batches]
         reach("data.group.read")
         packing = Packing()
@@ -172,7 +173,7 @@ class DataProcessorService:
             self._batches += 1
             self._bytes_sent += sum(buffer.nbytes for buffer in buffers)
             self._last_batch = body.number
-        reply(Message(message.run, message.generation, message.request, GotBatch(head), buffers))
+        peer.reply(GotBatch(head), buffers)
         reach("data.batch.sent")
 
     def _group(self, group: int) -> Future[list[Samples]]:
@@ -222,18 +223,12 @@ class RemoteBatches:
         if not addresses:
             raise ConfigError("there are no data processors: give at least one address")
         self._order, self._start, self._fingerprint = order, start, order.fingerprint()
-        self._answers = InOrder(
-            network,
-            addresses,
-            lambda number: GetBatch(number, self._fingerprint),
-            what=lambda number: f"batch {number}",
-            run=run,
-            place=lambda number: order.processor(number, len(addresses)),
-            start=start,
-            stop=order.num_batches,
+        self._answers = Series(
+            [Client(network, each, f"the data processor at {each}", run=run, patience=patience) for each in addresses],
+            lambda number: GetBatch(number, self._fingerprint), lambda number: f"batch {number}",
+            place=lambda number: order.processor(number, len(addresses)), start=start, stop=order.num_batches,
             ahead=ahead,
-            patience=patience,
-        )
+        )  # fmt: skip
 
     def __iter__(self) -> Generator[Batch, None, None]:
         try:
@@ -262,8 +257,6 @@ class RemoteBatches:
         if message is None:
             raise PipelineError(f"reading was ended before batch {number}")
         body = message.body
-        if isinstance(body, Failed):
-            raise named_error(body, f"the data processor at {self._answers.address(number)}")
         if not isinstance(body, GotBatch):
             raise unexpected(body, f"batch {number}")
         if body.head.number != number:

@@ -1,7 +1,7 @@
-"""Plans that are ready for trainers, kept until all have received them, and requests that came before their plan.
+"""Plans that are ready for trainers, kept until all have received them.
 
-An iteration asked for again gets the same bytes again. Neither plans nor requests pile up: who makes plans waits for
-room, and who asks too far ahead is refused (I5).
+An iteration asked for again gets the same bytes again. Plans do not pile up: who makes them waits for room, and who
+asks too far ahead is refused (I5).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from threading import Lock
 from bagpipe.errors import WireError
 from bagpipe.failpoints import reach
 from bagpipe.waits import Waits
-from bagpipe.wire.dispatch import Reply
-from bagpipe.wire.messages import Body, Message
-from bagpipe.wire.plan_messages import NotYet
+from bagpipe.wire.connection import Peer, wait_telling
+from bagpipe.wire.messages import Body
 from bagpipe.wire.records import NO_ITERATION
 
 DESCRIPTION = NO_ITERATION
@@ -33,12 +32,6 @@ class Answer:
     buffers: Sequence[memoryview] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    message: Message
-    reply: Reply
-
-
 class Outbox:
     """Answers by iteration, one a trainer; may be used by any thread."""
 
@@ -51,7 +44,6 @@ class Outbox:
         """Of each iteration one for each trainer."""
         self._next = 0
         self._end: Answer | None = None
-        self._parked: dict[tuple[int, int], _Request] = {}
         self._closed = False
         self._lock, self._waits = Lock(), Waits()
 
@@ -69,7 +61,7 @@ class Outbox:
         """What the plans are like, before the first one; the same for all."""
         with self._lock:
             self._answers[DESCRIPTION] = [answer] * len(self._received)
-        self._answer_parked()
+        self._waits.changed()
 
     def put(self, iteration: int, answers: Sequence[Answer]) -> bool:
         """Add the plan of the next iteration, a part for each trainer, once there is room; False after `close`."""
@@ -82,20 +74,18 @@ class Outbox:
             if iteration > self.received:  # after a restart trainers may have it already
                 self._answers[iteration] = answers
             self._next = iteration + 1
-        self._answer_parked()
+        self._waits.changed()
         return True
 
     def finish(self, answer: Answer) -> None:
         """There are no more plans for anybody, and this is why."""
         with self._lock:
             self._end = answer
-        self._answer_parked()
+        self._waits.changed()
 
-    def ask(self, trainer: int, iteration: int, received: int, message: Message, reply: Reply) -> None:
-        """Answer a request now or when its plan is there; `received` are the plans that this trainer has."""
+    def answer(self, peer: Peer, trainer: int, iteration: int, received: int) -> None:
+        """Answer a request once its plan is there; `received` are the plans that this trainer has."""
         with self._lock:
-            if self._closed:
-                return
             if trainer not in self._received:
                 raise WireError(f"trainer {trainer} asks for plans: there are {len(self._received)}, counted from 0")
             if DESCRIPTION < iteration <= self._received[trainer]:
@@ -103,20 +93,22 @@ class Outbox:
             if iteration > max(self._received[trainer], received) + AHEAD_MAX:
                 raise WireError(f"trainer {trainer} asks for plan {iteration} and has received those up to {received}")
             self._receive(trainer, received)
-            answer = self._find(trainer, iteration)
-            if answer is None:
-                again = (trainer, iteration) in self._parked
-                self._parked[trainer, iteration] = _Request(message, reply)  # the newest: it may have reconnected
-                if again:
-                    answer = Answer(NotYet(f"has planned {self._next} iterations and reads on"))
-        if answer is not None:
-            self._send(_Request(message, reply), answer)
+        wait_telling(
+            peer, self._waits, lambda: f"has planned {self._next} iterations and reads on",
+            lambda: self._closed or self._find(trainer, iteration) is not None, lambda: self._next,
+        )  # fmt: skip
+        answer = self._find(trainer, iteration)
+        if answer is None:
+            raise ConnectionAbortedError("nothing is answered any more")
+        self.num_sent += bool(answer.buffers)
+        self.bytes_sent += sum(buffer.nbytes for buffer in answer.buffers)
+        peer.reply(answer.body, answer.buffers)
+        reach("oracle.plan.sent")
 
     def close(self) -> None:
         """Let whoever waits for room go; nothing is answered any more."""
         with self._lock:
             self._closed = True
-            self._parked.clear()
             self._answers.clear()
         self._waits.changed()
 
@@ -125,26 +117,9 @@ class Outbox:
             self._received[trainer] = received
             for iteration in [each for each in self._answers if DESCRIPTION < each <= self.received]:
                 del self._answers[iteration]
-            for key in [key for key in self._parked if key[0] == trainer and DESCRIPTION < key[1] <= received]:
-                del self._parked[key]
             self._waits.changed()
 
     def _find(self, trainer: int, iteration: int) -> Answer | None:
         if (answers := self._answers.get(iteration)) is not None:
             return answers[trainer]
         return self._end if iteration >= self._next or iteration == DESCRIPTION else None
-
-    def _answer_parked(self) -> None:
-        with self._lock:
-            found = [(key, answer) for key in self._parked if (answer := self._find(*key)) is not None]
-            released = [(self._parked.pop(key), answer) for key, answer in found]
-        for request, answer in released:  # not under the lock: sending may take one of its own
-            self._send(request, answer)
-
-    def _send(self, request: _Request, answer: Answer) -> None:
-        if answer.buffers:
-            self.num_sent += 1
-            self.bytes_sent += sum(buffer.nbytes for buffer in answer.buffers)
-        message = request.message
-        request.reply(Message(message.run, message.generation, message.request, answer.body, answer.buffers))
-        reach("oracle.plan.sent")

@@ -34,8 +34,7 @@ from bagpipe.policy_options import DEFAULTS, PolicyOptions
 from bagpipe.trainer.divided import Divided
 from bagpipe.trainer.source import Group, Source
 from bagpipe.types import Batch, Table
-from bagpipe.wire.dispatch import Reply
-from bagpipe.wire.listening import Listen, Listening
+from bagpipe.wire.connection import Listen, Listening, Peer
 from bagpipe.wire.messages import Failed, Message
 from bagpipe.wire.plan_messages import (
     DescribePlans,
@@ -228,15 +227,16 @@ class OracleService:
         if self._thread.is_alive():
             raise DeadlineError(f"the oracle's data gave no batch for {CLOSE_S:.0f} s, so it could not be closed")
 
-    def handle(self, peer: bytes, message: Message, reply: Reply) -> None:  # noqa: ARG002
-        """Answer a request, now or when its plan is ready."""
+    def handle(self, peer: Peer, message: Message) -> None:
+        """Answer a request, once its plan is ready."""
         body = message.body
         if message.run != self._run:
             raise WireError("a message of another run: check the addresses")
+        peer.admit()
         if isinstance(body, DescribePlans):
-            self._outbox.ask(body.trainer, DESCRIPTION, DESCRIPTION, message, reply)
+            self._outbox.answer(peer, body.trainer, DESCRIPTION, DESCRIPTION)
         elif isinstance(body, NextPlan):
-            self._outbox.ask(body.trainer, body.iteration, body.received, message, reply)
+            self._outbox.answer(peer, body.trainer, body.iteration, body.received)
         else:
             raise WireError(f"an oracle was sent {type(body).__name__}: it gives plans only")
 

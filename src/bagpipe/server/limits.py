@@ -17,12 +17,8 @@ class ServerLimits:
     width_max: int = 1 << 16
     """Floats of a row."""
     trainers_max: int = 4096
-    clients_max: int = 4096
-    """Connections that are remembered; the one that was silent longest is forgotten first, and may open again."""
-    parked_max: int = 1024
-    """Reads that wait for trainers; more are asked to come again at once."""
-    park_s: float = 2.0
-    """How long a read waits before it is asked to come again."""
+    waiting_bytes: int = 64 << 20
+    """Ids of reads that wait for trainers; more are asked to come again."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -20,11 +20,11 @@ import msgspec
 
 from bagpipe.config import Config, store_memory_bytes
 from bagpipe.errors import ConfigError, StoreError
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.process import Ready, ServerOptions
 from bagpipe.store.base import RowSource
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.client import Patience
+from bagpipe.wire.stream import SocketNetwork
 
 READY_S = 120.0
 END_S = 30.0
@@ -180,10 +180,7 @@ def open_stores(config: Config, tables: Sequence[RowSource], run_dir: Path, trai
     def end() -> None:
         if in_use.acquire(blocking=False):
             return  # others use them still
-        try:
-            network.close()
-        finally:
-            servers.close()
+        servers.close()
 
     try:
         for trainer in range(trainers):

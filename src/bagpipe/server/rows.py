@@ -13,11 +13,11 @@ import numpy as np
 
 from bagpipe.arrays import Int64s
 from bagpipe.errors import StoreError, WireError
-from bagpipe.server.shared import Regions, regions
 from bagpipe.store.base import TablePart
 from bagpipe.store.versioned import VersionedStore
 from bagpipe.wire.checks import check_read, check_write, columns_of, totals
 from bagpipe.wire.messages import Part, Read, Rows, Scan, Scanned, Write
+from bagpipe.wire.shared import Regions, regions
 
 Buffers = Sequence[memoryview]
 

@@ -7,7 +7,8 @@ directories, or it is refused (I8).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -20,20 +21,19 @@ from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.point import START, ResumePoint, check_rows, directory_name
 from bagpipe.checkpoint.rows import Report
 from bagpipe.errors import StoreError
-from bagpipe.server.membership import Membership
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.storage import Storage
 from bagpipe.server.work import Work
 from bagpipe.store.versioned import LAYER_BYTES, VersionedStore
-from bagpipe.wire.messages import Body
-from bagpipe.wire.recovery_messages import AskWork, Load, Mark, Save, Saved, Worked, Working
+from bagpipe.wire.recovery_messages import Load, Mark, Save, Saved
 
 ORDERED = Mark | Save | Saved | Load
 OrderedBody: TypeAlias = Mark | Save | Saved | Load
-Answered: TypeAlias = tuple[Body, Sequence[memoryview]]
+Alone: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Lets nobody use rows meanwhile, and tells them why."""
 
 _WORKS_KEPT = 16
-_REPLACING = "rows are replaced"
+_REPLACING = "they become those of a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class ServerRows:
     """The rows of server `number` of `of`. Calls that change marks come one at a time, while nobody writes."""
 
     def __init__(
-        self, storage: Storage, safety: Safety, number_of: tuple[int, int], bytes_max: int, members: Membership
+        self, storage: Storage, safety: Safety, number_of: tuple[int, int], bytes_max: int, alone: Alone
     ) -> None:
         self.rows: RowAccess | None = None
         self._storage, self._safety, self._number_of, self._bytes_max = storage, safety, number_of, bytes_max
-        self._members = members
+        self._alone = alone
         self._versions: VersionedStore | None = None
         self._saved: Path | None = None
         """The last checkpoint that is known to be complete."""
@@ -124,17 +124,10 @@ class ServerRows:
                 self._works.popitem(last=False)
         return [work]
 
-    def answer(self, trainer: int, body: AskWork) -> Answered:
-        """How far something is."""
+    def work(self, trainer: int, sequence: int) -> Work | None:
+        """What was begun with this number and takes long, if anything was; the last few are known."""
         with self._lock:
-            work = self._works.get((trainer, body.sequence))
-        if work is None:
-            raise StoreError(f"nothing was begun with number {body.sequence}, or it is forgotten: begin anew")
-        if not work.is_over:
-            return Working(work.progress), ()
-        if work.failed is not None:
-            return work.failed, ()
-        return Worked(), (memoryview(work.result or b""),)
+            return self._works.get((trainer, sequence))
 
     def stop(self) -> None:
         """Nothing is under way any more when this returns; if it raises, something may be: call it again."""
@@ -174,17 +167,11 @@ class ServerRows:
         self._check_names(body.names)
         tables = list(zip(body.names, self.widths or (), strict=True))
         check_rows(point.open(self._safety.disk), tables, point.is_initial)
-        return Work(f"loading {point}", lambda work: self._alone(point, body.names, work.report))
+        return Work(f"loading {point}", lambda work: self._replace(point, body.names, work.report))
 
-    def _alone(self, point: ResumePoint, names: Sequence[str], report: Report) -> bytes:
-        """Replace rows while nobody uses them; then iterations are trained anew that trainers had passed."""
-        gate = self._members.gate
-        try:
-            gate.close(_REPLACING)
+    def _replace(self, point: ResumePoint, names: Sequence[str], report: Report) -> bytes:
+        with self._alone(_REPLACING):
             self._restore(point, names, report)
-            self._members.watermark.begin_anew()
-        finally:
-            gate.open(_REPLACING)
         return b""
 
     # What whoever looks after the run asks for

@@ -69,19 +69,16 @@ class StoreView(Store):
     def read_many(self, parts: Sequence[TablePart], after: int = NO_ITERATION) -> None:
         """Fill the values of several tables' rows; StoreError before every trainer has passed iteration `after`."""
         if not self.reached(after):
-            behind = [f"trainer {other} ({passed})" for other, passed in self._watermark.behind(after).items()]
             raise StoreError(
-                f"trainer {self._trainer} reads rows after iteration {after}, which others have still to write, each "
-                f"with the last iteration that it wrote: {', '.join(behind)}; wait until it is reached"
+                f"trainer {self._trainer} reads rows after iteration {after}, which trainers "
+                f"{self._watermark.behind(after)} have still to write: wait until it is reached"
             )
         self._store.read_many(parts, after)
 
     def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:
         """Set rows of several tables; then this trainer has passed iteration `passed`, also without rows."""
         self._store.write_many(parts, passed)
-        before = self._watermark.reached
-        self._watermark.advance(self._trainer, passed)
-        if self._watermark.reached != before:
+        if self._watermark.advance(self._trainer, passed):
             for notify in self._notify:
                 notify()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bagpipe.adapt import Adapter
-from bagpipe.errors import ConfigError, PipelineError, WireError
+from bagpipe.errors import ConfigError, WireError
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_shape import PlanShape
@@ -18,9 +18,9 @@ from bagpipe.oracle.plan_wire import unpack_plan
 from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.source import Group, Plans, planned_batches
 from bagpipe.types import Batch
-from bagpipe.wire.channel import Network
-from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpected
-from bagpipe.wire.messages import Body, Failed
+from bagpipe.wire.client import AHEAD, Client, Patience, Series, unexpected
+from bagpipe.wire.connection import Network
+from bagpipe.wire.messages import Body
 from bagpipe.wire.plan_messages import (
     DescribePlans,
     DividedBy,
@@ -57,23 +57,16 @@ class RemotePlans:
         self._name, self._trainer, self._done = f"the oracle at {address}", trainer, done
         self._num_batches = 0
         self._adapter: Adapter | None = None
-        self._abandoned = ""
-        self._asking: InOrder | None = None
-        """What is waited for now."""
+        self._client = Client(network, address, self._name, run=run, patience=patience)
         on_connect(self)
-        self.described = self._describe(network, address, run, patience)
-        """What the plans are like: tables, row widths, slots."""
-        self._shape = PlanShape.of(self.described, trainer)
-        self._answers = InOrder(
-            network,
-            [address],
-            self._request,
-            what=lambda iteration: f"plan {iteration}",
-            run=run,
-            ahead=ahead,
-            patience=patience,
-        )
-        self._wait_for(self._answers)
+        try:
+            self.described = self._describe()
+            """What the plans are like: tables, row widths, slots."""
+            self._shape = PlanShape.of(self.described, trainer)
+        except BaseException:
+            self._client.close()
+            raise
+        self._answers = Series([self._client], self._request, lambda iteration: f"plan {iteration}", ahead=ahead)
 
     def check(self, layouts: Sequence[RowLayout], division: DividedBy | None = None) -> None:
         """ConfigError if the oracle plans for another model than that of these rows, or for other trainers."""
@@ -99,8 +92,6 @@ class RemotePlans:
             body = message.body
             if isinstance(body, NoMorePlans) and body.iterations == iteration:
                 return
-            if isinstance(body, Failed):
-                raise named_error(body, self._name)
             if not isinstance(body, Planned | PlannedPart):
                 raise unexpected(body, f"plan {iteration}")
             plan, group = self._read(body, message.buffers, iteration)
@@ -109,8 +100,6 @@ class RemotePlans:
             assert self._adapter is not None
             yield plan, planned_batches(plan, group, self._shape.tables, self._adapter)
             iteration += 1
-        if self._abandoned:
-            raise PipelineError(self._abandoned)
 
     def position(self, iterations: int) -> dict[str, Any]:
         """Where in the data training is after so many iterations of these."""
@@ -131,9 +120,7 @@ class RemotePlans:
 
     def abandon(self, reason: str) -> None:
         """The same from another thread, as an error of this text where the next plan is due."""
-        self._abandoned = reason
-        if self._asking is not None:
-            self._asking.interrupt()
+        self._client.interrupt(reason)
 
     def close(self) -> None:
         """Let go of the connection; a second call does nothing."""
@@ -161,37 +148,14 @@ class RemotePlans:
             self._adapter.require(names)
         return plan, _group(batches, names)
 
-    def _wait_for(self, asking: InOrder) -> None:
-        self._asking = asking
-        if self._abandoned:
-            asking.interrupt()
-
     def _request(self, iteration: int) -> Body:
         return NextPlan(self._trainer, iteration, self._answers.next - 1)
 
-    def _describe(self, network: Network, address: str, run: bytes, patience: Patience | None) -> PlansDescribed:
-        trainer = self._trainer
-        asking = InOrder(
-            network,
-            [address],
-            lambda _: DescribePlans(trainer),
-            what=lambda _: "a description of the plans",
-            run=run,
-            stop=1,
-            patience=patience,
-        )
-        self._wait_for(asking)
-        try:
-            message = asking.take()
-        finally:
-            asking.close()
-        if message is None:
-            raise PipelineError(self._abandoned)
-        if isinstance(message.body, Failed):
-            raise named_error(message.body, self._name)
-        if not isinstance(message.body, PlansDescribed):
-            raise unexpected(message.body, "a description of plans")
-        return message.body
+    def _describe(self) -> PlansDescribed:
+        body = self._client.call(DescribePlans(self._trainer), what="a description of the plans").body
+        if not isinstance(body, PlansDescribed):
+            raise unexpected(body, "a description of plans")
+        return body
 
 
 def _described(division: DividedBy | None) -> str:

@@ -6,7 +6,7 @@ The first one takes its own parts as they are made, so that nothing of them is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from bagpipe.adapt import Adapter
@@ -25,10 +25,8 @@ from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.source import Group, Plans, planned_batches
 from bagpipe.wire.arrays import TYPES, Packing, Unpacking
-from bagpipe.wire.channel import Network
-from bagpipe.wire.dispatch import Reply
+from bagpipe.wire.connection import Listen, Network, Peer
 from bagpipe.wire.limits import LIMITS
-from bagpipe.wire.listening import Listen
 from bagpipe.wire.messages import Failed, Message
 from bagpipe.wire.plan_messages import (
     BatchHead,
@@ -140,11 +138,12 @@ class ServedPlans:
             self._finish(Answer(Failed(PipelineError.__name__, f"its loader failed: {type(error).__name__}: {error}")))
             raise
 
-    def handle(self, peer: bytes, message: Message, reply: Reply) -> None:  # noqa: ARG002
-        """Answer another trainer, now or when its plan is there."""
+    def handle(self, peer: Peer, message: Message) -> None:
+        """Answer another trainer, once its plan is there."""
         body = message.body
         if message.run != self._run:
             raise WireError("a message of another run: check the addresses")
+        peer.admit()
         if not isinstance(body, DescribePlans | NextPlan):
             raise WireError(f"trainer 0 was sent {type(body).__name__}: it gives plans only")
         if not 1 <= body.trainer < self._partition.trainers:
@@ -152,11 +151,11 @@ class ServedPlans:
                 f"trainer {body.trainer} asks trainer 0 for plans: 1 to {self._partition.trainers - 1} may do that"
             )
         if self._interrupted and self._end is not None:
-            reply(Message(message.run, message.generation, message.request, self._end.body))
+            peer.reply(self._end.body)
         elif isinstance(body, NextPlan):
-            self._outbox.ask(body.trainer - 1, body.iteration, body.received, message, reply)
+            self._outbox.answer(peer, body.trainer - 1, body.iteration, body.received)
         else:
-            self._outbox.ask(body.trainer - 1, DESCRIPTION, DESCRIPTION, message, reply)
+            self._outbox.answer(peer, body.trainer - 1, DESCRIPTION, DESCRIPTION)
 
     def stats(self) -> dict[str, Any]:
         """How long the loader was waited for."""
@@ -212,20 +211,14 @@ class ScriptPlans(RemotePlans):
         *,
         run: bytes,
         trainer: int,
-        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`adapter` and `types` are those of a batch of this trainer's own loader."""
         super().__init__(network, address, run=run, trainer=trainer)
         self._name = "trainer 0"
-        self._adapter, self._types, self._on_close = adapter, types, on_close
+        self._adapter, self._types = adapter, types
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """The first trainer does it for all."""
-
-    def close(self) -> None:
-        """Let go of the connection; a second call does nothing."""
-        super().close()
-        self._on_close()
 
     def _read(self, body: Planned | PlannedPart, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
         name = f"the plan of iteration {iteration}"

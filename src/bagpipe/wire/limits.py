@@ -1,4 +1,4 @@
-"""What a peer may ask of this process: bytes, frames, queues and silence all have an end (promise I5)."""
+"""What a peer may ask of this process: bytes, connections and silence all have an end (promise I5)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ class Limits:
     buffers: int = 4
     """Raw buffers of a message."""
     buffer_bytes: int = 64 << 20
-    """Of one raw buffer; no frame may be longer."""
+    """Of one raw buffer."""
     message_bytes: int = 128 << 20
-    """Of all frames of a message."""
-    queue_messages: int = 32
-    """That wait in each direction of a connection. A client must not have more requests unanswered: a server drops
-    answers that a client does not take, since it waits for nobody."""
-    send_wait_s: float = 5.0
-    """How long a client waits for room in its queue."""
-    handshake_s: float = 10.0
-    """How long a new connection may take to say who it is."""
-    heartbeat_s: float = 5.0
-    """How often a side that hears nothing asks whether the other is there."""
-    silence_s: float = 30.0
-    """How long it waits for the answer before it gives the connection up; also the time that one frame may take."""
+    """Of the body and all buffers of a message."""
+    stranger_bytes: int = 64 << 10
+    """Of a message of a peer that has not shown yet that it belongs to the run."""
+    strangers: int = 64
+    """Such peers; one more takes the place of the one that came first."""
+    stranger_s: float = 5.0
+    """How long a peer may take to show it, its handshake included."""
+    connections: int = 1024
+    """Of a listener in all."""
+    memory_bytes: int = 256 << 20
+    """Of all requests of one kind that a listener reads or answers; reads and writes are two."""
+    memory_wait_s: float = 30.0
+    """How long a request waits for room among them."""
+    stall_s: float = 10.0
+    """How long nothing may come of a message that has begun."""
+    send_s: float = 60.0
+    """How long a peer may take nothing of an answer."""
+    bytes_per_second: int = 16 << 10
+    """Of a message; one that comes more slowly is given up."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if (value := getattr(self, each.name)) <= 0:
                 raise ConfigError(f"the limit {each.name} is {value}: give more than 0")
-
-    @property
-    def frames(self) -> int:
-        """Of a message: header, body and buffers."""
-        return 2 + self.buffers
 
 
 LIMITS = Limits()

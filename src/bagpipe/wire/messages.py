@@ -4,14 +4,14 @@ A server knows rows as `width` float32 numbers by (table, id), and nothing of op
 which rows were ever written, and who asked computes the others, which therefore never travel.
 
 Ids and rows of a client with shared memory may lie there instead: then a request has no buffers, nor has its answer,
-and what lies where follows from the parts (`bagpipe.server.shared`).
+and what lies where follows from the parts (`bagpipe.wire.shared`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -33,18 +33,6 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Of a read: how many columns of each row, the first ones. Rows are written whole."""
 
 
-class SharedMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Memory of the client that a server on the same host may use in place of buffers: a sealed memfd."""
-
-    boot: Annotated[str, msgspec.Meta(max_length=64)]
-    """Which boot of which host: /proc/sys/kernel/random/boot_id."""
-    pid: Positive
-    descriptor: Count
-    num_bytes: Count
-    token: Annotated[bytes, msgspec.Meta(max_length=64)]
-    """What lies at its beginning, so that it can't be taken for another."""
-
-
 class Open(Record, frozen=True):
     """A client introduces itself: the first message of every connection. Asking again changes nothing."""
 
@@ -52,7 +40,10 @@ class Open(Record, frozen=True):
     trainers: Positive
     widths: list[Positive]
     """Of the rows of each table; all clients of a run must agree."""
-    shared: SharedMemory | None = None
+    kind: Literal["reads", "writes"]
+    """What it will ask for here. Each has memory of its own, so that no write waits behind a read that waits for it."""
+    shared_bytes: Count = 0
+    """Of the memory that came as a descriptor with this message; 0: none did."""
     passed: Iteration = NO_ITERATION
     """What this trainer has written before it came is of iterations up to this one."""
 
@@ -72,10 +63,6 @@ class Opened(Record, frozen=True):
     """Most bytes of ids and rows that one request may carry or ask for."""
 
 
-class Unopened(Record, frozen=True):
-    """The server does not know this connection (any more): open it, then ask again. Nothing was done."""
-
-
 class Read(Record, frozen=True):
     """Rows, once every trainer has passed iteration `after`. Buffer: ids, int64."""
 
@@ -87,17 +74,6 @@ class Rows(Record, frozen=True):
     """The rows asked for that were ever written. Buffers: one byte an id (1: it is here), then those rows, float32."""
 
     count: Count
-
-
-class Waiting(Record, frozen=True):
-    """Not yet: these trainers have not passed the iteration of the read. Ask again; nothing is kept of it.
-
-    Without trainers: the server is not ready for any request, because its rows are being replaced.
-    """
-
-    trainers: list[Count]
-    passed: list[Iteration]
-    """How far each of them is."""
 
 
 class Write(Record, frozen=True):
@@ -157,6 +133,17 @@ class Stats(Record, frozen=True):
     uptime_s: float
 
 
+class NotYet(Record, frozen=True):
+    """The request was heard, and its answer will come; said again every few seconds."""
+
+    why: str
+    """What is waited for, for people."""
+    progress: Count = 0
+    """Grows as long as something happens."""
+    again: bool = False
+    """There is no room to wait here: ask again after a while."""
+
+
 class Failed(Record, frozen=True):
     """The request was refused and changed nothing."""
 
@@ -170,16 +157,15 @@ class Failed(Record, frozen=True):
 Body: TypeAlias = (
     Open
     | Opened
-    | Unopened
     | Read
     | Rows
-    | Waiting
     | Write
     | Written
     | Scan
     | Scanned
     | AskStats
     | Stats
+    | NotYet
     | Failed
     | PlanBody
     | RecoveryBody

@@ -54,12 +54,6 @@ class GotBatch(Record, frozen=True):
     head: BatchHead
 
 
-class NotYet(Record, frozen=True):
-    """It is being worked on, and the answer will come; for those who ask a second time."""
-
-    why: str
-
-
 class PlannedTable(Value, frozen=True):
     """A table as the oracle knows it."""
 
@@ -159,5 +153,5 @@ class NoMorePlans(Record, frozen=True):
 
 
 PlanBody: TypeAlias = (
-    GetBatch | GotBatch | NotYet | DescribePlans | PlansDescribed | NextPlan | Planned | NoMorePlans | PlannedPart
+    GetBatch | GotBatch | DescribePlans | PlansDescribed | NextPlan | Planned | NoMorePlans | PlannedPart
 )

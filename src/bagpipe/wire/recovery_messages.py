@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from bagpipe.wire.records import Count, Positive, Record
+from bagpipe.wire.records import Count, Record
 
 Directory: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 TableName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -30,7 +30,7 @@ class Mark(Record, frozen=True):
 
 
 class Save(Record, frozen=True):
-    """Begin to write row files of this mark into a directory that is there. Answer: Written; then AskWork."""
+    """Begin to write row files of this mark into a directory that is there. Answer: Worked."""
 
     trainer: Count
     sequence: Count
@@ -53,7 +53,7 @@ class Saved(Record, frozen=True):
 
 
 class Load(Record, frozen=True):
-    """Begin to make all rows this server's share of a checkpoint. Answer: Written; then AskWork."""
+    """Begin to make all rows this server's share of a checkpoint. Answer: Worked."""
 
     trainer: Count
     sequence: Count
@@ -71,19 +71,6 @@ class Confirm(Record, frozen=True):
 
 class Confirmed(Record, frozen=True):
     """It is."""
-
-
-class AskWork(Record, frozen=True):
-    """How far is the work that was begun with this number? Answer: Working, Worked, or why it failed."""
-
-    sequence: Positive
-
-
-class Working(Record, frozen=True):
-    """Not done yet; ask again."""
-
-    progress: Count
-    """Grows as long as something happens."""
 
 
 class Worked(Record, frozen=True):
@@ -109,7 +96,7 @@ class Marks(Record, frozen=True):
 class Recover(Record, frozen=True):
     """The generation of this message begins, with the rows of a checkpoint, or with none.
 
-    Needs no Open. Everything of earlier generations is refused from now on. Answer: Working, so ask again; or Marks.
+    Needs no Open. Everything of earlier generations is refused from now on. Answer: Marks.
     """
 
     done: Count
@@ -118,6 +105,4 @@ class Recover(Record, frozen=True):
     checksum: Token
 
 
-RecoveryBody: TypeAlias = (
-    Mark | Save | Saved | Load | Confirm | Confirmed | AskWork | Working | Worked | AskMarks | Marks | Recover
-)
+RecoveryBody: TypeAlias = Mark | Save | Saved | Load | Confirm | Confirmed | Worked | AskMarks | Marks | Recover
