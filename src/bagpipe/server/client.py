@@ -1,10 +1,10 @@
 """Rows on embedding servers: the store of a trainer that keeps none itself.
 
-Ids are sorted by server and cut into pieces that one message holds; requests to all servers are under way at once. Rows go
-to or come from where the caller has them, and rows that were never written are computed here, so that they never travel
-and no result depends on the number of servers (I1). A write has returned only when every server concerned has
-acknowledged it, and is applied once however often it had to be sent (I4). Every wait has an end and says what it was for
-(I7).
+Ids are sorted by server and cut into pieces that one message holds; requests to all servers are under way at once. Rows
+go to or come from where the caller has them, and rows that were never written are computed here, so that they never
+travel and no result depends on the number of servers (I1). A write has returned only when every server concerned has
+acknowledged it, and is applied once however often it had to be sent (I4). Every wait has an end and says what it was
+for (I7).
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Session:
         """Of one server; who asks for rows introduces himself first."""
         return Client(
             self.network, self.addresses[server], self.name(server), run=self.run, generation=self.generation,
-            hello=hello, patience=self.patience, watch=lambda: self._gone(server), lost=StoreError, otherwise=StoreError,
+            hello=hello, patience=self.patience, watch=lambda: self._gone(server), lost=StoreError,
+            otherwise=StoreError,
         )  # fmt: skip
 
     def _gone(self, server: int) -> str | None:

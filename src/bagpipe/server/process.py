@@ -187,7 +187,8 @@ def warm_up(store: Literal["memory", "mapped"]) -> None:
 class _Itself:
     """A peer whose requests are made here and whose answers nobody needs."""
 
-    name, state = "this process", None
+    name = "this process"
+    state: object = None
 
     def admit(self, kind: str = "") -> None:
         """Nothing is counted."""
@@ -197,7 +198,7 @@ class _Itself:
 
     def still_waiting(self, why: str, progress: int = 0) -> None:
         """Nothing is waited for."""
-        raise AssertionError(why)
+        raise AssertionError(f"{why} ({progress})")
 
     def give_back(self) -> None:
         """Nothing is counted."""

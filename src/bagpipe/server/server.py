@@ -1,9 +1,9 @@
 """An embedding server without a network: requests in, answers out, from a thread for each connection.
 
 A request passes, in this order: is it of this run and generation; has its peer said who it is; a write is decided once
-and in the order of its numbers (I4), a read waits until all trainers have passed the iteration that it must follow (I3);
-then it is answered. What is asked wrongly is refused by name and changes nothing (I8). `recover` begins a new generation
-from an earlier point (I2). Whatever a request waits for, its peer is told every few seconds (I7).
+and in the order of its numbers (I4), a read waits until all trainers have passed the iteration that it must follow
+(I3); then it is answered. What is asked wrongly is refused by name and changes nothing (I8). `recover` begins a new
+generation from an earlier point (I2). Whatever a request waits for, its peer is told every few seconds (I7).
 """
 
 from __future__ import annotations
@@ -320,9 +320,9 @@ class EmbeddingServer:
     def _read(self, peer: Peer, client: Client, message: Message, body: Read) -> Answer | None:
         with self._using_rows(peer, message.generation) as rows:
             ids = rows.ids_of(body, message.buffers, None if message.buffers else client.memory)
-        if body.after > self.reached:
-            if not self._wait_for_trainers(peer, message.generation, body.after, ids.nbytes):
-                return NotYet(self._behind(body.after), again=True), ()
+        may_go_on = body.after <= self.reached
+        if not may_go_on and not self._wait_for_trainers(peer, message.generation, body.after, ids.nbytes):
+            return NotYet(self._behind(body.after), again=True), ()
         with self._using_rows(peer, message.generation) as rows:
             if body.after > self.reached:  # iterations are trained anew that trainers had passed
                 return NotYet(self._behind(body.after), again=True), ()
@@ -389,8 +389,8 @@ class EmbeddingServer:
         begun: list[Work] = []
         self._check_sender(type(body).__name__, body.trainer, client)
         outcome = self._once(peer, client, message.generation, body.sequence, apply)
-        for work in begun:
-            self._background(work.run)
+        for each in begun:
+            self._background(each.run)
         work = self._held.work(body.trainer, body.sequence)
         if isinstance(outcome, Failed) or work is None:
             return outcome, ()
@@ -406,20 +406,25 @@ class EmbeddingServer:
 
         What `apply` raises decides nothing: another copy would raise it too.
         """
+
+        def may_go_on() -> bool:
+            return number == order.last + 1 and not order.is_busy and not self._resting
+
         if number < 1:
             raise WireError(f"write {number} of trainer {client.trainer}: they are counted from 1")
+        with self._state:
+            self._check_generation(generation)
+            order = self._orders[client.trainer]
         while True:
             with self._state:
-                self._check_generation(generation)
-                order = self._orders[client.trainer]
                 if number <= order.last:
                     return order.outcome(number)
-                if number == order.last + 1 and not order.is_busy and not self._resting:
+                if may_go_on():
                     order.is_busy = True
                     break
             self._wait(
                 peer, generation, lambda: f"decides about write {order.last + 1} of trainer {client.trainer}",
-                lambda: number <= order.last or (number == order.last + 1 and not order.is_busy and not self._resting),
+                lambda: number <= order.last or may_go_on(),
             )  # fmt: skip
         outcome: Outcome | None = None
         try:

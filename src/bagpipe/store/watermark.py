@@ -1,4 +1,4 @@
-"""How far each trainer's write-backs are (I3): a read that must follow iteration y waits until every trainer has passed y.
+"""How far each trainer's write-backs are: a read that must follow iteration y waits until all have passed y (I3).
 
 Kept by a server for its clients, and by a process for its trainers.
 """

@@ -182,8 +182,8 @@ class Client:
         self._check_answer(request, answer)
         if isinstance(answer.body, NotYet):
             self._take_word(request, answer.body)
+            self._network.pause(self._pause_s if answer.body.again else 0.0)
             if answer.body.again:
-                self._network.pause(self._pause_s)
                 self._try(lambda: self._send(request))
             return None
         self._under_way.popleft()

@@ -122,7 +122,7 @@ def check_security(address: Address, role: Role, security: Security) -> None:
 
 
 def tls_context(keys: Keys) -> ssl.SSLContext:
-    """TLS 1.3 with these keys, which trusts the other side's certificate and no authority; WireError if they are bad."""
+    """TLS 1.3 with these keys, which trusts the other side's certificate alone; WireError if they are bad."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if keys.role == "server" else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # a certificate is compared as a whole, whatever the name of its host

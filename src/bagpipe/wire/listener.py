@@ -1,9 +1,9 @@
 """Listens: a thread for each connection, which reads a request, has it answered, and only then reads the next.
 
-So a connection holds one request at most, and all of them together no more memory than was announced (I5). A handler may
-simply block, as a read does until all trainers are so far; meanwhile it tells its peer why (I7). What a peer sends, and
-what happens inside the handler, is that peer's concern alone: it gets a typed error that shows nothing of this process,
-or its connection is cut (I8).
+So a connection holds one request at most, and all of them together no more memory than was announced (I5). A handler
+may simply block, as a read does until all trainers are so far; meanwhile it tells its peer why (I7). What a peer sends,
+and what happens inside the handler, is that peer's concern alone: it gets a typed error that shows nothing of this
+process, or its connection is cut (I8).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Visitor:
             )
             reach("wire.received")
             try:
-                answer = _answered(handler, self, self._request)
+                answer = answered(handler, self, self._request)
                 if answer is not None:
                     self.reply(*answer)
             finally:
@@ -296,7 +296,7 @@ def on_socket(address: str = LOOPBACK, *, security: Security = None, limits: Lim
     return lambda handler: Listener(address, handler, security, limits)
 
 
-def _answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | None:
+def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | None:
     """What the handler answers, or that it failed."""
     try:
         return handler(visitor, request)

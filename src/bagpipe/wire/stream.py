@@ -33,8 +33,8 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A host that is gone without a word is noticed after half a minute."""
 
 _KEY_REFUSED = {
-    "TLSV1_ALERT_UNKNOWN_CA", "SSLV3_ALERT_BAD_CERTIFICATE", "TLSV1_ALERT_DECRYPT_ERROR", "TLSV13_ALERT_CERTIFICATE_REQUIRED",
-    "SSLV3_ALERT_CERTIFICATE_UNKNOWN", "TLSV1_ALERT_ACCESS_DENIED",
+    "TLSV1_ALERT_UNKNOWN_CA", "SSLV3_ALERT_BAD_CERTIFICATE", "TLSV1_ALERT_DECRYPT_ERROR",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED", "SSLV3_ALERT_CERTIFICATE_UNKNOWN", "TLSV1_ALERT_ACCESS_DENIED",
 }  # fmt: skip
 _KEY_EXPIRED = {"SSLV3_ALERT_CERTIFICATE_EXPIRED"}
 
@@ -199,8 +199,10 @@ def tls_error(error: ssl.SSLError, peer: str) -> OSError | WireError:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code == 10:  # X509_V_ERR_CERT_HAS_EXPIRED
             return WireError(f"the certificate of {peer} has expired: make new keys with `bagpipe keys new`")
-        return WireError(f"{peer} has another key than the one that we expect ({error.verify_message}): give both sides "
-                         "the files that were made together")  # fmt: skip
+        return WireError(
+            f"{peer} has another key than the one that we expect ({error.verify_message}): give both sides the files "
+            "that were made together"
+        )
     if error.reason in _KEY_EXPIRED:
         return WireError(f"{peer} says that our certificate has expired: make new keys with `bagpipe keys new`")
     if error.reason in _KEY_REFUSED:
