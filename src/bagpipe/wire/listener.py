@@ -20,7 +20,7 @@ from contextlib import suppress
 from bagpipe.errors import BagpipeError, DeadlineError, WireError
 from bagpipe.failpoints import reach
 from bagpipe.waits import Waits
-from bagpipe.wire.connection import Answer, Buffers, Connection, Handler, Listen
+from bagpipe.wire.connection import Answer, Buffers, Connection, Handler, Listen, Peer
 from bagpipe.wire.keys import Address, Keys, Security, check_security, parse_address, tls_context
 from bagpipe.wire.limits import LIMITS, Limits
 from bagpipe.wire.messages import Body, Failed, Message, NotYet
@@ -296,7 +296,7 @@ def on_socket(address: str = LOOPBACK, *, security: Security = None, limits: Lim
     return lambda handler: Listener(address, handler, security, limits)
 
 
-def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | None:
+def answered(handler: Handler, visitor: Peer, request: Message) -> Answer | None:
     """What the handler answers, or that it failed."""
     try:
         return handler(visitor, request)
