@@ -94,6 +94,7 @@ class SimulatedPeer:
         self.thread: threading.Thread | None = None
         self._network = network
         self._request: Message | None = None
+        self._is_answered = False
 
     def admit(self, kind: str = "") -> None:
         """Memory is not counted here."""
@@ -113,6 +114,7 @@ class SimulatedPeer:
         """Answer the request, which nobody hears if the connection has broken."""
         request = self._request
         assert request is not None, "there is a request to answer"
+        self._is_answered = not isinstance(body, NotYet) or body.again
         letter = _letter(Message(request.run, request.generation, request.request, body, buffers), self._network.limits)
         if self.other.is_broken:
             raise ConnectionResetError("the connection broke")
@@ -122,9 +124,10 @@ class SimulatedPeer:
         """Have the request that came first answered."""
         try:
             self._request = _read(self.arrived.popleft(), self._network.limits)
+            self._is_answered = False
             reach("wire.received")
             answer = answered(handler, self, self._request)
-            if answer is not None:
+            if answer is not None and not self._is_answered:
                 self.reply(*answer)
         except WireError:
             self._network.count_refused(self.other.address)

@@ -87,6 +87,7 @@ class Visitor:
         self._budget: Budget | None = None
         self._taken = 0
         self._request: Message | None = None
+        self._is_answered = False
 
     @property
     def is_admitted(self) -> bool:
@@ -120,10 +121,11 @@ class Visitor:
             self._request = self._connection.receive(
                 None if self.is_admitted else max(until - time.monotonic(), 0.0), self._make_room
             )
+            self._is_answered = False
             reach("wire.received")
             try:
                 answer = answered(handler, self, self._request)
-                if answer is not None:
+                if answer is not None and not self._is_answered:  # else what failed came after the answer
                     self.reply(*answer)
             finally:
                 self._request = None
@@ -133,6 +135,7 @@ class Visitor:
         """Answer the request; with an error instead if that can't be sent."""
         request = self._request
         assert request is not None, "there is a request to answer"
+        self._is_answered = not isinstance(body, NotYet) or body.again
         answer = Message(request.run, request.generation, request.request, body, buffers)
         try:
             self._connection.send(answer, self._limits.send_s)
