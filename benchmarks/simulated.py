@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import threading
 import time
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from bagpipe.errors import ConfigError, DeadlineError, WireError
 from bagpipe.failpoints import reach
 from bagpipe.waits import Waits
-from bagpipe.wire.connection import Buffers, Connection, Handler, Network
+from bagpipe.wire.connection import Admit, Buffers, Connection, DroppedError, Handler, Network, PeerGoneError
 from bagpipe.wire.frames import HEADER_BYTES, decode, encode, read_head
 from bagpipe.wire.limits import LIMITS, Limits
 from bagpipe.wire.listener import answered
@@ -65,7 +66,12 @@ class SimulatedConnection(Connection):
         self._check()
         self._network.post(self.other, letter)
 
-    def receive(self, timeout_s: float | None, admit: Callable[[int], None] = lambda _: None) -> Message:
+    def receive(
+        self,
+        timeout_s: float | None,
+        admit: Admit = lambda _: True,
+        whole_s: float = math.inf,  # noqa: ARG002
+    ) -> Message:
         """The next message; None waits for an hour."""
         self._network.wait_for(self, 3600.0 if timeout_s is None else timeout_s)
         if not self.arrived:
@@ -94,6 +100,7 @@ class SimulatedPeer:
         self.thread: threading.Thread | None = None
         self._network = network
         self._request: Message | None = None
+        self._is_answered = False
 
     def admit(self, kind: str = "") -> None:
         """Memory is not counted here."""
@@ -113,18 +120,20 @@ class SimulatedPeer:
         """Answer the request, which nobody hears if the connection has broken."""
         request = self._request
         assert request is not None, "there is a request to answer"
+        self._is_answered = not isinstance(body, NotYet) or body.again
         letter = _letter(Message(request.run, request.generation, request.request, body, buffers), self._network.limits)
         if self.other.is_broken:
-            raise ConnectionResetError("the connection broke")
+            raise PeerGoneError("the connection broke")
         self._network.post(self.other, letter)
 
     def answer_next(self, handler: Handler) -> None:
         """Have the request that came first answered."""
         try:
             self._request = _read(self.arrived.popleft(), self._network.limits)
+            self._is_answered = False
             reach("wire.received")
             answer = answered(handler, self, self._request)
-            if answer is not None:
+            if answer is not None and not self._is_answered:
                 self.reply(*answer)
         except WireError:
             self._network.count_refused(self.other.address)
@@ -476,10 +485,11 @@ def _letter(message: Message, limits: Limits) -> bytes:
     return b"".join(encode(message, limits))  # copied: the sender may write over its buffers
 
 
-def _read(letter: bytes, limits: Limits, admit: Callable[[int], None] = lambda _: None) -> Message:
+def _read(letter: bytes, limits: Limits, admit: Admit = lambda _: True) -> Message:
     view = memoryview(bytearray(letter))
     head = read_head(view[:HEADER_BYTES], limits)
-    admit(head.num_bytes)
+    if not admit(head):
+        raise DroppedError(head)
     at = HEADER_BYTES + head.body_bytes
     buffers = []
     for length in head.buffer_bytes:

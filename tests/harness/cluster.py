@@ -19,14 +19,14 @@ from bagpipe.data.service import DataProcessorService, RemoteBatches
 from bagpipe.failpoints import Killed, acting_as, armed
 from bagpipe.oracle.service import OracleService
 from bagpipe.recovery import RolesLost, Supervisor
-from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.rows_state import Safety
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
+from bagpipe.server.server import EmbeddingServer
 from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Wait
 from bagpipe.training import train_in
+from bagpipe.wire.client import Patience
 from harness.collectives import strict_groups
 from harness.roles import (
     Attempt,
@@ -182,11 +182,10 @@ class Crew:
             if kind == "server":
                 server = EmbeddingServer(
                     server=int(number), servers=self.num_servers, run=RUN, generation=self.generation,
-                    safety=self._safety(), clock=self.network.now, background=in_background,
+                    safety=self._safety(), clock=self.network.now, waits=self.network.waits, background=in_background,
                 )  # fmt: skip
                 self.servers[role] = server
                 self.network.listen(role, server.handle)
-                self.network.ticks[role] = server.tick
             elif kind == "processor":
                 service = DataProcessorService(
                     lambda handler: self.network.listen(role, handler), self.order,
@@ -212,7 +211,7 @@ class _Oracle:
         self.crew, self.attempt, self.start = crew, attempt, start
         self.driver = attempt.driver(life)
         settings = crew.settings
-        self.outbox = ScheduledOutbox(settings.trainers, 4, self.driver)
+        self.outbox = ScheduledOutbox(settings.trainers, 4, self.driver, crew.network.waits)
 
     def run(self):
         crew = self.crew

@@ -12,36 +12,28 @@ import pytest
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import FileEntry, RunFacts, TableEntry
 from bagpipe.checkpoint.point import ResumePoint
-from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.rows_state import Safety
-from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Rows, Write, Written
-from bagpipe.wire.recovery_messages import AskWork, Mark, Save, Saved, Worked
+from bagpipe.server.server import EmbeddingServer
+from bagpipe.wire.messages import Open, Opened, Part, Read, Rows, Write, Written
+from bagpipe.wire.recovery_messages import Mark, Save, Saved, Worked
+from harness.calls import Call, Connection
 from harness.server_peer import RUN
 
 NAMES = ["ad"]
 FACTS = RunFacts(tables=(TableEntry(name="ad", rows=None, dims=(1,), width=1, optimizer="sgd"),))
 
 
-class Peer:
+class Peer(Connection):
     """A client of one table with rows of one number, which numbers what it sends by itself."""
 
     def __init__(self, server, name=b"a", generation=0, trainer=0, trainers=1, opens=True):
-        self.server, self.name, self.generation, self.trainer = server, name, generation, trainer
-        self.heard, self.request = [], 0
+        super().__init__(server.handle, run=RUN, generation=generation, name=name.decode())
+        self.server, self.trainer = server, trainer
         if not opens:
             return
-        opened = self.ask(Open(trainer, trainers, [1]))
+        opened = self.ask(Open(trainer, trainers, [1], "writes"))
         self.sequence = opened.sequence if isinstance(opened, Opened) else 0
         self.opened = opened
-
-    def send(self, body, *buffers):
-        self.request += 1
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        self.server.handle(self.name, Message(RUN, self.generation, self.request, body, views), self.heard.append)
-
-    def ask(self, body, *buffers):
-        self.send(body, *buffers)
-        return self.heard.pop().body
 
     def order(self, kind, *fields):
         self.sequence += 1
@@ -52,30 +44,33 @@ class Peer:
         rows = np.full(len(ids), value, np.float32)
         return self.ask(Write(self.trainer, self.sequence, passed, [Part(0, len(ids))]), np.array(ids, np.int64), rows)
 
-    def read(self, *ids):
-        self.send(Read([Part(0, len(ids))]), np.array(ids, np.int64))
-        message = self.heard.pop()
-        assert isinstance(message.body, Rows), message.body
-        flags = np.frombuffer(message.buffers[0], np.bool_)
-        there = np.array(ids)[flags].tolist()
-        return dict(zip(there, np.frombuffer(message.buffers[1], np.float32).tolist(), strict=True))
+    def begin_order(self, kind, *fields):
+        """What takes long: answered when it is done."""
+        self.sequence += 1
+        return self.begin(kind(self.trainer, self.sequence, *fields))
 
-    def written_files(self, number):
-        """What came of a `Save` of this number."""
-        self.send(AskWork(number))
-        message = self.heard.pop()
-        assert message.body == Worked(), message.body
-        return msgspec.json.decode(message.buffers[0], type=list[FileEntry])
+    def read(self, *ids):
+        body, buffers = self.begin(Read([Part(0, len(ids))]), np.array(ids, np.int64)).answer()
+        assert isinstance(body, Rows), body
+        flags = np.frombuffer(buffers[0], np.bool_)
+        there = np.array(ids)[flags].tolist()
+        return dict(zip(there, np.frombuffer(buffers[1], np.float32).tolist(), strict=True))
 
     def save(self, checkpoints: Checkpoints, done: int, token: str = "") -> ResumePoint:
-        """A complete checkpoint of the rows as they are now; its server does at once what takes long."""
+        """A complete checkpoint of the rows as they are now."""
         assert self.order(Mark, done, token) == Written(self.sequence)
         with checkpoints.begin(done, token=token) as pending:
-            assert self.order(Save, done, str(pending.directory), NAMES, pending.base) == Written(self.sequence)
-            pending.add(self.written_files(self.sequence))
+            pending.add(files_of(self.begin_order(Save, done, str(pending.directory), NAMES, pending.base)))
             point = ResumePoint.of(pending.commit(FACTS))
-        assert self.order(Saved, done, str(point.checkpoint)) == Written(self.sequence)
+        assert self.order(Saved, done, str(point.checkpoint)) == Worked()
         return point
+
+
+def files_of(save: Call) -> list[FileEntry]:
+    """What came of a `Save`."""
+    body, buffers = save.answer()
+    assert body == Worked(), body
+    return msgspec.json.decode(buffers[0], type=list[FileEntry])
 
 
 def made(**options):

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.limits import ServerLimits
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
+from bagpipe.server.server import EmbeddingServer
+from bagpipe.wire.client import Patience
 from benchmarks.simulated import SimulatedNetwork
 
 RUN = bytes(16)
-FAST = Patience(retry_s=0.5, deadline_s=20.0, trainers_s=3.0)
-TROUBLE = {"delay": (0.0, 0.3), "loss": 0.1, "duplicate": 0.2, "reorder": 0.3}
+FAST = Patience(retry_s=0.5, deadline_s=20.0, work_s=10.0)
+TROUBLE = {"delay": (0.0, 0.3), "breaks": 0.15}
 
 
 class Rows:
@@ -39,7 +39,14 @@ class World:
     ) -> None:
         self.network = SimulatedNetwork(seed, **network)
         self.servers = [
-            EmbeddingServer(dict(storages).get(k), server=k, servers=num_servers, limits=limits, clock=self.network.now)
+            EmbeddingServer(
+                dict(storages).get(k),
+                server=k,
+                servers=num_servers,
+                limits=limits,
+                clock=self.network.now,
+                waits=self.network.waits,
+            )
             for k in range(num_servers)
         ]
         self.addresses = [f"server-{k}" for k in range(num_servers)]

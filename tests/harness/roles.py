@@ -6,6 +6,7 @@ seed and its faults. Who dies stops where it is: what it would have sent, writte
 
 from __future__ import annotations
 
+import heapq
 import threading
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
@@ -15,7 +16,7 @@ from bagpipe.errors import DeadlineError, PipelineError
 from bagpipe.failpoints import Faults, Killed, acting_as
 from bagpipe.oracle.outbox import DESCRIPTION, Outbox
 from bagpipe.trainer.stages import Wait
-from benchmarks.simulated import SimulatedNetwork
+from benchmarks.simulated import SimulatedConnection, SimulatedNetwork, SimulatedPeer, Task
 from harness.explorer import _Loop, explorer
 
 
@@ -67,8 +68,10 @@ _attempt = None
 
 
 def give_way():
-    """Let others run, where this is work in the background of an attempt."""
-    if _attempt is not None:
+    """Let others run, where this is a handler, or work in the background of an attempt."""
+    if (task := Task.current()) is not None:
+        task.pause(lambda: True, 0.0)
+    elif _attempt is not None:
         _attempt.give_way()
 
 
@@ -157,10 +160,8 @@ class Posts(SimulatedNetwork):
         self.owners = {}
         """Of each address."""
         self.late = []
-        """What those who are cut off have sent: address, peer and frames."""
+        """What those who are cut off have sent: the end that it goes to, and the bytes."""
         self.num_late = 0
-        self.ticks = {}
-        """What who listens does now and then, by address."""
         self._alarms = []
         """When stages that wait look again by themselves."""
 
@@ -168,66 +169,99 @@ class Posts(SimulatedNetwork):
         self.owners[address] = current()
         return super().listen(address, handler)
 
-    def post(self, channel, peer, frames, to_server):
+    def post(self, end, letter):
         life = current()
         if life is not None:
             life.check()
         if life is None or not life.cut_off:
-            super().post(channel, peer, frames, to_server)
-        elif to_server:
-            self.late.append((channel.address, peer, [bytes(frame) for frame in frames]))
+            super().post(end, letter)
+        elif isinstance(end, SimulatedPeer):
+            self.late.append((end, letter))
+
+    def connect(self, address, timeout_s):
+        life, there = current(), self.owners.get(address)
+        if (life is not None and life.cut_off) or (there is not None and there.cut_off):
+            raise TimeoutError("nobody answers")
+        connection = super().connect(address, timeout_s)
+        if life is not None:
+            life.on_death.append(connection.close)
+        return connection
 
     def _deliver(self, delivery):
-        if not delivery.to_server:
+        if isinstance(delivery.end, SimulatedConnection):
             super()._deliver(delivery)
             return
-        with self._listening(delivery.channel.address) as listens:
+        with self._listening(delivery.end.other.address) as listens:
             if listens:
                 super()._deliver(delivery)
 
-    def wait(self, channels, timeout_s):
-        if not channels:  # a pause, and nothing that others may wait for is held meanwhile
-            give_way()
+    def make_task(self, run):
+        return Task(run, current())
+
+    def run_tasks(self):
+        with suppress(Killed):
+            return super().run_tasks()
+        return True
+
+    def pause(self, seconds):
+        give_way()
+        if seconds:
+            super().pause(seconds)
+
+    def wait_for(self, connection, timeout_s):
         stage = ThreadedStage.current()
         if stage is None:
-            return super().wait(channels, timeout_s)
+            super().wait_for(connection, timeout_s)
+            return
         deadline = self.now() + timeout_s
-        while not any(channel.arrived for channel in channels) and self.now() < deadline:
-            if self._comes_by(deadline):
-                super().wait(channels, max(self._deliveries[0].at - self.now(), 0.0))
+
+        def may_go_on():
+            return self._has_news(connection) or self._can_work(deadline) or self.now() >= deadline
+
+        while not self._has_news(connection) and self.now() < deadline:
+            if self._can_work(deadline):
+                self._work_once()
                 continue
             self._alarms.append(deadline)
             try:
-                stage.pause(Wait("an answer", lambda: self._may_go_on(channels, deadline)))
+                stage.pause(Wait("an answer", may_go_on))
             finally:
                 self._alarms.remove(deadline)
-        return [channel for channel in channels if channel.arrived]
 
-    def _may_go_on(self, channels, deadline):
-        return any(channel.arrived for channel in channels) or self._comes_by(deadline) or self.now() >= deadline
+    def _has_news(self, connection):
+        return bool(connection.arrived) or connection.is_broken
 
-    def _comes_by(self, deadline):
+    def _can_work(self, deadline):
+        """Whether a handler can go on, or a message comes by then."""
+        if any(task.is_ready(self._clock) for task in self._tasks):
+            return True
         return bool(self._deliveries) and self._deliveries[0].at <= deadline
+
+    def _work_once(self):
+        if not self.run_tasks():
+            self._clock = max(self._clock, self._deliveries[0].at)
+            self._deliver(heapq.heappop(self._deliveries))
 
     def pass_time(self):
         """Nobody can run: move the clock to when somebody looks again, if anybody ever does."""
+        times = [*self._alarms, *(task.until for task in self._tasks)]
         if self._alarms:
-            self._clock = max(self._clock, min(self._alarms))
-            for address, tick in list(self.ticks.items()):
-                with self._listening(address) as listens:
-                    if listens:
-                        tick()
+            self._clock = max(self._clock, min(times))
         return bool(self._alarms)
 
     def deliver_late(self, some):
         """What those who were cut off have sent arrives after all, all or some of it; nobody hears the answers."""
         for letter in [letter for letter in self.late if not some or self._random.random() < 0.3]:
-            address, peer, frames = letter
+            end, content = letter
             self.late.remove(letter)
             self.num_late += 1
-            with self._listening(address) as listens:
+            with self._listening(end.other.address) as listens:
                 if listens:
-                    self._listeners[address].dispatcher.dispatch(address, peer, frames, lambda _: None)
+                    self._break(end.other)
+                    end.arrived.append(content)
+                    self._serve(end)
+        while self.run_tasks():
+            pass
 
     @contextmanager
     def _listening(self, address):
@@ -243,11 +277,15 @@ class Posts(SimulatedNetwork):
                 assert not life.alive
 
     def bury(self, life):
-        """Nobody listens any more where this one did."""
+        """Nobody listens any more where this one did, and who was connected there is told; nothing of it goes on."""
         for address, owner in list(self.owners.items()):
             if owner is life:
-                self._listeners.pop(address, None)
+                if address in self._listeners:
+                    self._listeners[address].close()
                 del self.owners[address]
+        for task in [task for task in self._tasks if task.owner is life and task is not Task.current()]:
+            self._tasks.remove(task)
+            task.end(Killed(f"{life.role} is dead"))
 
 
 class Attempt:
@@ -464,8 +502,9 @@ class ThreadedStage:
     def pause(self, wait):
         """Called by the stage's thread: let others run until `wait` is ready."""
         self._wait = wait
-        self._came.release()
-        self._go.acquire()
+        if not self._closing:
+            self._came.release()
+            self._go.acquire()
         if self._closing:
             raise PipelineError("the stage is ended")
 
@@ -501,9 +540,9 @@ STEP_S = 60.0
 class ScheduledOutbox(Outbox):
     """Plans of an oracle that waits for room as one of the loops of an attempt."""
 
-    def __init__(self, trainers, room, driver):
+    def __init__(self, trainers, room, driver, waits):
         super().__init__(trainers, room)
-        self._driver = driver
+        self._driver, self._waits = driver, waits
 
     def put(self, iteration, answers):
         self._driver.wait(Wait("room for a plan", lambda: iteration - self.received <= self._room))

@@ -20,8 +20,8 @@ import numpy as np
 from bagpipe import together, world
 from bagpipe.oracle.row_list import RowList
 from bagpipe.oracle.sync_plan import Routes
+from bagpipe.server.server import EmbeddingServer
 from bagpipe.store import MemoryStore
-from bagpipe.store.watermark import Watermark
 from bagpipe.trainer.pipeline import Pipeline
 from bagpipe.trainer.row_sync import FLAGS
 from bagpipe.trainer.stages import Wait
@@ -602,21 +602,7 @@ def forget_victims_at_barriers(monkeypatch):
     monkeypatch.setattr(Pipeline, "_flush", flush)
 
 
-def admit_reads_early(monkeypatch):
-    """A server that answers a read at once though the iteration that it must follow is not passed: by one."""
-    _counts_one_more(monkeypatch, "admit")
-
-
-def release_reads_early(monkeypatch):
-    """A server that parks such a read and answers it when the iteration before that is passed."""
-    _counts_one_more(monkeypatch, "advance")
-
-
-def _counts_one_more(monkeypatch, name):
-    exact, reached = getattr(Watermark, name), Watermark.reached
-
-    def early(watermark, *arguments):
-        with patch.object(Watermark, "reached", property(lambda each: reached.fget(each) + 1)):
-            return exact(watermark, *arguments)
-
-    monkeypatch.setattr(Watermark, name, early)
+def answer_reads_early(monkeypatch):
+    """A server that answers a read when the iteration before the one that it must follow is passed."""
+    exact = EmbeddingServer.reached.fget
+    monkeypatch.setattr(EmbeddingServer, "reached", property(lambda server: exact(server) + 1))

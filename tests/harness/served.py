@@ -17,13 +17,13 @@ from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.stages import Threads
 from bagpipe.training import train_in
-from bagpipe.wire.in_order import Patience
+from bagpipe.wire.client import Patience
 from benchmarks.simulated import SimulatedNetwork
 from harness.collectives import strict_groups
 
 RUN = bytes(range(16))
 HASTY = Patience(retry_s=0.05, deadline_s=30.0)
-FAULTS = {"delay": (0.0, 0.003), "loss": 0.1, "duplicate": 0.1, "reorder": 0.2}
+FAULTS = {"delay": (0.0, 0.003), "breaks": 0.1}
 SETTINGS = [
     *("data.preset=tiny", "data.samples=500", "data.shuffle=true", "batch_size=36", "epochs=2"),
     *("model.name=wide_deep", "model.dim=3", "cache=1000"),

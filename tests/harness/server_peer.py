@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
-from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.limits import ServerLimits
-from bagpipe.server.shared import OwnMemory, regions
-from bagpipe.wire.messages import Body, Failed, Message, Open, Opened, Part, Read, Rows, Write
+from bagpipe.server.server import EmbeddingServer
+from bagpipe.wire.messages import Body, Failed, Open, Opened, Part, Read, Rows, Write
+from bagpipe.wire.shared import OwnMemory, regions
+from harness.calls import Connection
 
 RUN = bytes(range(16))
 WIDTHS = [3, 2]
@@ -21,30 +24,15 @@ class Clock:
         return self.now
 
 
-class Peer:
+class Peer(Connection):
     """A client that says what it is told to, and keeps what it hears."""
 
     def __init__(self, server: EmbeddingServer, name: bytes = b"a", generation: int = 0, run: bytes = RUN) -> None:
-        self.server, self.name, self.generation, self.run = server, name, generation, run
-        self.heard: dict[int, tuple[Body, tuple[bytes, ...]]] = {}
-        self.number = 0
-
-    def send(self, body: Body, *buffers: np.ndarray, number: int | None = None) -> int:
-        self.number = self.number + 1 if number is None else number
-        views = [memoryview(buffer.reshape(-1).view(np.uint8)) for buffer in buffers]
-        self.server.handle(self.name, Message(self.run, self.generation, self.number, body, views), self.hear)
-        return self.number
-
-    def hear(self, message: Message) -> None:
-        assert (message.run, message.generation) == (self.run, self.generation)
-        assert message.request not in self.heard
-        self.heard[message.request] = message.body, tuple(map(bytes, message.buffers))
-
-    def ask(self, body: Body, *buffers: np.ndarray, number: int | None = None) -> Body:
-        return self.heard.pop(self.send(body, *buffers, number=number))[0]
+        super().__init__(server.handle, run=run, generation=generation, name=name.decode())
+        self.server = server
 
     def open(self, trainer: int = 0, trainers: int = 1, widths: list[int] | None = None) -> Opened:
-        answer = self.ask(Open(trainer, trainers, widths or WIDTHS))
+        answer = self.ask(Open(trainer, trainers, widths or WIDTHS, "writes"))
         assert isinstance(answer, Opened), answer
         return answer
 
@@ -54,8 +42,7 @@ class Peer:
 
     def read(self, ids: list[int]) -> dict[int, float]:
         """The rows that are there, which have one value in all columns."""
-        number = self.send(Read([Part(0, len(ids))]), array(ids))
-        body, (flags, rows) = self.heard.pop(number)
+        body, (flags, rows) = self.begin(Read([Part(0, len(ids))]), array(ids)).answer()
         there = [key for key, flag in zip(ids, flags, strict=True) if flag]
         values = np.frombuffer(rows, np.float32).reshape(-1, 3)
         assert body == Rows(len(there))
@@ -69,7 +56,8 @@ class Sharing(Peer):
     def __init__(self, server: EmbeddingServer, name: bytes = b"s", size: int = 1 << 16) -> None:
         super().__init__(server, name)
         self.own = OwnMemory(size)
-        opened = self.ask(Open(0, 1, WIDTHS, self.own.announcement))
+        self.descriptor = os.dup(self.own.descriptor)
+        opened = self.ask(Open(0, 1, WIDTHS, "writes", size))
         assert isinstance(opened, Opened)
         assert opened.shared
 

@@ -1,0 +1,120 @@
+"""Requests to a handler without a network: each in a thread, so that one may wait while the test goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from bagpipe.errors import BagpipeError
+from bagpipe.wire.connection import PeerGoneError
+from bagpipe.wire.listener import answered
+from bagpipe.wire.messages import Body, Message
+
+ANSWER_S = 30.0
+
+
+class Call:
+    """One request, as its handler sees it: a `Peer` that shares its state with others of the same connection."""
+
+    def __init__(self, connection: Connection, message: Message) -> None:
+        self.connection, self.message, self.name = connection, message, connection.name
+        self.answers: list[tuple[Body, tuple[bytes, ...]]] = []
+        self.words: list[tuple[str, int]] = []
+        """Why it was to wait, and how far what it waits for was."""
+        self.given_back = False
+        self._changed = threading.Condition()
+        self.thread = threading.Thread(target=self._run, name="call", daemon=True)
+
+    @property
+    def state(self) -> object:
+        return self.connection.state
+
+    @state.setter
+    def state(self, state: object) -> None:
+        self.connection.state = state
+
+    def admit(self, kind: str = "") -> None:
+        self.connection.kinds.append(kind)
+
+    def give_back(self) -> None:
+        self.given_back = True
+
+    def take_descriptor(self) -> int | None:
+        descriptor, self.connection.descriptor = self.connection.descriptor, None
+        return descriptor
+
+    def reply(self, body: Body, buffers=()) -> None:
+        with self._changed:
+            if self.connection.is_broken:
+                raise PeerGoneError("the connection broke")
+            self.answers.append((body, tuple(map(bytes, buffers))))
+            self._changed.notify_all()
+
+    def still_waiting(self, why: str, progress: int = 0) -> None:
+        with self._changed:
+            if self.connection.is_broken:
+                raise PeerGoneError("the connection broke")
+            self.words.append((why, progress))
+            self._changed.notify_all()
+
+    def begin(self) -> Call:
+        """Have it handled; return when it is answered, or was told that it must wait."""
+        self.thread.start()
+        return self.until(lambda: self.answers or self.words or not self.thread.is_alive())
+
+    def until(self, ready: Callable[[], object]) -> Call:
+        until = time.monotonic() + ANSWER_S
+        with self._changed:
+            while not ready():
+                assert time.monotonic() < until, f"{type(self.message.body).__name__} was not answered: {self.words}"
+                self._changed.wait(0.01)
+        return self
+
+    def answer(self) -> tuple[Body, tuple[bytes, ...]]:
+        """Its only answer, when it has come."""
+        self.until(lambda: self.answers)
+        self.thread.join(ANSWER_S)
+        (only,) = self.answers
+        return only
+
+    def _run(self) -> None:
+        try:
+            answer = answered(self.connection.handler, self, self.message)
+            if answer is not None:
+                self.reply(*answer)
+        except ConnectionError:
+            assert self.connection.is_broken
+
+
+class Connection:
+    """A client's connection to a handler, with its numbers."""
+
+    def __init__(self, handler, *, run: bytes, generation: int = 0, name: str = "a") -> None:
+        self.handler, self.run, self.generation, self.name = handler, run, generation, name
+        self.state: object = None
+        self.descriptor: int | None = None
+        self.kinds: list[str] = []
+        self.is_broken = False
+        self.number = 0
+
+    def begin(self, body: Body, *buffers) -> Call:
+        """A request that may have to wait."""
+        self.number += 1
+        views = [memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers]
+        return Call(self, Message(self.run, self.generation, self.number, body, views)).begin()
+
+    def ask(self, body: Body, *buffers) -> Body:
+        """The body of the answer."""
+        return self.begin(body, *buffers).answer()[0]
+
+    def break_off(self) -> None:
+        """The connection is gone, as the server will notice."""
+        self.is_broken = True
+        close = getattr(self.state, "close", None)
+        if close is not None:
+            close()
+
+
+def error_name(error: type[BagpipeError]) -> str:
+    return error.__name__
