@@ -28,6 +28,7 @@ from bagpipe.wire.connection import (
     DroppedError,
     Handler,
     Listen,
+    Peer,
     PeerGoneError,
 )
 from bagpipe.wire.frames import Head
@@ -365,7 +366,7 @@ def on_socket(address: str = LOOPBACK, *, security: Security = None, limits: Lim
     return lambda handler: Listener(address, handler, security, limits)
 
 
-def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | None:
+def answered(handler: Handler, visitor: Peer, request: Message) -> Answer | None:
     """What the handler answers, or that it failed."""
     try:
         return handler(visitor, request)
