@@ -173,10 +173,11 @@ class Client:
 
     def _poll(self, timeout_s: float) -> Message | None:
         assert not self._closed, f"the client of {self.name} is closed"
+        self._check_interrupted()
+        assert self._under_way, f"nothing was asked of {self.name}"
         request = self._under_way[0]
         if request is not self._waited_for:
             self._begin_waiting(request)
-        self._check_interrupted()
         answer = self._try(lambda: self._opened().receive(timeout_s))
         now = self._network.now()
         if answer is None:
@@ -338,6 +339,8 @@ class Series:
         """The answer to the next number; None once `interrupt` was called."""
         assert self._stop is None or self.next < self._stop, f"there is no {self._what(self.next)}"
         self._ask_ahead()
+        if self._is_interrupted:  # then nothing may be under way
+            return None
         began = time.monotonic()
         try:
             message = self.client(self.next).receive()
