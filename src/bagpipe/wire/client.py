@@ -48,6 +48,8 @@ class _Request:
     compose: Compose
     what: str
     progress: int = -1
+    word: str = "which says nothing"
+    """The last that was heard of it."""
     since: float = 0.0
     """When it last made progress, as far as anybody listened."""
 
@@ -182,7 +184,7 @@ class Client:
         now = self._network.now()
         if answer is None:
             self._check_lost()
-            self._check_work(request, self._trouble or "says nothing")
+            self._check_work(request)
             self._try_anew(now)
             return None
         self._heard, self._pause_s, self._trouble = now, PAUSE_S_MIN, ""
@@ -289,13 +291,15 @@ class Client:
         now = self._network.now()
         if word.progress > request.progress:
             request.progress, request.since = word.progress, now
-        self._check_work(request, f"which {word.why}")
+        request.word = f"which {word.why}"
+        self._check_work(request)
 
-    def _check_work(self, request: _Request, why: str) -> None:
+    def _check_work(self, request: _Request) -> None:
         waited_s = self._network.now() - request.since
         if waited_s >= self._patience.work_s:
             raise DeadlineError(
-                f"waited {waited_s:.0f} s for {request.what} from {self.name}, {why}: see what holds it up"
+                f"waited {waited_s:.0f} s for {request.what} from {self.name}, {self._trouble or request.word}: "
+                "see what holds it up"
             )
 
     def _accepted(self, answer: Message) -> Message:
