@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bagpipe.errors import ConfigError, DeadlineError, WireError
 from bagpipe.failpoints import reach
@@ -27,7 +27,7 @@ from bagpipe.wire.connection import Admit, Buffers, Connection, DroppedError, Ha
 from bagpipe.wire.frames import HEADER_BYTES, decode, encode, read_head
 from bagpipe.wire.limits import LIMITS, Limits
 from bagpipe.wire.listener import answered
-from bagpipe.wire.messages import Body, Message, NotYet
+from bagpipe.wire.messages import Body, Failed, Message, NotYet
 
 STEP_S = 60.0
 """How long a handler may run from one wait to the next."""
@@ -121,7 +121,12 @@ class SimulatedPeer:
         request = self._request
         assert request is not None, "there is a request to answer"
         self._is_answered = not isinstance(body, NotYet) or body.again
-        letter = _letter(Message(request.run, request.generation, request.request, body, buffers), self._network.limits)
+        answer = Message(request.run, request.generation, request.request, body, buffers)
+        try:
+            letter = _letter(answer, self._network.limits)
+        except WireError as error:
+            failed = Failed(type(error).__name__, str(error))
+            letter = _letter(replace(answer, body=failed, buffers=()), self._network.limits)
         if self.other.is_broken:
             raise PeerGoneError("the connection broke")
         self._network.post(self.other, letter)
@@ -332,7 +337,7 @@ class SimulatedNetwork(Network):
         for connection in connections:
             self.cut(connection)
         for task in list(self._tasks):
-            task.end(ConnectionAbortedError("the network is closed"))
+            task.end(PeerGoneError("the network is closed"))
         self._tasks.clear()
         if self._real_time:
             self._postman.join()

@@ -48,6 +48,8 @@ class _Request:
     compose: Compose
     what: str
     progress: int = -1
+    word: str = "which says nothing"
+    """The last that was heard of it."""
     since: float = 0.0
     """When it last made progress, as far as anybody listened."""
 
@@ -173,15 +175,16 @@ class Client:
 
     def _poll(self, timeout_s: float) -> Message | None:
         assert not self._closed, f"the client of {self.name} is closed"
+        self._check_interrupted()
+        assert self._under_way, f"nothing was asked of {self.name}"
         request = self._under_way[0]
         if request is not self._waited_for:
             self._begin_waiting(request)
-        self._check_interrupted()
         answer = self._try(lambda: self._opened().receive(timeout_s))
         now = self._network.now()
         if answer is None:
             self._check_lost()
-            self._check_work(request, self._trouble or "says nothing")
+            self._check_work(request)
             self._try_anew(now)
             return None
         self._heard, self._pause_s, self._trouble = now, PAUSE_S_MIN, ""
@@ -288,13 +291,15 @@ class Client:
         now = self._network.now()
         if word.progress > request.progress:
             request.progress, request.since = word.progress, now
-        self._check_work(request, f"which {word.why}")
+        request.word = f"which {word.why}"
+        self._check_work(request)
 
-    def _check_work(self, request: _Request, why: str) -> None:
+    def _check_work(self, request: _Request) -> None:
         waited_s = self._network.now() - request.since
         if waited_s >= self._patience.work_s:
             raise DeadlineError(
-                f"waited {waited_s:.0f} s for {request.what} from {self.name}, {why}: see what holds it up"
+                f"waited {waited_s:.0f} s for {request.what} from {self.name}, {self._trouble or request.word}: "
+                "see what holds it up"
             )
 
     def _accepted(self, answer: Message) -> Message:
@@ -338,6 +343,8 @@ class Series:
         """The answer to the next number; None once `interrupt` was called."""
         assert self._stop is None or self.next < self._stop, f"there is no {self._what(self.next)}"
         self._ask_ahead()
+        if self._is_interrupted:  # then nothing may be under way
+            return None
         began = time.monotonic()
         try:
             message = self.client(self.next).receive()
