@@ -111,7 +111,7 @@ class Client:
         self._under_way.append(request)
         if self._connection is not None:
             try:
-                self._try(lambda: self._send(request))
+                self._try_send(request)
             except BaseException:
                 self.forget()
                 raise
@@ -180,7 +180,15 @@ class Client:
         request = self._under_way[0]
         if request is not self._waited_for:
             self._begin_waiting(request)
-        answer = self._try(lambda: self._opened().receive(timeout_s))
+        answer = None
+        try:
+            answer = self._opened().receive(timeout_s)
+        except BagpipeError:
+            raise
+        except TimeoutError:
+            pass
+        except OSError as error:
+            self._break(error)
         now = self._network.now()
         if answer is None:
             self._check_lost()
@@ -210,7 +218,7 @@ class Client:
         if len(self._under_way) > 1:
             self.disconnect()
         else:
-            self._try(lambda: self._send(request))
+            self._try_send(request)
 
     def _try_anew(self, now: float) -> None:
         """Nothing came: make another connection, after a pause where there is none, or where this one says nothing."""
@@ -223,18 +231,18 @@ class Client:
             self.disconnect()
             self._asked, self._retry_s = now, min(2 * self._retry_s, RETRY_GROWTH_MAX * self._patience.retry_s)
 
-    def _try(self, act: Callable[[], Message | None]) -> Message | None:
-        """What it gives; None where nothing came in time, or the connection broke, which is let go of then."""
+    def _try_send(self, request: _Request) -> None:
+        """Where the connection breaks it is let go of: what is under way is sent on the next one."""
         try:
-            return act()
+            self._send(request)
         except BagpipeError:
             raise
-        except TimeoutError:
-            return None
         except OSError as error:
-            self._trouble = _said(error)
-            self.disconnect()
-            return None
+            self._break(error)
+
+    def _break(self, error: OSError) -> None:
+        self._trouble = _said(error)
+        self.disconnect()
 
     def _opened(self) -> Connection:
         if self._connection is None:

@@ -60,6 +60,8 @@ class Budget:
         What is larger than all of it has room when nothing else is there.
         """
         place, needed, waited_s = object(), min(num_bytes, self.num_bytes), 0.0
+        if self._try_take(None, needed, num_bytes):  # nobody is before it
+            return
         self._line_up(place)
         try:
             while not self._try_take(place, needed, num_bytes):
@@ -82,7 +84,7 @@ class Budget:
             self._free += num_bytes
         self._waits.changed()
 
-    def _try_take(self, place: object, needed: int, num_bytes: int) -> bool:
+    def _try_take(self, place: object | None, needed: int, num_bytes: int) -> bool:
         with self._lock:
             if self._first is not place or self._free < needed:
                 return False

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -48,28 +48,21 @@ _KEY_REFUSED = {
 }  # fmt: skip
 _KEY_EXPIRED = {"SSLV3_ALERT_CERTIFICATE_EXPIRED"}
 
-Result = TypeVar("Result")
-
 
 class _Pace:
     """How slow the bytes of one message may be: who keeps to the rate, after a while of grace, is never late."""
 
-    def __init__(self, grace_s: float, bytes_per_second: float, whole_s: float = math.inf) -> None:
-        now = time.monotonic()
-        self._from, self._rate, self._last = now + grace_s, bytes_per_second, now + whole_s
-        self.grace_s = grace_s
-        """Also how long nothing may come at all."""
+    __slots__ = ("_from", "_grace_s", "_last", "_rate", "num_bytes")
+
+    def __init__(self, grace_s: float, bytes_per_second: float, last: float = math.inf) -> None:
+        """`grace_s` is also how long nothing may come at all; `last` is when all is late."""
+        self._from, self._rate, self._last, self._grace_s = time.monotonic() + grace_s, bytes_per_second, last, grace_s
         self.num_bytes = 0
 
     @property
     def until(self) -> float:
-        """When the next ones are late."""
-        return min(self._from + self.num_bytes / self._rate, self._last)
-
-    @property
-    def next_until(self) -> float:
-        """By when something of them must have come or gone."""
-        return min(self.until, time.monotonic() + self.grace_s)
+        """By when something more must have come or gone."""
+        return min(self._from + self.num_bytes / self._rate, self._last, time.monotonic() + self._grace_s)
 
 
 class _Tls:
@@ -127,9 +120,9 @@ class SocketConnection(Connection):
         if self._begin == self._end:
             self._await(timeout_s)
         try:
-            head = read_head(self._take(HEADER_BYTES, self._pace(last)), self._limits)
+            head = read_head(self._take(HEADER_BYTES, last), self._limits)
             if admit(head):
-                return self._rest(head, self._pace(last))  # of its own: there may have been no room for a while
+                return self._rest(head, last)
             self._skip(head.num_bytes, self._pace(last))
         except TimeoutError as error:  # where the next message begins is unknown now
             raise ConnectionAbortedError("it stopped in the middle of a message") from error
@@ -140,7 +133,7 @@ class SocketConnection(Connection):
         until = time.monotonic() + timeout_s
         try:
             if keys.role == "server":
-                self._when_readable(until, self._check_speaks_tls)
+                self._when_ready(until, self._check_speaks_tls)
             self._tls = _Tls(context, is_server=keys.role == "server")
             while not self._shakes_hands(self._tls, until):
                 pass
@@ -171,7 +164,7 @@ class SocketConnection(Connection):
         with suppress(OSError, WireError):
             self._shut(socket.SHUT_WR)
             while True:
-                self._when_readable(until, self._socket.recv_into, self._ahead)
+                self._when_ready(until, self._socket.recv_into, self._ahead)
 
     def close(self) -> None:
         """Let go; a second call does nothing."""
@@ -192,13 +185,15 @@ class SocketConnection(Connection):
         return len(first)
 
     def _pace(self, last: float) -> _Pace:
-        return _Pace(self._limits.stall_s, self._limits.bytes_per_second, last - time.monotonic())
+        return _Pace(self._limits.stall_s, self._limits.bytes_per_second, last)
 
-    def _rest(self, head: Head, pace: _Pace) -> Message:
-        body = self._take(head.body_bytes, pace)
+    def _rest(self, head: Head, last: float) -> Message:
+        body = self._take(head.body_bytes, last)
         buffers = [np.empty(length, np.uint8).data for length in head.buffer_bytes]
         message = decode(head, body, buffers)
+        pace = self._pace(last) if head.buffer_bytes else None  # of its own: there may have been no room for a while
         for buffer in buffers:
+            assert pace is not None
             self._fill(buffer, pace)
         return message
 
@@ -215,9 +210,11 @@ class SocketConnection(Connection):
         """Read ahead what comes next, once it comes."""
         if self._tls is not None:
             self._await_record(self._tls, timeout_s)
-            return
-        self._await_bytes(timeout_s)
-        self._read_ahead(time.monotonic() + self._limits.stall_s)
+        elif timeout_s is not None and timeout_s >= self._tick_s:
+            self._read_ahead(time.monotonic() + timeout_s)
+        else:  # who waits for ever does not wake for every tick
+            self._await_bytes(timeout_s)
+            self._read_ahead(time.monotonic() + self._limits.stall_s)
 
     def _await_record(self, tls: _Tls, timeout_s: float | None) -> None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -233,14 +230,14 @@ class SocketConnection(Connection):
         if found[0][1] & select.POLLNVAL:
             raise ConnectionAbortedError("this side closed the connection")
 
-    def _take(self, num_bytes: int, pace: _Pace) -> memoryview:
+    def _take(self, num_bytes: int, last: float) -> memoryview:
         """The next bytes; valid until more is read."""
         begin, end = self._begin, self._begin + num_bytes
         if end <= self._end:
             self._begin = end
             return self._ahead[begin:end]
         taken = memoryview(bytearray(num_bytes))
-        self._fill(taken, pace)
+        self._fill(taken, self._pace(last))
         return taken
 
     def _fill(self, into: memoryview, pace: _Pace) -> None:
@@ -249,9 +246,9 @@ class SocketConnection(Connection):
                 into[:count] = self._ahead[self._begin : self._begin + count]
                 self._begin += count
             elif into.nbytes >= _AHEAD_BYTES:
-                count = self._read(into, pace.next_until)
+                count = self._read(into, pace.until)
             else:
-                self._read_ahead(pace.next_until)
+                self._read_ahead(pace.until)
                 continue
             pace.num_bytes += count
             into = into[count:]
@@ -259,7 +256,7 @@ class SocketConnection(Connection):
     def _read(self, into: memoryview, until: float) -> int:
         """Some of the next bytes, as many as come within a tick."""
         if self._tls is None:
-            return self._when_readable(until, self._socket.recv_into, into, 0, socket.MSG_WAITALL)
+            return self._when_ready(until, self._socket.recv_into, into, 0, socket.MSG_WAITALL)
         while not (count := self._decrypt(self._tls, into)):
             self._feed(self._tls, until)
         return count
@@ -269,9 +266,9 @@ class SocketConnection(Connection):
         if self._tls is not None:
             self._end = self._read(self._ahead, until)
         elif self._is_unix:
-            self._end = self._when_readable(until, self._receive_with_descriptor)
+            self._end = self._when_ready(until, self._receive_with_descriptor)
         else:
-            self._end = self._when_readable(until, self._socket.recv_into, self._ahead)
+            self._end = self._when_ready(until, self._socket.recv_into, self._ahead)
 
     def _receive_with_descriptor(self) -> int:
         count, ancillary, _, _ = self._socket.recvmsg_into(
@@ -285,35 +282,36 @@ class SocketConnection(Connection):
                     self._descriptor = descriptor
         return count
 
-    def _when_readable(self, until: float, read: Callable[..., int], *arguments: Any) -> int:
-        count = self._when_ready(until, read, *arguments)
-        if not count:
-            raise ConnectionResetError("the other side closed the connection")
-        return count
-
-    def _when_ready(self, until: float, act: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of a system call that waits for a tick, as often as need be until the time has come."""
+    def _when_ready(self, until: float, act: Callable[..., int], *arguments: Any) -> int:
+        """How many bytes a system call has moved that waits for a tick, as often as need be until the time has come."""
         while True:
             try:
-                return act(*arguments)
+                count = act(*arguments)
             except BlockingIOError:
                 if time.monotonic() >= until:
-                    raise TimeoutError("nothing came or went in time") from None
+                    raise TimeoutError("nothing was received in time") from None
+            else:
+                if not count:
+                    raise ConnectionResetError("the other side closed the connection")
+                return count
 
     # What is sent
 
     def _send_all(self, frames: Sequence[Frame], pace: _Pace, descriptor: int | None = None) -> None:
         left = sum(map(len, frames))
         while True:
-            if descriptor is None:
-                sent = self._when_ready(pace.next_until, self._socket.sendmsg, frames)
-            else:
-                sent = self._when_ready(pace.next_until, socket.send_fds, self._socket, frames, [descriptor])
-                descriptor = None
-            pace.num_bytes += sent
+            try:
+                if descriptor is None:
+                    sent = self._when_ready(pace.until, self._socket.sendmsg, frames)
+                else:
+                    sent = self._when_ready(pace.until, socket.send_fds, self._socket, frames, [descriptor])
+                    descriptor = None
+            except TimeoutError:
+                raise TimeoutError("nothing was taken in time") from None
             left -= sent
             if not left:
                 return
+            pace.num_bytes += sent
             frames = _behind(frames, sent)
 
     # TLS
@@ -349,10 +347,11 @@ class SocketConnection(Connection):
 
     def _feed(self, tls: _Tls, until: float) -> None:
         """Take what has come to be decrypted; waits until there is something."""
-        came = self._when_ready(until, self._socket.recv, _ENCRYPTED_BYTES)
-        if not came:
-            raise ConnectionResetError("the other side closed the connection")
-        tls.incoming.write(came)
+
+        def receive() -> int:
+            return tls.incoming.write(self._socket.recv(_ENCRYPTED_BYTES))
+
+        self._when_ready(until, receive)
 
     def _encrypt(self, tls: _Tls, frames: Sequence[Frame], pace: _Pace) -> None:
         for part in _joined(frames):
