@@ -34,7 +34,8 @@ _TICK_S = 0.1
 _TIMEVAL = struct.Struct("@ll")
 _RECORD_BYTES = 16 << 10
 """Of TLS. Short buffers leave in one with what is before them."""
-_ENCRYPTED_BYTES = 128 << 10
+_RECORDS_AT_ONCE = 8
+_ENCRYPTED_BYTES = _RECORDS_AT_ONCE * _RECORD_BYTES
 """What TLS hands to a system call at once, and takes from one: as much as stays in a processor's own cache."""
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4)
@@ -70,6 +71,8 @@ class _Tls:
 
     def __init__(self, context: ssl.SSLContext, *, is_server: bool) -> None:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.encrypted = memoryview(bytearray(_ENCRYPTED_BYTES))
+        """As it has come."""
         self.object = context.wrap_bio(self.incoming, self.outgoing, server_side=is_server)
 
 
@@ -347,22 +350,20 @@ class SocketConnection(Connection):
 
     def _feed(self, tls: _Tls, until: float) -> None:
         """Take what has come to be decrypted; waits until there is something."""
-
-        def receive() -> int:
-            return tls.incoming.write(self._socket.recv(_ENCRYPTED_BYTES))
-
-        self._when_ready(until, receive)
+        count = self._when_ready(until, self._socket.recv_into, tls.encrypted)
+        tls.incoming.write(tls.encrypted[:count])
 
     def _encrypt(self, tls: _Tls, frames: Sequence[Frame], pace: _Pace) -> None:
-        for part in _joined(frames):
-            left = part
-            while left:
-                try:
-                    left = left[tls.object.write(left) :]  # a record at a time
-                except ssl.SSLError as error:
-                    raise tls_error(error, self.peer) from error
-                if tls.outgoing.pending >= _ENCRYPTED_BYTES:
-                    self._flush(tls, pace)
+        write, num_records = tls.object.write, 0
+        try:
+            for part in _joined(frames):
+                for begin in range(0, len(part), _RECORD_BYTES):
+                    write(part[begin : begin + _RECORD_BYTES])  # memory takes a record whole
+                    num_records += 1
+                    if num_records % _RECORDS_AT_ONCE == 0:
+                        self._flush(tls, pace)
+        except ssl.SSLError as error:
+            raise tls_error(error, self.peer) from error
         self._flush(tls, pace)
 
     def _flush(self, tls: _Tls, pace: _Pace) -> None:
