@@ -193,6 +193,8 @@ class Client:
             self._take_word(request, answer.body)
             if answer.body.again:
                 self._send_again(request)
+            else:
+                self._network.pause(0.0)  # under a seed what is waited for may be for others to do
             return None
         self._under_way.popleft()
         self._waited_for = None
