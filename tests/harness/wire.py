@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+from bagpipe.wire.channel import Channel, Network
+from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.errors import BagpipeError
-from bagpipe.wire.channel import Channel, Network
 from bagpipe.wire.keys import Security
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import AskStats, Failed, Message, Part, Read, Rows, Written
 from bagpipe.wire.recovery_messages import Confirm, Confirmed
-from bagpipe.wire.sockets import SocketNetwork
 
 RUN = bytes(16)
 SHORT = Limits(

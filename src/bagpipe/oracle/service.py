@@ -172,7 +172,7 @@ class OracleService:
     ) -> None:
         """`batches` may be `RemoteBatches`, a `Loader`, or anything that gives batches once, in order.
 
-        Up to `room` plans wait until all trainers have received their parts. The first plan is that of the iteration
+        Up to `room` plans are made beyond those that all trainers have asked for. The first plan is that of the iteration
         after `done` others; who divides samples may have to see earlier batches (`PlanSettings.first_needed`).
         """
         if room < 1:

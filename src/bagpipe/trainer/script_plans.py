@@ -99,7 +99,7 @@ class ServedPlans:
         run: bytes,
         room: int = ROOM,
     ) -> None:
-        """Up to `room` plans wait until all other trainers have received their parts."""
+        """Up to `room` plans are made beyond those that all other trainers have asked for."""
         self._source, self._oracle, self._partition, self._run = source, oracle, partition, run
         self._fingerprint = described.fingerprint
         self._outbox = Outbox(partition.trainers - 1, room)

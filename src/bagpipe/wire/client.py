@@ -314,6 +314,8 @@ class Series:
 
     def take(self) -> Message | None:
         """The answer to the next number; None once `interrupt` was called."""
+        if self._is_interrupted:
+            return None
         assert self._stop is None or self.next < self._stop, f"there is no {self._what(self.next)}"
         self._ask_ahead()
         began = time.monotonic()
@@ -339,7 +341,8 @@ class Series:
             client.interrupt("nothing more is wanted")
 
     def close(self) -> None:
-        """Let go of the connections; a second call does nothing."""
+        """Let go of the connections; nothing is taken any more. A second call does nothing."""
+        self._is_interrupted = True
         for client in self._clients:
             client.close()
 

@@ -21,7 +21,7 @@ from bagpipe.errors import ConfigError
 from bagpipe.job import Job, prepare
 from bagpipe.results import joined_summary
 from bagpipe.server.process import ServerOptions
-from bagpipe.store.remote import RemoteStore
+from bagpipe.server.client import RemoteStore
 from bagpipe.together import run_threads
 from bagpipe.training import train
 from bagpipe.wire.keys import new_keys

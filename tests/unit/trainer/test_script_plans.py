@@ -27,6 +27,7 @@ from bagpipe.types import Table
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DescribePlans, GetBatch, NextPlan, PlannedPart
 from benchmarks.simulated import SimulatedNetwork
+from harness.calls import ask_once
 
 RUN = bytes(range(16))
 TABLE = Table("user", 50, ("user",))
@@ -38,6 +39,21 @@ def make_batches(count=5):
         {"user": torch.randint(50, (6, 2), generator=random), "y": torch.rand(6, generator=random)}
         for _ in range(count)
     ]
+
+
+class Tampered:
+    """A peer that gets other answers than it is given."""
+
+    def __init__(self, peer, message, tamper):
+        self._peer, self._message, self._tamper = peer, message, tamper
+
+    def __getattr__(self, name):
+        return getattr(self._peer, name)
+
+    def reply(self, body, buffers=()):
+        asked = self._message
+        answer = self._tamper(Message(asked.run, asked.generation, asked.request, body, buffers))
+        self._peer.reply(answer.body, answer.buffers)
 
 
 class Served:
@@ -54,10 +70,7 @@ class Served:
         partition = Partition(2, oracle.tables, oracle.places.capacity, oracle.places.guests)
 
         def listen(handler):
-            return self.network.listen("first", lambda peer, message, reply: handler(peer, message, tampered(reply)))
-
-        def tampered(reply):
-            return lambda message: reply(tamper(message))
+            return self.network.listen("first", lambda peer, message: handler(Tampered(peer, message, tamper), message))
 
         self.served = ServedPlans(
             listen, self.source, oracle, partition, settings.described(list(oracle.places.capacity)), run=RUN
@@ -163,7 +176,7 @@ def test_batches_that_do_not_fit_their_plan_are_refused(tamper, said):
 )
 def test_the_first_trainer_refuses_what_is_no_request_of_another(run, body, said):
     with Served() as world, pytest.raises(WireError, match=said):
-        world.served.handle(b"", Message(run, 0, 0, body), lambda _: None)
+        ask_once(world.served.handle, body, run)
 
 
 def test_trainers_tell_each_other_texts_of_any_length():
