@@ -252,7 +252,7 @@ class OracleService:
             self._plan(source, oracle)
             end = Answer(NoMorePlans(self._planned))
         except BagpipeError as error:
-            end = Answer(Failed(type(error).__name__, str(error)))
+            end = Answer(Failed.of(error))
         except Exception:
             _log.exception("the oracle failed")
         finally:

@@ -210,7 +210,7 @@ class EmbeddingServer:
         try:
             work()
         except BagpipeError as error:
-            answer(Failed(type(error).__name__, str(error)), ())
+            answer(Failed.of(error), ())
         except MemoryError:
             answer(Failed(StoreError.__name__, "there is no memory for this request: ask for fewer rows at once"), ())
 

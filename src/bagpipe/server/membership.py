@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Condition, Lock
 
-from bagpipe.errors import DeadlineError, WireError
+from bagpipe.errors import DeadlineError, GenerationOverError, WireError
 from bagpipe.server.clients import Clients
 from bagpipe.server.limits import ServerLimits
 from bagpipe.store.watermark import Watermark
@@ -39,11 +39,12 @@ class Membership:
         self.watermark = Watermark(1, limits.parked_max)
 
     def check(self, generation: int) -> None:
-        """WireError for an earlier generation."""
+        """GenerationOverError for an earlier generation."""
         if generation < self.generation:
-            raise WireError(
+            raise GenerationOverError(
                 f"a message of generation {generation}: this is generation {self.generation}, "
-                "in which its sender has no part"
+                "in which its sender has no part",
+                generation,
             )
 
     def admit(self, generation: int, trainers: int) -> None:
@@ -61,7 +62,9 @@ class Membership:
     def begin_anew(self, generation: int) -> None:
         """This generation has begun, and nobody of it has come. The gate is closed, and stays so."""
         if generation < self.generation:
-            raise WireError(f"generation {generation} can't begin: this is generation {self.generation}")
+            raise GenerationOverError(
+                f"generation {generation} can't begin: this is generation {self.generation}", generation
+            )
         self.gate.close(RECOVERY)
         self.generation = generation
         self.clients.clear()

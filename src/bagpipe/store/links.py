@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeAlias, TypeVar
 
-from bagpipe.errors import BagpipeError, DeadlineError, StoreError, WireError
+from bagpipe.errors import BagpipeError, DeadlineError, StoreError, WireError, again
 from bagpipe.server.shared import OwnMemory
 from bagpipe.wire.channel import Network
 from bagpipe.wire.in_order import named_error
@@ -57,7 +57,7 @@ class Session:
     shared_memory: bool | Literal["auto"] = "auto"
     patience: Patience = field(default_factory=Patience)
     watch: Callable[[int], str | None] = lambda _: None
-    """Why a server is known to be gone, if it is."""
+    """Why a server is known to be gone, if it is; may raise what is to end the wait for it."""
     passed: int = NO_ITERATION
     """Of this trainer, before the session began."""
     births: dict[int, bytes] = field(default_factory=dict)
@@ -282,7 +282,7 @@ class Asking:
 
     def give_up(self, why: BagpipeError) -> None:
         """Wait no longer, because another server has refused us."""
-        self.failure, self.done = WireError(f"{self._name} was not waited for any longer: {why}"), True
+        self.failure, self.done = again(why, f"{self._name} was not waited for any longer: {why}"), True
         self.link.stale = True
 
     @property

@@ -18,7 +18,7 @@ import numpy as np
 
 from bagpipe import failpoints
 from bagpipe.arrays import Floats, Int64s
-from bagpipe.errors import CheckpointError, ConfigError, StoreError
+from bagpipe.errors import BagpipeError, CheckpointError, ConfigError, GenerationOverError, StoreError, again
 from bagpipe.server.shared import NUM_BYTES, regions
 from bagpipe.store.base import (
     NO_ITERATION,
@@ -103,8 +103,8 @@ class RemoteStore(Store):
         self._pool = Lock()
         self._writing = Lock()
         """Held while anything is sent that servers decide in order."""
-        self._refusal: str | None = None
-        self._halfway: str | None = None
+        self._refusal: BagpipeError | None = None
+        self._halfway: BagpipeError | None = None
         """Rows were to be replaced, and are not all; until that is done they are refused too."""
         self._closed = False
         self._bytes_max = NUM_BYTES
@@ -207,7 +207,7 @@ class RemoteStore(Store):
             if self._closed:
                 return
             self._closed = True
-            self._refusal = "the store is closed: open another"
+            self._refusal = StoreError("the store is closed: open another")
             idle, self._idle = self._idle, []
         for links in idle:
             for link in links:
@@ -288,7 +288,8 @@ class RemoteStore(Store):
     def _refuse_if_unknown(self, requests: Sequence[Ordered], what: str, error: BaseException, replaces: bool) -> None:
         """The next write would have the number of what nobody knows the outcome of."""
         if any(request.undecided or (replaces and request.written) for request in requests):
-            self._refusal = f"servers were asked for {what}, and not all have answered ({error}): start again"
+            why = f"servers were asked for {what}, and not all have answered ({error}): start again"
+            self._refusal = _unusable(why, error)
 
     def _replace(self, what: str, make: Callable[[int, int], Body]) -> None:
         """Have all servers replace their rows."""
@@ -296,7 +297,7 @@ class RemoteStore(Store):
         try:
             self._finish(what, begun)
         except BaseException as error:
-            self._halfway = f"{what} failed halfway ({error}): load a checkpoint"
+            self._halfway = _unusable(f"{what} failed halfway ({error}): load a checkpoint", error)
             raise
         self._halfway = None
 
@@ -343,7 +344,8 @@ class RemoteStore(Store):
     def _refuse_if_torn(self, requests: Sequence[WriteRequest], error: BaseException) -> None:
         """A write that failed on some servers only has changed rows all the same."""
         if any(request.written or request.undecided for request in requests):
-            self._refusal = f"a write to the servers failed halfway ({error}): start again from a checkpoint"
+            why = f"a write to the servers failed halfway ({error}): start again from a checkpoint"
+            self._refusal = _unusable(why, error)
 
     def _chunks(self, table: int, rows_per_chunk: int, values: bool = True) -> Iterator[tuple[Int64s, Floats]]:
         at_once = self._rows_at_once(table)
@@ -372,7 +374,12 @@ class RemoteStore(Store):
     def _check_usable(self) -> None:
         refusal = self._refusal or self._halfway
         if refusal is not None:
-            raise StoreError(refusal)
+            raise again(refusal, str(refusal))
+
+
+def _unusable(why: str, error: BaseException) -> BagpipeError:
+    """What everything is refused with after an error; that the generation is over stays what it is."""
+    return again(error, why) if isinstance(error, GenerationOverError) else StoreError(why)
 
 
 def _joined(parts: Sequence[ScanRequest]) -> tuple[Int64s, Floats]:

@@ -35,17 +35,17 @@ class Dispatcher:
         except WireError as error:
             self.refused += 1
             if (sender := envelope(frames)) is not None:
-                self._fail(sender, type(error).__name__, str(error), send)
+                self._fail(sender, error, send)
             return
         try:
             reach("wire.received")
             self._handler(peer, message, lambda answer: self._reply(answer, send))
         except BagpipeError as error:
-            self._fail(_sender(message), type(error).__name__, str(error), send)
+            self._fail(_sender(message), error, send)
         except Exception:
             _log.exception("%s to %s failed", type(message.body).__name__, address)
-            text = f"the server at {address} failed inside: its log says how"
-            self._fail(_sender(message), BagpipeError.__name__, text, send)
+            inside = BagpipeError(f"the server at {address} failed inside: its log says how")
+            self._fail(_sender(message), inside, send)
 
     def _reply(self, answer: Message, send: Callable[[list[Frame]], None]) -> None:
         """Send an answer; what is wrong with it is told to its own peer, whoever's message released it."""
@@ -53,13 +53,14 @@ class Dispatcher:
             frames = encode(answer, self._limits)
         except WireError as error:
             _log.warning("%s can't be sent as an answer: %s", type(answer.body).__name__, error)
-            self._fail(_sender(answer), type(error).__name__, str(error), send)
+            self._fail(_sender(answer), error, send)
         else:
             send(frames)
 
-    def _fail(self, to: Envelope, error: str, text: str, send: Callable[[list[Frame]], None]) -> None:
+    def _fail(self, to: Envelope, error: BagpipeError, send: Callable[[list[Frame]], None]) -> None:
         longest = self._limits.body_bytes // 8  # of a text whose letters take up to four bytes
-        send(encode(Message(to.run, to.generation, to.request, Failed(error, text[:longest])), self._limits))
+        failed = Failed(type(error).__name__, str(error)[:longest], fields=error.fields)
+        send(encode(Message(to.run, to.generation, to.request, failed), self._limits))
 
 
 def _sender(message: Message) -> Envelope:

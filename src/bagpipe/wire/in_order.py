@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from threading import Event
 
 from bagpipe import errors
-from bagpipe.errors import BagpipeError, DeadlineError, WireError
+from bagpipe.errors import BagpipeError, DeadlineError, PipelineError, WireError
 from bagpipe.wire.channel import Channel, Network
 from bagpipe.wire.messages import Body, Failed, Message
 from bagpipe.wire.plan_messages import NotYet
@@ -198,12 +198,9 @@ class InOrder:
             )
 
 
-def named_error(failed: Failed, name: str, otherwise: type[BagpipeError] = errors.PipelineError) -> BagpipeError:
-    """The error that another process reports, as the type that it names; `otherwise` where that is none of ours."""
-    kind = getattr(errors, failed.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, BagpipeError)):
-        kind = otherwise
-    return kind(f"{name}: {failed.message}")
+def named_error(failed: Failed, name: str, otherwise: type[BagpipeError] = PipelineError) -> BagpipeError:
+    """The error that a peer of this name reports; `otherwise` where it names none of ours."""
+    return errors.named_error(failed.error, f"{name}: {failed.message}", failed.fields, otherwise)
 
 
 def unexpected(answer: Body, due: str) -> WireError:

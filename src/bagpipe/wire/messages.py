@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from bagpipe.errors import BagpipeError
 from bagpipe.wire.plan_messages import PlanBody
 from bagpipe.wire.records import NO_ITERATION as NO_ITERATION
 from bagpipe.wire.records import Count, Iteration, Positive, Record
@@ -157,6 +158,9 @@ class Stats(Record, frozen=True):
     uptime_s: float
 
 
+ErrorFields: TypeAlias = Annotated[dict[Annotated[str, msgspec.Meta(max_length=32)], Count], msgspec.Meta(max_length=4)]
+
+
 class Failed(Record, frozen=True):
     """The request was refused and changed nothing."""
 
@@ -165,6 +169,13 @@ class Failed(Record, frozen=True):
     message: str
     decided: bool = False
     """A write was refused for good, and its number is used up; else the number is still to be used."""
+    fields: ErrorFields = msgspec.field(default_factory=dict)
+    """Of the error: what the peer may decide by, as it does by the name."""
+
+    @classmethod
+    def of(cls, error: BagpipeError, *, decided: bool = False) -> Failed:
+        """What goes to the peer of an error."""
+        return cls(type(error).__name__, str(error), decided, error.fields)
 
 
 Body: TypeAlias = (
