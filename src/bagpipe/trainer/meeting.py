@@ -21,7 +21,15 @@ import msgspec
 import torch.distributed
 
 from bagpipe.cluster.interface import LOOPBACK, find_address
-from bagpipe.errors import ConfigError, DeadlineError, PeerLostError, PipelineError
+from bagpipe.errors import (
+    BagpipeError,
+    ConfigError,
+    DeadlineError,
+    GenerationOverError,
+    PeerLostError,
+    PipelineError,
+    again,
+)
 from bagpipe.trainer.collective import name_trainers
 
 c10d: Any = torch.distributed  # whose types leave out the names below
@@ -48,6 +56,8 @@ class Reason(NamedTuple):
     """It only lost the connection to this trainer, or waited for it in vain, and does not know why."""
     exchange: str = ""
     """In which it did so."""
+    over: int | None = None
+    """It was told that this generation is over."""
 
 
 class MeetingPoint:
@@ -87,7 +97,7 @@ class Meeting:
         size: int,
         prefix: str,
         deadline_s: float,
-        given_up: Callable[[], str] = lambda: "",
+        given_up: Callable[[], BagpipeError | None] = lambda: None,
     ) -> None:
         """`given_up` says why the others need not be waited for any more, if so."""
         self.rank, self.size = rank, size
@@ -141,7 +151,9 @@ class Meeting:
         """
         if not isinstance(reason, Reason):
             text = describe(reason).encode()[:_REASON_BYTES_MAX].decode(errors="ignore")
-            reason = Reason(self.rank, text, reason.rank if isinstance(reason, PeerLostError) else peer, exchange)
+            lost = reason.rank if isinstance(reason, PeerLostError) else peer
+            over = reason.generation if isinstance(reason, GenerationOverError) else None
+            reason = Reason(self.rank, text, lost, exchange, over)
         word = msgspec.json.encode(reason)
         with self._telling:
             told, self._told = self._told, True
@@ -192,8 +204,8 @@ class Meeting:
             time.sleep(_LOOK_S)
 
     def _check_time(self, until: float) -> None:
-        if reason := self._given_up():
-            raise PipelineError(f"trainer {self.rank} does not wait for the others any more: {reason}")
+        if (error := self._given_up()) is not None:
+            raise again(error, f"trainer {self.rank} does not wait for the others any more: {error}")
         if time.monotonic() > until:
             raise RuntimeError("they did not come")
 
@@ -236,10 +248,10 @@ class _Line:
             self._connection.sendall(word)
             self._connection.shutdown(socket.SHUT_WR)
 
-    def hear(self, within_s: float, given_up: Callable[[], str]) -> Reason | None:
+    def hear(self, within_s: float, given_up: Callable[[], BagpipeError | None]) -> Reason | None:
         until = time.monotonic() + within_s
         with self._hearing:
-            while not self._ended and not given_up() and time.monotonic() < until:
+            while not self._ended and given_up() is None and time.monotonic() < until:
                 self._receive()
             try:
                 return msgspec.json.decode(self._received, type=Reason) if self._ended else None
@@ -313,6 +325,6 @@ def describe(reason: BaseException | str) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """The first sentence of what torch says, without its source files."""
+    """The first sentence of what torch says, without its source files; for people, nothing is decided by it."""
     text = re.sub(r"\[\S*\.(cc|cpp|h):\d+\]\s*", "", str(error)).strip()
     return re.split(r"\. This is|\n|\. Original", text)[0].rstrip(". ") or type(error).__name__

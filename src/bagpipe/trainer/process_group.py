@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from bagpipe.cluster.interface import LOOPBACK, find_address
-from bagpipe.errors import BagpipeError, ConfigError, DeadlineError, PeerLostError, PipelineError
+from bagpipe.errors import (
+    BagpipeError,
+    ConfigError,
+    DeadlineError,
+    GenerationOverError,
+    PeerLostError,
+    PipelineError,
+    again,
+)
 from bagpipe.trainer.collective import CLOSED, Groups, Pending, check_exchange, check_message, lost, memory_groups
 from bagpipe.trainer.meeting import Meeting, MeetingPoint, Reason, c10d, describe, listening_at, sentence
 from bagpipe.trainer.stages import DEADLINE_S
@@ -81,9 +89,8 @@ class ProcessGroup:
         """As the protocol; what was not yet received is lost."""
         if self._failure is None:
             self._meeting.tell(reason)
-            self._failure = PipelineError(
-                f"trainer {self.rank} left its group for {self.purpose} exchanges: {describe(reason)}"
-            )
+            message = f"trainer {self.rank} left its group for {self.purpose} exchanges: {describe(reason)}"
+            self._failure = _reworded(reason, message)
             self._disconnect()
 
     def close(self) -> None:
@@ -115,7 +122,9 @@ class ProcessGroup:
         reason = self._meeting.hear(peer)
         if reason is not None and reason.lost is None:
             stopped = f"trainer {self.rank} can't exchange {what}: trainer {reason.trainer} has stopped: {reason.text}"
-            return self.fail(PipelineError(stopped), exchange, reason)
+            over = reason.over
+            failure = PipelineError(stopped) if over is None else GenerationOverError(stopped, over)
+            return self.fail(failure, exchange, reason)
         return self.fail(self._peer_lost(what, peer, sentence(error), reason), exchange)
 
     def late(self, what: str, peer: int, exchange: str) -> BagpipeError:
@@ -142,10 +151,7 @@ class ProcessGroup:
         return PeerLostError(f"trainer {self.rank} can't exchange {what}: {broke}", first)
 
     def _failed_before(self, what: str) -> BagpipeError:
-        message = f"{what} can't be exchanged: {self._failure}"
-        if isinstance(self._failure, PeerLostError):
-            return PeerLostError(message, self._failure.rank)
-        return PipelineError(message)
+        return _reworded(self._failure, f"{what} can't be exchanged: {self._failure}")
 
     def _part(self) -> None:
         """Tell the others that nothing more comes, and hear the same of them, or wait a little.
@@ -268,6 +274,11 @@ class _Exchange:
         return _NUMBERS | (zlib.crc32(f"{self._sequence} {len(values)}".encode()) & _TAG_MAX)
 
 
+def _reworded(reason: BaseException | str | None, message: str) -> BagpipeError:
+    """What comes of a failure: who is to blame for it stays, if that is known."""
+    return again(reason, message) if isinstance(reason, PeerLostError | GenerationOverError) else PipelineError(message)
+
+
 PURPOSES = ("critical", "delayed", "dense")
 
 
@@ -279,7 +290,7 @@ def open_groups(
     interface: str = LOOPBACK,
     generation: int = 0,
     deadline_s: float = DEADLINE_S,
-    given_up: Callable[[], str] = lambda: "",
+    given_up: Callable[[], BagpipeError | None] = lambda: None,
 ) -> Groups:
     """Join the other trainers; returns when all `size` of them are there.
 

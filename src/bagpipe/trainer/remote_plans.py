@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bagpipe.adapt import Adapter
-from bagpipe.errors import ConfigError, PipelineError, WireError
+from bagpipe.errors import BagpipeError, ConfigError, WireError
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_shape import PlanShape
@@ -57,7 +57,7 @@ class RemotePlans:
         self._name, self._trainer, self._done = f"the oracle at {address}", trainer, done
         self._num_batches = 0
         self._adapter: Adapter | None = None
-        self._abandoned = ""
+        self._abandoned: BagpipeError | None = None
         self._asking: InOrder | None = None
         """What is waited for now."""
         on_connect(self)
@@ -109,8 +109,8 @@ class RemotePlans:
             assert self._adapter is not None
             yield plan, planned_batches(plan, group, self._shape.tables, self._adapter)
             iteration += 1
-        if self._abandoned:
-            raise PipelineError(self._abandoned)
+        if self._abandoned is not None:
+            raise self._abandoned
 
     def position(self, iterations: int) -> dict[str, Any]:
         """Where in the data training is after so many iterations of these."""
@@ -129,9 +129,9 @@ class RemotePlans:
         """End a wait for the next plan: there will be no more."""
         self._answers.interrupt()
 
-    def abandon(self, reason: str) -> None:
-        """The same from another thread, as an error of this text where the next plan is due."""
-        self._abandoned = reason
+    def abandon(self, error: BagpipeError) -> None:
+        """The same from another thread, with this error where the next plan is due."""
+        self._abandoned = error
         if self._asking is not None:
             self._asking.interrupt()
 
@@ -163,7 +163,7 @@ class RemotePlans:
 
     def _wait_for(self, asking: InOrder) -> None:
         self._asking = asking
-        if self._abandoned:
+        if self._abandoned is not None:
             asking.interrupt()
 
     def _request(self, iteration: int) -> Body:
@@ -186,7 +186,8 @@ class RemotePlans:
         finally:
             asking.close()
         if message is None:
-            raise PipelineError(self._abandoned)
+            assert self._abandoned is not None, "nobody else interrupts it"
+            raise self._abandoned
         if isinstance(message.body, Failed):
             raise named_error(message.body, self._name)
         if not isinstance(message.body, PlansDescribed):

@@ -1,5 +1,6 @@
 """How trainers in processes of their own find each other, and what stops them. Exchanges: tests/process."""
 
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from bagpipe.errors import ConfigError, DeadlineError, PeerLostError, PipelineError
+from bagpipe.errors import ConfigError, DeadlineError, GenerationOverError, PeerLostError, PipelineError
 from bagpipe.trainer.meeting import Meeting, MeetingPoint, join_address, listening_at, sentence, split_address
 from bagpipe.trainer.process_group import open_groups
 
@@ -156,6 +157,15 @@ def test_a_line_that_never_comes_is_not_waited_for_endlessly(point):
         Meeting(point.address, 0, 2, "run", 0.3).connect("127.0.0.1")
     with pytest.raises(PipelineError, match="trainer 1 can't connect to the others"):
         Meeting(point.address, 1, 2, "another", 0.3).connect("127.0.0.1")
+
+
+def test_a_trainer_that_is_told_to_leave_off_waits_for_nobody(point):
+    over = GenerationOverError("all begin anew", 3)
+    for wait in (lambda meeting: meeting.gather("joined", "x"), lambda meeting: meeting.connect("127.0.0.1")):
+        meeting = Meeting(point.address, 1, 2, os.urandom(4).hex(), 60.0, lambda: over)
+        with pytest.raises(GenerationOverError, match="does not wait for the others any more: all begin anew") as ended:
+            wait(meeting)
+        assert ended.value.generation == 3
 
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x"])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from bagpipe.errors import BagpipeError, DeadlineError, PeerLostError, PipelineError
+from bagpipe.errors import BagpipeError, DeadlineError, GenerationOverError, PeerLostError, PipelineError
 from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.meeting import MeetingPoint
 from bagpipe.trainer.process_group import open_groups
@@ -137,6 +137,16 @@ def test_who_hears_through_another_why_a_third_has_stopped_names_the_third():
             error = groups[rank].broken(f"rows from trainer {peer}", peer, "rows", RuntimeError("reset"))
             assert type(error) is PipelineError
             assert str(error).endswith("trainer 1 has stopped: ValueError: the disk is full")
+
+
+def test_the_end_of_a_generation_is_that_for_all_and_nobody_is_to_blame():
+    over = GenerationOverError("all begin anew", 3)
+    with critical_groups(3, 20) as groups:
+        groups[1].abort(over)
+        errors = [groups[0].broken("rows from trainer 1", 1, "rows", RuntimeError("reset"))]
+        errors.append(groups[2].broken("rows from trainer 0", 0, "rows", RuntimeError("reset")))
+        errors += map(failure, groups)
+    assert [(type(error), error.generation) for error in errors] == [(GenerationOverError, 3)] * 5
 
 
 def test_long_names_are_cut_alike_and_told_apart_by_what_is_left(ends):
