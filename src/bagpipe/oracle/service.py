@@ -172,8 +172,9 @@ class OracleService:
     ) -> None:
         """`batches` may be `RemoteBatches`, a `Loader`, or anything that gives batches once, in order.
 
-        Up to `room` plans are made beyond those that all trainers have asked for. The first plan is that of the iteration
-        after `done` others; who divides samples may have to see earlier batches (`PlanSettings.first_needed`).
+        Up to `room` plans are made beyond those that all trainers have asked for. The first plan is that of the
+        iteration after `done` others; who divides samples may have to see earlier batches
+        (`PlanSettings.first_needed`).
         """
         if room < 1:
             raise ConfigError(f"room is {room}: give at least 1")
@@ -252,7 +253,7 @@ class OracleService:
             self._plan(source, oracle)
             end = Answer(NoMorePlans(self._planned))
         except BagpipeError as error:
-            end = Answer(Failed(type(error).__name__, str(error)))
+            end = Answer(Failed.of(error))
         except Exception:
             _log.exception("the oracle failed")
         finally:

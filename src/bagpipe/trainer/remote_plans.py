@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bagpipe.adapt import Adapter
-from bagpipe.errors import ConfigError, WireError
+from bagpipe.errors import BagpipeError, ConfigError, WireError
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_shape import PlanShape
@@ -118,9 +118,9 @@ class RemotePlans:
         """End a wait for the next plan: there will be no more."""
         self._answers.interrupt()
 
-    def abandon(self, reason: str) -> None:
-        """The same from another thread, as an error of this text where the next plan is due."""
-        self._client.interrupt(reason)
+    def abandon(self, error: BagpipeError) -> None:
+        """The same from another thread, with this error where the next plan is due."""
+        self._client.interrupt(error)
 
     def close(self) -> None:
         """Let go of the connection; a second call does nothing."""

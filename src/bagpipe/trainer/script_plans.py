@@ -132,7 +132,7 @@ class ServedPlans:
                 yield plans[0], planned_batches(plans[0], parts[0].group, source.tables, source.adapter)
             self._finish(Answer(NoMorePlans(num_plans)))
         except BagpipeError as error:
-            self._finish(Answer(Failed(type(error).__name__, str(error))))
+            self._finish(Answer(Failed.of(error)))
             raise
         except Exception as error:
             self._finish(Answer(Failed(PipelineError.__name__, f"its loader failed: {type(error).__name__}: {error}")))

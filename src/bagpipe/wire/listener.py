@@ -141,7 +141,7 @@ class Visitor:
             self._connection.send(answer, self._limits.send_s)
         except WireError as error:
             _log.warning("%s can't be sent as an answer: %s", type(body).__name__, error)
-            failed = Failed(type(error).__name__, str(error))
+            failed = Failed.of(error)
             self._connection.send(
                 Message(request.run, request.generation, request.request, failed), self._limits.send_s
             )
@@ -305,19 +305,15 @@ def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | N
         return handler(visitor, request)
     except (ConnectionError, TimeoutError) as error:
         if isinstance(error, BagpipeError):
-            return Failed(type(error).__name__, _short(error)), ()
+            return Failed.of(error), ()
         raise  # its own connection: nobody hears an answer
     except BagpipeError as error:
-        return Failed(type(error).__name__, _short(error)), ()
+        return Failed.of(error), ()
     except MemoryError:
         return Failed("StoreError", "there is no memory for this request: ask for fewer rows at once"), ()
     except Exception:
         _log.exception("%s of %s failed", type(request.body).__name__, visitor.name)
         return Failed(BagpipeError.__name__, "the server failed inside: its log says how"), ()
-
-
-def _short(error: BagpipeError) -> str:
-    return str(error)[: LIMITS.body_bytes // 8]  # letters take up to four bytes
 
 
 def _interrupt(connected: SocketConnection | socket.socket) -> None:
