@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 from bagpipe.data.dataset import IndexedDataset, batch_spans, group_size
 from bagpipe.data.described import Description, open_described
 from bagpipe.data.order import BatchOrder
-from bagpipe.data.samples import Samples
-from bagpipe.data.samples_wire import pack_samples
+from bagpipe.data.samples import Samples, SentBatch
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.failpoints import reach
-from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.channel import Network
+from bagpipe.wire.codec import pack, unpack
 from bagpipe.wire.dispatch import Reply
 from bagpipe.wire.in_order import AHEAD, InOrder, Patience, named_error, unexpected
 from bagpipe.wire.listening import Listen, Listening
@@ -165,14 +164,13 @@ class DataProcessorService:
         self._read_ahead(group + self._processors)
         samples = reading.result()[body.number % self._order.group_batches]
         reach("data.group.read")
-        packing = Packing()
-        head = pack_samples(samples, body.number, packing)
-        buffers = packing.buffers()
+        packed, arrays = pack(SentBatch(body.number, samples))
+        buffers = [memoryview(packed), *arrays]
         with self._lock:
             self._batches += 1
             self._bytes_sent += sum(buffer.nbytes for buffer in buffers)
             self._last_batch = body.number
-        reply(Message(message.run, message.generation, message.request, GotBatch(head), buffers))
+        reply(Message(message.run, message.generation, message.request, GotBatch(body.number), buffers))
         reach("data.batch.sent")
 
     def _group(self, group: int) -> Future[list[Samples]]:
@@ -256,8 +254,6 @@ class RemoteBatches:
         return {"batches": answers.next, "bytes_received": answers.bytes_received, "waited_s": answers.waited_s}
 
     def _take(self, number: int) -> Batch:
-        from bagpipe.data.batch_wire import unpack_batch  # here: who sends batches does without PyTorch
-
         message = self._answers.take()
         if message is None:
             raise PipelineError(f"reading was ended before batch {number}")
@@ -266,9 +262,11 @@ class RemoteBatches:
             raise named_error(body, f"the data processor at {self._answers.address(number)}")
         if not isinstance(body, GotBatch):
             raise unexpected(body, f"batch {number}")
-        if body.head.number != number:
-            raise WireError(f"batch {body.head.number} came where {number} was due: run the same release on both sides")
-        unpacking = Unpacking(f"batch {number}", message.buffers)
-        batch = unpack_batch(body.head, unpacking)
-        unpacking.finish()
-        return batch
+        if body.number != number:
+            raise WireError(f"batch {body.number} came where {number} was due: run the same release on both sides")
+        if not message.buffers:
+            raise WireError(f"batch {number} has no buffers: it needs at least 1")
+        sent = unpack(message.buffers[0], message.buffers[1:], SentBatch, f"batch {number}")
+        if sent.number != number:
+            raise WireError(f"batch {sent.number} came as batch {number}")
+        return sent.batch()

@@ -18,7 +18,7 @@ from bagpipe.wire.limits import LIMITS, Limits
 from bagpipe.wire.messages import Body, Message
 
 MAGIC = b"BGPW"
-VERSION = 7
+VERSION = 8
 RUN_BYTES = 16
 
 _HEADER = struct.Struct("<4sBBHIIQ16s")
