@@ -97,9 +97,7 @@ def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: Pla
         address = Address(launch.hosts[0], 0)
         listen = on_socket(str(address), security=launch.listener)
         described = settings.described(list(oracle.places.capacity))
-        return ServedPlans(
-            listen, source, oracle, partition, described, run=launch.run, compress=not address.is_local
-        )
+        return ServedPlans(listen, source, oracle, partition, described, run=launch.run, compress=not address.is_local)
     except BaseException:
         oracle.close()
         raise

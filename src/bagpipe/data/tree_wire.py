@@ -32,13 +32,14 @@ DEPTH_MAX = 64
 _ELEMENTS_MAX = 1 << 40
 """Of a tensor without elements, were each of its empty dimensions 1."""
 _IDS_MAX = 1 << 31
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float64 float32 float16 bfloat16 complex64 complex128 int64 int32 int16 int8 uint8 bool uint16 uint32 uint64"
-    ).split()
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64,
+        torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64,
+    )
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ARRAY = re.compile(r"[<>|][biufcSUMm][0-9]{1,6}(\[[0-9]{0,6}[A-Za-z]{1,2}\])?")
 
 Types = Mapping[str, Any]
@@ -46,8 +47,10 @@ Types = Mapping[str, Any]
 
 
 class Numbers(Value, frozen=True, tag=0):
-    """A tensor, a NumPy array or one of its numbers, whose bytes follow those before; or ids that the plan has, of which
-    only type and shape travel."""
+    """A tensor, a NumPy array or one of its numbers, whose bytes follow those before.
+
+    Of ids that the plan has only type and shape travel.
+    """
 
     what: Literal["tensor", "array", "number", "left out"]
     dtype: Name
@@ -76,7 +79,7 @@ class Bytes(Value, frozen=True, tag=3):
     value: bytes
 
 
-Node: TypeAlias = Union[None, bool, int, float, str, Bytes, Numbers, Parts, Again]  # noqa: UP007
+Node: TypeAlias = Union[bool, int, float, str, Bytes, Numbers, Parts, Again, None]  # noqa: UP007
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Annotated[list[Node], msgspec.Meta(max_length=1 << 21)])
 
@@ -184,7 +187,7 @@ class _Packer:
                     raise self._refusal(path, f"has the key {key!r}, and keys that travel are texts or numbers")
             self.nodes.append(Parts("dict" if type(value) is dict else self._type(value, path), list(value)))
         else:
-            names = [name for name, _ in parts_of(value)]
+            names: list[int | str] = [name for name, _ in parts_of(value)]
             if not names or (not isinstance(value, tuple) and copy.copy(value) is value):
                 raise self._refusal(path, f"is {described(value)}")
             self.nodes.append(Parts(self._type(value, path), names))

@@ -132,14 +132,14 @@ class Plan:
             ("rows", self.rows), ("fetch", self.fetch), ("evict", self.evict), ("victims", self.victims)
         ):  # fmt: skip
             rows.check(f"{name}, {what}", shape)
-        self._check_waits(shape, name)
+        self._check_waits(name)
         self._check_places(shape, name, batches)
         if self.sync is not None:
             samples = [batch.num_samples for batch in batches]
             self.sync.check(name, shape, iteration, self.rows, samples)
         self._check_whole(shape, name)
 
-    def _check_waits(self, shape: PlanShape, name: str) -> None:
+    def _check_waits(self, name: str) -> None:
         fetch = self.fetch
         if not -1 <= self.victims.evict_after < self.iteration:
             raise WireError(f"{name} has evict_after {self.victims.evict_after}: an earlier iteration is allowed")

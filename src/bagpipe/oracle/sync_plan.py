@@ -77,7 +77,9 @@ class Routes:
     def check(self, name: str, trainers: int, ends: Int64s) -> None:
         """WireError unless these are lists for so many trainers, whose items of each table are less than its `ends`."""
         if self.bounds.shape != (trainers, len(ends) + 1) or (self.bounds[1:, 0] != self.bounds[:-1, -1]).any():
-            raise WireError(f"{name}: bounds of shape {self.bounds.shape} do not cut {len(self)} items by trainer and table")
+            raise WireError(
+                f"{name}: bounds of shape {self.bounds.shape} do not cut {len(self)} items by trainer and table"
+            )
         if self.items.ndim != 1 or (self.whole is not None and self.whole.shape != self.items.shape):
             raise WireError(f"{name}: items of shape {self.items.shape}, with flags of other rows")
         bounds = self.flat_bounds

@@ -92,8 +92,10 @@ class ServedPlans:
         room: int = ROOM,
         compress: bool = False,
     ) -> None:
-        """Up to `room` plans wait until all other trainers have received their parts; `compress` them where those are on
-        other machines."""
+        """Up to `room` plans wait until all other trainers have received their parts.
+
+        `compress` them where those are on other machines.
+        """
         self._source, self._oracle, self._partition, self._run = source, oracle, partition, run
         self._fingerprint, self._compress = described.fingerprint, compress
         self._outbox = Outbox(partition.trainers - 1, room)
@@ -181,7 +183,7 @@ class ServedPlans:
 
     def _packed(self, plan: Plan, part: Part) -> Answer:
         """One trainer's part, as it is sent."""
-        features, group = self._source.features, part.group
+        group = part.group
         first = max(0, self._source.reading.num_read - len(group.batches))
         sizes = [
             BatchSize(first + number, count, tuple(lengths))

@@ -25,10 +25,12 @@ from bagpipe.wire.limits import LIMITS
 
 T = TypeVar("T")
 
-BODY_BYTES_MAX = 4 << 20
+BODY_BYTES_MAX = 1 << 20
+"""Of a body, which takes more memory once it is read; some 20,000 features."""
 RATIO_MAX = 64
 """A buffer that zstd makes smaller than one part in so many is sent as it is, so that few bytes never become many."""
 DIMENSIONS_MAX = 16
+_SIZE_MAX = 1 << 31
 _ELEMENTS_MAX = 1 << 40
 """Of an array without elements, were each of its empty dimensions 1."""
 
@@ -38,9 +40,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def pack(value: Any, *, compress: bool = False) -> tuple[bytes, list[memoryview]]:
-    """A dataclass as a body and raw buffers; `compress` is for peers on other machines, where bytes cost more than time.
+    """A dataclass as a body and raw buffers; WireError if something in it does not travel.
 
-    WireError if something in it does not travel.
+    `compress` is for peers on other machines, where bytes cost more than time.
     """
     arrays: list[_Packed] = []
 
@@ -59,7 +61,9 @@ def pack(value: Any, *, compress: bool = False) -> tuple[bytes, list[memoryview]
             smaller = _compress(buffer)
             if buffer.nbytes / RATIO_MAX <= smaller.nbytes < buffer.nbytes:
                 lengths[number], buffers[number] = buffer.nbytes, smaller
-    return _ENCODER.encode((lengths, msgspec.Raw(raw))), buffers
+    body = _ENCODER.encode((lengths, msgspec.Raw(raw)))
+    _check_body(type(value).__name__, body)
+    return body, buffers
 
 
 def unpack(body: bytes | memoryview, buffers: Sequence[memoryview], kind: type[T], name: str = "") -> T:
@@ -68,8 +72,7 @@ def unpack(body: bytes | memoryview, buffers: Sequence[memoryview], kind: type[T
     `name` says in people's words what it is.
     """
     name = name or kind.__name__
-    if (size := memoryview(body).nbytes) > BODY_BYTES_MAX:
-        raise WireError(f"{name} has a body of {size} bytes: {BODY_BYTES_MAX} are allowed")
+    _check_body(name, body)
     try:
         lengths, raw = _OUTER.decode(body)
         if len(lengths) != len(buffers):
@@ -84,6 +87,11 @@ def unpack(body: bytes | memoryview, buffers: Sequence[memoryview], kind: type[T
     return value
 
 
+def _check_body(name: str, body: bytes | memoryview) -> None:
+    if (size := memoryview(body).nbytes) > BODY_BYTES_MAX:
+        raise WireError(f"{name} has a body of {size} bytes besides its arrays: {BODY_BYTES_MAX} are allowed")
+
+
 class _Packed:
     """An array as it will lie in a buffer."""
 
@@ -93,7 +101,7 @@ class _Packed:
             raise TypeError(f"{what} does not travel")
         self._array, base = array, 0
         if array.dtype.kind == "b":
-            self._width, self.num_bytes = 0, -(-array.size // 8)
+            self._width, self.num_bytes = 1, -(-array.size // 8)
         elif array.dtype.kind == "f":
             self._width, self.num_bytes = array.itemsize, array.nbytes
         else:
@@ -108,13 +116,13 @@ class _Packed:
         if array.dtype.kind == "b":
             out[:] = np.packbits(array, bitorder="little")
         elif array.dtype.kind == "f":
-            out.view(np.uint8)[:] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8)
+            out[:] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8)
         elif len(array):
-            unsigned = np.dtype(f"<u{array.itemsize}")
-            numbers = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(unsigned)
+            numbers = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).view(f"u{array.itemsize}")
             if self._base:
-                numbers = numbers - unsigned.type(self._base % (1 << 8 * array.itemsize))
-            out.reshape(self._width, -1)[:] = numbers.view(np.uint8).reshape(-1, array.itemsize)[:, : self._width].T
+                numbers = numbers - numbers.dtype.type(self._base % (1 << 8 * array.itemsize))
+            for place, octets in enumerate(out.reshape(self._width, -1)):
+                np.right_shift(numbers, 8 * place, out=octets, casting="unsafe", dtype=numbers.dtype)
 
 
 def _range(array: NDArray[Any]) -> tuple[int, int]:
@@ -152,29 +160,29 @@ class _Reading:
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-        self._taken: list[tuple[NDArray[Any], list[int]]] = []
+        self._taken: list[NDArray[Any]] = []  # kept, so that no two have one id
         self._described: dict[int, list[int]] = {}
 
     def take(self, kind: Any, described: Any) -> NDArray[Any]:
-        """The next array, of the declared type; ValueError if it is not there. A hook of msgspec, which adds the field."""
-        if type(described) is not list or len(described) < 2 or any(type(each) is not int for each in described):
+        """The next array, of the declared type; ValueError if it is not there: msgspec adds the field."""
+        if type(described) is not list or len(described) < 2 or set(map(type, described)) != {int}:
             raise ValueError("no array")
         dtype, (base, width, *shape) = _declared(kind), described
-        if len(shape) > DIMENSIONS_MAX or any(not 0 <= size < 1 << 31 for size in shape):
+        if len(shape) > DIMENSIONS_MAX or (shape and not 0 <= min(shape) <= max(shape) < _SIZE_MAX):
             raise ValueError(f"an array of shape {shape[:DIMENSIONS_MAX]}")
-        if math.prod(max(1, size) for size in shape) >= _ELEMENTS_MAX:
-            raise ValueError(f"an array of shape {shape}: it is too large")
         count = math.prod(shape)
+        if not count and math.prod(size or 1 for size in shape) >= _ELEMENTS_MAX:
+            raise ValueError(f"an array of shape {shape}: it is too large")
+        if dtype.kind in "bf" and (base, width) != (0, dtype.itemsize):
+            raise ValueError(f"numbers of {width} bytes where {dtype} is due")
         if dtype.kind == "b":
             array = self._flags(count)
         elif dtype.kind == "f":
-            if width != dtype.itemsize:
-                raise ValueError(f"numbers of {width} bytes where {dtype} is due")
             array = self._bytes(count * width).view(dtype.newbyteorder("<")).astype(dtype)
         else:
             array = self._integers(count, base, width, dtype)
         array = array.reshape(shape)
-        self._taken.append((array, described))
+        self._taken.append(array)
         self._described[id(array)] = described
         return array
 
@@ -205,20 +213,24 @@ class _Reading:
         return flags[:count].view(np.bool_)
 
     def _integers(self, count: int, base: int, width: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        limits, size = np.iinfo(dtype), dtype.itemsize
-        if not (bool(count) <= width <= size):
+        if not (bool(count) <= width <= dtype.itemsize):
             raise ValueError(f"{count} numbers of {width} bytes where {dtype} is due")
-        raw = self._bytes(count * width)
-        numbers = np.zeros(count, f"<u{size}")
-        if count:
-            numbers.view(np.uint8).reshape(-1, size)[:, :width] = raw.reshape(width, -1).T
-        if not limits.min <= base <= limits.max - (1 << 8 * width) + 1:
-            most = base + int(numbers.max(initial=0))
-            if not limits.min <= base <= most <= limits.max:
-                raise ValueError(f"numbers from {base} to {most} where {dtype} is due")
+        octets = self._bytes(count * width)
+        if not count:
+            return np.empty(0, dtype)
+        *lower, top = octets.reshape(width, count)
+        numbers = top.astype(f"u{dtype.itemsize}")
+        for place in reversed(lower):
+            numbers <<= 8
+            numbers |= place
+        least, most = _limits(dtype)
+        if not least <= base <= most + 1 - (1 << 8 * width):
+            largest = base + int(numbers.max())
+            if not least <= base <= largest <= most:
+                raise ValueError(f"numbers from {base} to {largest} where {dtype} is due")
         if base:
-            numbers += numbers.dtype.type(base % (1 << 8 * size))
-        return numbers.view(dtype.newbyteorder("<")).astype(dtype, copy=False)
+            numbers += numbers.dtype.type(base % (1 << 8 * dtype.itemsize))
+        return numbers.view(dtype)
 
 
 @lru_cache(maxsize=256)
@@ -227,7 +239,15 @@ def _declared(kind: Any) -> np.dtype[Any]:
     of_numbers = get_args(get_args(kind)[1])[0]
     if of_numbers is Any:
         raise ValueError("an array of numbers of no declared type does not travel")
-    return np.dtype(of_numbers)
+    dtype: np.dtype[Any] = np.dtype(of_numbers)
+    return dtype
+
+
+@lru_cache(maxsize=256)
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """The least and the largest integer of a type."""
+    limits = np.iinfo(dtype)
+    return int(limits.min), int(limits.max)
 
 
 def _compress(buffer: memoryview) -> memoryview:
@@ -242,15 +262,9 @@ def _plain(buffer: memoryview, length: int) -> memoryview:
         return buffer
     if length > min(LIMITS.buffer_bytes, buffer.nbytes * RATIO_MAX):
         raise WireError(f"a buffer of {buffer.nbytes} bytes announces {length}")
-    from pyarrow import ArrowException, BufferReader, CompressedInputStream, py_buffer
+    from pyarrow import ArrowException, Codec, py_buffer
 
-    out = np.empty(length, np.uint8)
     try:
-        with CompressedInputStream(BufferReader(py_buffer(buffer)), "zstd") as stream:
-            found = stream.readinto(out)
-            more = len(stream.read(1))
+        return memoryview(Codec("zstd").decompress(py_buffer(buffer), length))
     except (OSError, ValueError, ArrowException) as error:
-        raise WireError(f"a buffer of {buffer.nbytes} bytes can't be decompressed: {error}") from error
-    if found != length or more:
-        raise WireError(f"a buffer announces {length} bytes, and has {'more' if more else found}")
-    return out.data
+        raise WireError(f"a buffer of {buffer.nbytes} bytes, announced as {length}: {error}") from error

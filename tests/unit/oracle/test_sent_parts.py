@@ -16,7 +16,7 @@ from bagpipe.oracle.design import DESIGNS
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan_shape import PlanShape
 from bagpipe.oracle.row_list import RowList
-from bagpipe.oracle.sent_plan import SentPlan, pack_plan, unpack_plan
+from bagpipe.oracle.sent_plan import pack_plan, unpack_plan
 from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
 from bagpipe.trainer.divided import Divided
 from bagpipe.wire.codec import pack, unpack
@@ -91,8 +91,6 @@ def test_parts_come_back_to_the_last_bit(design, delayed, policy, accumulate):
 
 
 def test_lists_without_entries_take_no_place_but_for_their_bounds():
-    iterations, _ = divided(make_batches(6), trainers=2)
-    plan, batches = iterations[3][0]
     nothing = Routes(np.empty(0, np.int32), np.zeros((2, len(TABLES) + 1), np.int64))
     no_rows = RowList(np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(len(TABLES) + 1, np.int64))
     none = Exchange(nothing, nothing)
@@ -105,7 +103,7 @@ def test_lists_without_entries_take_no_place_but_for_their_bounds():
 
 def test_parts_take_less_than_half_of_what_their_numbers_take():
     iterations, _ = divided(make_batches(8, size=500), cache=4000)
-    plan, batches = iterations[4][1]
+    plan, _ = iterations[4][1]
     sync = plan.sync
     rows = [plan.rows, plan.fetch, plan.evict, sync.updated, sync.later_updated]
     exchanges = (sync.values, sync.later_values, sync.gradients, sync.later_gradients)

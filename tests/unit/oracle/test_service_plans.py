@@ -129,7 +129,14 @@ def test_batches_come_back_to_the_last_bit(number):
 
 @pytest.mark.parametrize(
     ("ids", "num_bytes"),
-    [([-(2**31), 2**31 - 1], 4), ([2**31], 1), ([-(2**31), 2**31], 5), ([-(2**63), 2**63 - 1], 8), ([-1, 254], 1), ([], 0)],
+    [
+        ([-(2**31), 2**31 - 1], 4),
+        ([2**31], 1),
+        ([-(2**31), 2**31], 5),
+        ([-(2**63), 2**63 - 1], 8),
+        ([-1, 254], 1),
+        ([], 0),
+    ],
 )
 def test_ids_at_the_borders_of_types_come_back_in_as_few_bytes_as_hold_them(ids, num_bytes):
     values = torch.tensor(ids, dtype=torch.int64).reshape(1, -1)
@@ -162,7 +169,10 @@ def edited(plan, group, what):
     if "samples" in what:
         batch = replace(batch, samples=replace(batch.samples, **what["samples"](batch.samples)))
     body, buffers = pack(SentPlan(plan, (batch,)[: what.get("batches", 1)]))
-    return Planned(what.get("iteration", plan.iteration), what.get("fingerprint", "these")), [memoryview(body), *buffers]
+    return Planned(what.get("iteration", plan.iteration), what.get("fingerprint", "these")), [
+        memoryview(body),
+        *buffers,
+    ]
 
 
 def with_value(rows, name, position, value):
@@ -258,7 +268,10 @@ def user(**changes):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda samples: {"columns": {f"{n}s": column for n, column in samples.columns.items()}}, "without feature 'user'"),
+        (
+            lambda samples: {"columns": {f"{n}s": column for n, column in samples.columns.items()}},
+            "without feature 'user'",
+        ),
         (user(values=np.zeros((0, 2), np.int64)), "places of ids: .* where batches have"),
         (user(values=np.zeros((6, 1), np.int64)), "feature 'user': ids of shape .6, 1., where none are due"),
         (user(values=np.zeros(0, np.int64)), "feature 'user': ids of shape .0,. of 6 samples"),
@@ -280,12 +293,12 @@ def test_a_batch_that_does_not_fit_its_numbers_is_refused(change, reason):
 
 def test_ids_that_no_plan_has_must_be_there():
     sent = SentBatch.of(make_batches(1)[0], FEATURES)
-    with pytest.raises(WireError, match="feature 'user': ids of shape .0, 1., where .6, 1. are due"):
+    with pytest.raises(WireError, match=r"feature 'user': ids of shape .0, 1., where .6, 1. are due"):
         sent.batch()
     with pytest.raises(WireError, match="batch -1 has"):
         replace(sent, number=-1).batch(FEATURES)
     wrong = replace(sent.samples, columns={"user": Column(np.zeros((5, 1), np.int64))})
-    with pytest.raises(WireError, match="feature 'user': ids of shape .5, 1."):
+    with pytest.raises(WireError, match=r"feature 'user': ids of shape .5, 1."):
         replace(sent, samples=wrong).batch()
 
 
