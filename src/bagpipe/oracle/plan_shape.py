@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,9 @@ from bagpipe.arrays import Int32s, Int64s
 from bagpipe.cache import group_by_width, num_bytes
 from bagpipe.errors import WireError
 from bagpipe.types import Table
-from bagpipe.wire.plan_messages import DividedBy, PlansDescribed
+
+if TYPE_CHECKING:
+    from bagpipe.wire.plan_messages import DividedBy, PlansDescribed
 
 ANY = -1
 """The number of rows of a table that has no fixed one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,9 @@ from bagpipe.errors import WireError
 from bagpipe.oracle.design import RULES
 from bagpipe.oracle.plan_shape import PlanShape, check_bounds, first_outside
 from bagpipe.oracle.row_list import RowList
-from bagpipe.wire.plan_messages import DividedBy
+
+if TYPE_CHECKING:
+    from bagpipe.wire.plan_messages import DividedBy
 
 SAMPLES_MAX = 1 << 31
 
