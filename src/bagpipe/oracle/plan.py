@@ -166,7 +166,8 @@ class Plan:
             raise WireError(f"{name}, places of ids: {found[:8]} by feature, where batches have {due[:8]} ids")
         ends = np.diff(self.rows.bounds)
         for (feature, table), places in zip(shape.features, self.inverse, strict=True):
-            if places.ndim != 1 or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < ends[table]):
+            # without a sign, one that is negative is greater than the end
+            if places.ndim != 1 or (len(places) and np.maximum.reduce(places.view(np.uint32)) >= ends[table]):
                 first = first_outside(places.reshape(-1), np.array([0, places.size]), ends[table : table + 1])
                 raise WireError(
                     f"{name}, places of feature {feature!r}: {places.reshape(-1)[first]} is there, 0 to "

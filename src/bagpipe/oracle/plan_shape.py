@@ -115,7 +115,8 @@ class PlanShape:
 
 def first_outside(numbers: NDArray[Any], bounds: Int64s, ends: Int64s) -> int:
     """The first number that is negative, or not less than its segment's end; -1: there is none."""
-    wrong = (numbers < 0) | (numbers >= np.repeat(ends, np.diff(bounds)))
+    # without a sign, one that is negative is greater than all ends
+    wrong = numbers.view(f"u{numbers.itemsize}") >= np.repeat(ends.astype(np.uint64), np.diff(bounds))
     return int(wrong.argmax()) if wrong.any() else -1
 
 

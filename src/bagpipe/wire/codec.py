@@ -30,6 +30,7 @@ BODY_BYTES_MAX = 1 << 20
 RATIO_MAX = 64
 """A buffer that zstd makes smaller than one part in so many is sent as it is, so that few bytes never become many."""
 DIMENSIONS_MAX = 16
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _SIZE_MAX = 1 << 31
 _ELEMENTS_MAX = 1 << 40
 """Of an array without elements, were each of its empty dimensions 1."""
@@ -113,12 +114,14 @@ class _Packed:
     def write(self, out: NDArray[np.uint8]) -> None:
         """Put it there."""
         array = self._array.reshape(-1)
+        if not array.dtype.isnative or not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
         if array.dtype.kind == "b":
             out[:] = np.packbits(array, bitorder="little")
         elif array.dtype.kind == "f":
-            out[:] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8)
-        elif len(array):
-            numbers = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).view(f"u{array.itemsize}")
+            out[:] = array.view(np.uint8)
+        else:
+            numbers = array.view(_UNSIGNED[array.itemsize])
             if self._base:
                 numbers = numbers - numbers.dtype.type(self._base % (1 << 8 * array.itemsize))
             for place, octets in enumerate(out.reshape(self._width, -1)):
@@ -129,9 +132,9 @@ def _range(array: NDArray[Any]) -> tuple[int, int]:
     """What is added to all integers of an array, and the bytes that each takes then; 0 of none."""
     if not array.size:
         return 0, 0
-    least, most = int(array.min()), int(array.max())
-    width, above_least = (max(1, -(-reach.bit_length() // 8)) for reach in (most, most - least))
-    return (0, width) if least >= 0 and width == above_least else (least, above_least)
+    least, most = int(np.minimum.reduce(array, axis=None)), int(np.maximum.reduce(array, axis=None))
+    width = -(-(most - least).bit_length() // 8) or 1
+    return (0 if 0 <= least and most < 1 << 8 * width else least), width
 
 
 def _join(arrays: Sequence[_Packed]) -> list[memoryview]:
@@ -149,8 +152,9 @@ def _join(arrays: Sequence[_Packed]) -> list[memoryview]:
         buffer = np.empty(sum(array.num_bytes for array in group), np.uint8)
         start = 0
         for array in group:
-            array.write(buffer[start : start + array.num_bytes])
-            start += array.num_bytes
+            if array.num_bytes:
+                array.write(buffer[start : start + array.num_bytes])
+                start += array.num_bytes
         joined.append(buffer.data)
     return [buffer for buffer in joined if buffer.nbytes]
 
@@ -178,7 +182,7 @@ class _Reading:
         if dtype.kind == "b":
             array = self._flags(count)
         elif dtype.kind == "f":
-            array = self._bytes(count * width).view(dtype.newbyteorder("<")).astype(dtype)
+            array = self._bytes(count * width).view(dtype).copy()
         else:
             array = self._integers(count, base, width, dtype)
         array = array.reshape(shape)
@@ -219,7 +223,7 @@ class _Reading:
         if not count:
             return np.empty(0, dtype)
         *lower, top = octets.reshape(width, count)
-        numbers = top.astype(f"u{dtype.itemsize}")
+        numbers = top.astype(_UNSIGNED[dtype.itemsize])
         for place in reversed(lower):
             numbers <<= 8
             numbers |= place

@@ -181,6 +181,12 @@ def with_value(rows, name, position, value):
     return replace(rows, **{name: values})
 
 
+def without_rows(rows):
+    """The same without those of the first table."""
+    first = rows.bounds[1]
+    return replace(rows, ids=rows.ids[first:], slots=rows.slots[first:], bounds=np.maximum(rows.bounds - first, 0))
+
+
 def with_bound(rows, position, value):
     bounds = rows.bounds.copy()
     bounds[position] = value
@@ -241,6 +247,9 @@ WRONG = {
     "a place beyond the rows": (
         {"plan": lambda plan: {"inverse": (plan.inverse[0] + np.int32(len(plan.rows)), *plan.inverse[1:])}},
         "places of feature 'user'",
+    ),
+    "places in a table of which no row is used": (
+        {"plan": lambda plan: {"rows": without_rows(plan.rows)}}, "places of feature 'user': 0 is there, 0 to -1",
     ),
     "places in two dimensions": (
         {"plan": lambda plan: {"inverse": (plan.inverse[0].reshape(1, -1), *plan.inverse[1:])}},
