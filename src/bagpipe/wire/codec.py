@@ -30,7 +30,8 @@ BODY_BYTES_MAX = 1 << 20
 RATIO_MAX = 64
 """A buffer that zstd makes smaller than one part in so many is sent as it is, so that few bytes never become many."""
 DIMENSIONS_MAX = 16
-_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_UNSIGNED = [np.dtype(f"u{size}") for size in (1, 1, 2, 4, 4, 8, 8, 8, 8)]
+"""The narrowest type of so many bytes."""
 _SIZE_MAX = 1 << 31
 _ELEMENTS_MAX = 1 << 40
 """Of an array without elements, were each of its empty dimensions 1."""
@@ -124,6 +125,7 @@ class _Packed:
             numbers = array.view(_UNSIGNED[array.itemsize])
             if self._base:
                 numbers = numbers - numbers.dtype.type(self._base % (1 << 8 * array.itemsize))
+            numbers = numbers.astype(_UNSIGNED[self._width], copy=False)
             for place, octets in enumerate(out.reshape(self._width, -1)):
                 np.right_shift(numbers, 8 * place, out=octets, casting="unsafe", dtype=numbers.dtype)
 
@@ -223,10 +225,11 @@ class _Reading:
         if not count:
             return np.empty(0, dtype)
         *lower, top = octets.reshape(width, count)
-        numbers = top.astype(_UNSIGNED[dtype.itemsize])
+        numbers = top.astype(_UNSIGNED[width])
         for place in reversed(lower):
             numbers <<= 8
             numbers |= place
+        numbers = numbers.astype(_UNSIGNED[dtype.itemsize], copy=False)
         least, most = _limits(dtype)
         if not least <= base <= most + 1 - (1 << 8 * width):
             largest = base + int(numbers.max())
