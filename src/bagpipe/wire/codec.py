@@ -136,7 +136,7 @@ def _range(array: NDArray[Any]) -> tuple[int, int]:
         return 0, 0
     least, most = int(np.minimum.reduce(array, axis=None)), int(np.maximum.reduce(array, axis=None))
     width = -(-(most - least).bit_length() // 8) or 1
-    return (0 if 0 <= least and most < 1 << 8 * width else least), width
+    return (0 if least >= 0 and most < 1 << 8 * width else least), width
 
 
 def _join(arrays: Sequence[_Packed]) -> list[memoryview]:
