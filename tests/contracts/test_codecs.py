@@ -308,6 +308,7 @@ CODECS = {
     "plan": PlanCodec,
     "plan, compressed": lambda: PlanCodec(compress=True),
     "plan with victims": lambda: PlanCodec(policy="lru", cache=40),
+    "part, compressed": lambda: PlanCodec(3, compress=True),
     **{f"part, {design}": lambda design=design: PlanCodec(3, design) for design in DESIGNS},
     "tree": TreeCodec,
 }

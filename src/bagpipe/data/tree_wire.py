@@ -366,7 +366,9 @@ class _Unpacker:
 def _check_keyed(name: str, lengths: Tensor, values: list[Tensor], weights: Tensor | None) -> None:
     """WireError if lengths of bags are not those of the values of each key."""
     counts = [part.numel() for part in values]
-    fits = lengths.dim() == 1 and not lengths.is_floating_point() and bool((lengths >= 0).all())
+    # one that takes no memory, as ids that were left out, is not contiguous
+    fits = lengths.dim() == 1 and lengths.is_contiguous() and not lengths.is_floating_point()
+    fits = fits and bool((lengths >= 0).all())
     if (
         not fits
         or not values

@@ -277,6 +277,7 @@ LONG = np.ones(2, np.int64).tobytes()
         (raw([Parts(KEYED, ["a"]), LENGTHS, None, Numbers("tensor", "int64", [1])], LONG + LONG[:8]), "of others"),
         (raw([Parts(KEYED, ["a"]), Numbers("tensor", "float64", [2]), None, VALUES], LONG * 2), "of others"),
         (raw([Parts(KEYED, []), LENGTHS, None], LONG), "of others"),
+        (raw([Parts(KEYED, ["a"]), Numbers("left out", "int64", [2**30]), None, VALUES], LONG), "of others"),
         (raw([Parts(KEYED, ["a"]), LENGTHS, Numbers("tensor", "int64", [1]), VALUES], LONG * 3), "with weights of"),
         (raw([Parts(KEYED, ["a"]), *[Numbers("left out", "int8", [3])] * 3]), "of others"),
         (raw([Parts("list", 1)] * 200 + [1]), "nested too deep"),
