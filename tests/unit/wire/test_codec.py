@@ -368,6 +368,15 @@ def test_nothing_is_allocated_beyond_what_came(value):
     assert peak(lambda: unpack(*value, holder("int64"))) < 300_000
 
 
+@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xc0", b"\xa0"])
+def test_a_body_of_nothing_but_containers_takes_a_bounded_multiple_of_its_bytes(item):
+    count = 100_000
+    body = b"\x92\x90\x81" + msgspec.msgpack.encode("array") + b"\xdd" + count.to_bytes(4, "big") + item * count
+    assert peak(lambda: unpack(body, [], holder("int8"))) < 90 * count
+    with pytest.raises(WireError, match="no array"):
+        unpack(body, [], holder("int8"))
+
+
 def mutated(rng, body, buffers):
     """The same with some of it changed, cut, doubled or taken away."""
     parts = [bytearray(body), *map(bytearray, buffers)]
