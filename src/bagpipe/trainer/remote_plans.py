@@ -14,7 +14,7 @@ from bagpipe.errors import BagpipeError, ConfigError, WireError
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_shape import PlanShape
-from bagpipe.oracle.plan_wire import unpack_plan
+from bagpipe.oracle.sent_plan import unpack_plan
 from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.source import Group, Plans, planned_batches
 from bagpipe.types import Batch
@@ -27,7 +27,6 @@ from bagpipe.wire.plan_messages import (
     NextPlan,
     NoMorePlans,
     Planned,
-    PlannedPart,
     PlansDescribed,
 )
 
@@ -92,7 +91,7 @@ class RemotePlans:
             body = message.body
             if isinstance(body, NoMorePlans) and body.iterations == iteration:
                 return
-            if not isinstance(body, Planned | PlannedPart):
+            if not isinstance(body, Planned):
                 raise unexpected(body, f"plan {iteration}")
             plan, group = self._read(body, message.buffers, iteration)
             self._shape = self._shape.divided_anew(plan.capacity, f"plan {iteration}")
@@ -134,7 +133,7 @@ class RemotePlans:
     def _first_batch(self) -> int:
         return self._done * self.described.accumulate
 
-    def _read(self, body: Planned | PlannedPart, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
+    def _read(self, body: Planned, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
         """The plan of an iteration and its batches."""
         plan, batches = unpack_plan(body, buffers, self._shape, iteration)
         if iteration == 0 and batches[0].number != self._first_batch:

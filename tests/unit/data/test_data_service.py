@@ -78,7 +78,7 @@ def test_a_processor_gives_any_batch_and_its_replacement_the_same_bytes(start):
     second = start(1, 3)
     again = [ask(second, GetBatch(number, ORDER.fingerprint())) for number in (299, 0, 150, 0)]
     assert [list(map(bytes, encode(each))) for each in given] == [list(map(bytes, encode(each))) for each in again]
-    assert [each.body.head.number for each in given] == [299, 0, 150, 0]
+    assert [each.body.number for each in given] == [299, 0, 150, 0]
 
 
 def test_a_processor_keeps_a_few_groups_only(start):
@@ -124,7 +124,9 @@ def test_batches_of_another_order_are_never_taken(other, network, start):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (lambda good: (GotBatch(good.body.head), good.buffers), "batch 1 came where 0 was due"),
+        (lambda good: (GotBatch(1), good.buffers), "batch 1 came where 0 was due"),
+        (lambda good: (GotBatch(0), good.buffers), "batch 1 came as batch 0"),
+        (lambda good: (GotBatch(0), ()), "batch 0 has no buffers"),
         (lambda good: (AskStats(), ()), "AskStats came where batch 0 was due"),
         (lambda good: (Failed("WireError", "no"), ()), "the data processor at p0: no"),
     ],

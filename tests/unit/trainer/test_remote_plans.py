@@ -193,7 +193,7 @@ class Impostor:
     [
         (AskStats(), "AskStats came where plan 0 was due"),
         (NoMorePlans(3), "NoMorePlans came where plan 0 was due"),
-        (Planned(0, "", 1, 0, -1, 0, 0, 0, 0, [], []), "settings"),
+        (Planned(0, ""), "settings"),
     ],
 )
 def test_an_answer_that_is_none_is_refused(body, reason, tmp_path):

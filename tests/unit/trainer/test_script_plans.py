@@ -11,11 +11,12 @@ import torch
 
 from bagpipe.cluster.context import Launch
 from bagpipe.config import load_config
-from bagpipe.data.tree_wire import pack_trees, types_in
+from bagpipe.data.tree_wire import Trees, pack_trees, types_in
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.sent_plan import SentPart
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.together import run_threads
 from bagpipe.trainer.agreement import check_same, tell_all
@@ -24,8 +25,9 @@ from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
+from bagpipe.wire.codec import pack, unpack
 from bagpipe.wire.messages import Message
-from bagpipe.wire.plan_messages import DescribePlans, GetBatch, NextPlan, PlannedPart
+from bagpipe.wire.plan_messages import DescribePlans, GetBatch, NextPlan, Planned
 from benchmarks.simulated import SimulatedNetwork
 from harness.calls import ask_once
 
@@ -129,18 +131,33 @@ def test_a_trainer_that_asks_after_the_first_one_has_left_is_told_so():
         other.close()
 
 
-def changed(message, **parts):
-    """The same plan with other batches."""
-    if not isinstance(message.body, PlannedPart):
+def changed(change):
+    """Does so to what is sent of a plan."""
+
+    def tamper(message):
+        if not isinstance(message.body, Planned):
+            return message
+        sent = change(unpack(message.buffers[0], message.buffers[1:], SentPart))
+        body, buffers = pack(sent)
+        return Message(message.run, message.generation, message.request, message.body, [memoryview(body), *buffers])
+
+    return tamper
+
+
+def without_buffers(message):
+    if not isinstance(message.body, Planned):
         return message
-    fields = {"buffers": message.buffers} | parts
-    return Message(message.run, message.generation, message.request, parts.get("body", message.body), fields["buffers"])
+    return Message(message.run, message.generation, message.request, message.body, [])
 
 
 def with_batches(batches):
     example = make_batches(1)[0]
     packed = pack_trees(batches, [("user",)], types_in(example))
-    return lambda message: changed(message, buffers=[*message.buffers[:3], packed])
+    return changed(lambda sent: replace(sent, batches=packed))
+
+
+def with_sizes(**parts):
+    return changed(lambda sent: replace(sent, sizes=(replace(sent.sizes[0], **parts),)))
 
 
 GOOD = {"user": torch.zeros(3, 2, dtype=torch.int64), "y": torch.ones(3)}
@@ -149,8 +166,14 @@ GOOD = {"user": torch.zeros(3, 2, dtype=torch.int64), "y": torch.ones(3)}
 @pytest.mark.parametrize(
     ("tamper", "said"),
     [
-        (lambda message: changed(message, buffers=message.buffers[:3]), "has 3 buffers: it needs 4"),
-        (lambda message: changed(message, buffers=[*message.buffers[:3], memoryview(b"")]), "batches in 0 bytes"),
+        (without_buffers, "has no buffers: it needs at least 1"),
+        (
+            changed(lambda sent: replace(sent, batches=Trees(sent.batches.description[:0], sent.batches.raw))),
+            "the description of batches is none",
+        ),
+        (with_sizes(num_ids=(5,)), r"places of ids: \[6\] by feature, where batches have \[5\]"),
+        (with_sizes(num_ids=()), "places of ids"),
+        (with_sizes(num_samples=4), "has a batch of 4 samples, and says that trainer 1 has 3"),
         (with_batches([]), "is for 1 batches, and 0 came"),
         (with_batches([GOOD, GOOD]), "is for 1 batches, and 2 came"),
         (with_batches([{"y": torch.ones(3)}]), "has no ids of feature 'user'"),

@@ -132,8 +132,8 @@ IDS = bytes(8)
         ([header()] * 7, "a message of 7 frames: 2 to 4 are allowed"),
         ([b"x", b""], "a header of 1 bytes"),
         ([header(magic=b"HTTP"), body(), IDS], "begins with b'HTTP'"),
-        ([header(version=6), body(), IDS], "the peer speaks version 6, this is version 7: run the same release"),
-        ([header(version=8), body(), IDS], "the peer speaks version 8, this is version 7"),
+        ([header(version=6), body(), IDS], "the peer speaks version 6, this is version 8: run the same release"),
+        ([header(version=9), body(), IDS], "the peer speaks version 9, this is version 8"),
         ([header(number=200), body(), IDS], "message type 200 is unknown"),
         ([header(lengths=(8, 8)), body(), IDS], "a header of 56 bytes: with 1 buffers it has 48"),
         ([header(body=len(body())), body()], "announces 1 buffers, 0 came"),
@@ -196,7 +196,7 @@ def test_records_keep_their_numbers():
     assert names == [
         "Open", "Opened", "Unopened", "Read", "Rows", "Waiting", "Write", "Written", "Scan", "Scanned", "AskStats",
         "Stats", "Failed", "GetBatch", "GotBatch", "NotYet", "DescribePlans", "PlansDescribed", "NextPlan", "Planned",
-        "NoMorePlans", "PlannedPart", "Mark", "Save", "Saved", "Load", "Confirm", "Confirmed", "AskWork", "Working",
+        "NoMorePlans", "Mark", "Save", "Saved", "Load", "Confirm", "Confirmed", "AskWork", "Working",
         "Worked", "AskMarks", "Marks", "Recover",
     ]  # fmt: skip
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from bagpipe.wire.in_order import InOrder, Patience, named_error
 
 from bagpipe.errors import DeadlineError, PipelineError, ShardError, WireError
-from bagpipe.wire.in_order import InOrder, Patience, named_error
 from bagpipe.wire.messages import Failed, Message, Written
 from bagpipe.wire.plan_messages import GetBatch, NotYet
 from bagpipe.wire.recovery_messages import Confirmed

@@ -6,9 +6,9 @@ import socket
 from contextlib import contextmanager
 
 import pytest
+from bagpipe.wire.endpoint import parse_address
 
 from bagpipe.wire import side_door, sockets
-from bagpipe.wire.endpoint import parse_address
 from bagpipe.wire.frames import encode
 from bagpipe.wire.keys import new_keys
 from bagpipe.wire.limits import LIMITS

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from bagpipe.wire.endpoint import parse_address
+from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.errors import ConfigError, DeadlineError, WireError
-from bagpipe.wire.endpoint import parse_address
 from bagpipe.wire.keys import new_keys
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import AskStats, Failed, Message, Rows, Write
 from bagpipe.wire.recovery_messages import Confirm, Confirmed
-from bagpipe.wire.sockets import SocketNetwork
 from benchmarks.simulated import SimulatedNetwork
 from harness.wire import (
     RUN,
