@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from bagpipe.bounded import SETTINGS_BYTES_MAX, read_bounded
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import MANIFEST, RunFacts
 from bagpipe.checkpoint.point import START, Checkpoint, ResumePoint
@@ -302,8 +303,10 @@ def _is_stale(config: Config) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = json.loads(read_bounded(path, ConfigError, 4 * SETTINGS_BYTES_MAX))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"can't read the configuration {path}: {error}: restore it, or begin anew") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} is not a configuration: restore it, or begin anew")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from bagpipe.bounded import RECORD_BYTES_MAX, read_bounded, shown
 from bagpipe.errors import ShardError
 from bagpipe.table import Table
 
@@ -152,7 +154,7 @@ def load_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of a directory."""
     path = directory / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, ShardError, RECORD_BYTES_MAX)
     except FileNotFoundError:
         hint = "write the data again, into a new directory" if directory.is_dir() else "check the path"
         raise ShardError(f"{path} does not exist, so {directory} is not a complete data set: {hint}") from None
@@ -194,12 +196,14 @@ def _check(path: Path, manifest: Manifest) -> None:
         ("part", [part.name for part in manifest.parts]),
         ("vocabulary", [entry.file for entry in manifest.vocabularies().values()]),
     ):
-        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ShardError(f"{path} names {what} {min(twice)!r} twice: write the data again")
     looked_up = [name for table in manifest.tables for name in table.features]
     if sorted(looked_up) != sorted(feature.name for feature in manifest.features):
-        raise ShardError(f"{path}: the features of the tables, {looked_up}, are not those stored: write the data again")
+        raise ShardError(
+            f"{path}: the features of the tables, {shown(looked_up)}, are not those stored: write the data again"
+        )
     total = sum(shard.samples for shard in manifest.shards)
     if total != manifest.samples:
         raise ShardError(f"{path} has {manifest.samples} samples, its shards {total}: write the data again")

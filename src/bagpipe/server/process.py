@@ -28,6 +28,7 @@ from bagpipe.server.rows_state import Safety
 from bagpipe.server.storage import Storage, in_files, in_memory
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX, make_directory
 from bagpipe.store.versioned import LAYER_BYTES
+from bagpipe.visible import log_to_standard_error
 from bagpipe.wire.endpoint import check_security, parse_address
 from bagpipe.wire.keys import Security
 from bagpipe.wire.listener import Listener
@@ -194,7 +195,7 @@ def _expect_no_failure(message: Message) -> None:
 
 def main() -> int:
     """A server that another process of ours has started."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_standard_error()
     stop = threading.Event()
 
     def announce(ready: Ready) -> None:
