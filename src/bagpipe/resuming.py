@@ -21,6 +21,7 @@ from torch import nn
 
 from bagpipe.bounded import SETTINGS_BYTES_MAX, read_bounded
 from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.disk import check_private
 from bagpipe.checkpoint.manifest import MANIFEST, RunFacts
 from bagpipe.checkpoint.point import START, Checkpoint, ResumePoint
 from bagpipe.config import Config, lay_over, parse_config
@@ -101,6 +102,7 @@ def _newest(directory: Path) -> tuple[ResumePoint, list[str]]:
     CheckpointError if there are some and none can be used.
     """
     damaged: list[str] = []
+    _check_private(directory)
     latest = Checkpoints(directory).latest(verify=True, problems=damaged)
     if latest is None and damaged:
         raise CheckpointError(
@@ -125,10 +127,17 @@ def _at(path: Path, purpose: str = "go on from") -> Checkpoint:
             raise CheckpointError(f"{path} is not the name of a checkpoint, which is its number of iterations")
         return Checkpoints(path.resolve().parent).open(int(path.resolve().name))
     within = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    _check_private(within)
     latest = Checkpoints(within).latest(verify=True)
     if latest is None:
         raise CheckpointError(f"{path} holds no checkpoint to {purpose}: check the path")
     return latest
+
+
+def _check_private(directory: Path) -> None:
+    """The newest one is taken of a directory that nobody else puts any into."""
+    if directory.is_dir():
+        check_private(directory, "the directory of checkpoints")
 
 
 def _refuse_held(directory: str | Path | None, remedy: str) -> None:
@@ -212,6 +221,7 @@ def find_run(path: Path | None) -> Path:
 
 def open_run(directory: Path, overrides: Iterable[str]) -> Resumed:
     """A run as it goes on, with settings that may be changed laid over its own."""
+    check_private(directory, "the run directory")
     own = _read(directory / CONFIG_NAME)
     before = parse_config(own)
     settings = before.model_dump(mode="json")

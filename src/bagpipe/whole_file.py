@@ -30,7 +30,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A new file, open to read and write, that takes its name when the block ends, and vanishes if the block fails."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        with partial.open("x+b") as file:
+        with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664), "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -31,7 +31,7 @@ class LogPlace:
     @classmethod
     def make(cls, directory: Path) -> LogPlace:
         """Make the directory; a run that is gone on with has one."""
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(0o755, parents=True, exist_ok=True)
         mark = secrets.token_hex(8)
         (directory / ".mark").write_text(mark)
         return cls(directory.resolve(), mark)
@@ -91,7 +91,7 @@ class RoleLog:
 def _unbuffered(descriptor: int) -> TextIO:
     """A stream that keeps nothing back: this process may be killed at any time, also in the middle of a line."""
     raw = io.FileIO(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", write_through=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", write_through=True)
 
 
 class Tail:

@@ -26,6 +26,7 @@ from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.rows_state import Safety
 from bagpipe.server.storage import Storage, in_files, in_memory
+from bagpipe.signals import handled
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX, make_directory
 from bagpipe.store.versioned import LAYER_BYTES
 from bagpipe.visible import log_to_standard_error
@@ -163,12 +164,8 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
         _log.info("%s: ending", signal.Signals(number).name)
         stop.set()
 
-    before = {each: signal.signal(each, ask) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handled({signal.SIGTERM: ask, signal.SIGINT: ask}):
         yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def warm_up(store: Literal["memory", "mapped"]) -> None:
