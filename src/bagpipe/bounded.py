@@ -74,15 +74,15 @@ def check_settings(settings: Any, where: str, kind: type[BagpipeError]) -> None:
     while left:
         value, name, depth = left.pop()
         if depth > DEPTH_MAX:
-            raise kind(f"{where} is nested more than {DEPTH_MAX} deep, at {_short(name)}: flatten it")
+            raise kind(f"{where} is nested more than {DEPTH_MAX} deep, at {short(name)}: flatten it")
         if isinstance(value, dict):
             left += [(part, f"{name}.{key}" if name else str(key), depth + 1) for key, part in value.items()]
         elif isinstance(value, list | tuple):
             left += [(part, name, depth + 1) for part in value]
         elif isinstance(value, str) and "\0" in value:
-            raise kind(f"{where}: {_short(name)} has a zero byte, which no name of a file may have: take it out")
+            raise kind(f"{where}: {short(name)} has a zero byte, which no name of a file may have: take it out")
         elif isinstance(value, int) and value not in _INTEGERS:  # its digits may have no end
-            raise kind(f"{where}: {_short(name)} has a number of {value.bit_length()} bits: give one of at most 64")
+            raise kind(f"{where}: {short(name)} has a number of {value.bit_length()} bits: give one of at most 64")
 
 
 def shown(value: object) -> str:
@@ -90,11 +90,14 @@ def shown(value: object) -> str:
     return _SHOWN.repr(value)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 100 else f"{name[:100]}..."
+def short(text: str, most: int = 100) -> str:
+    """A text for a message, cut short."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def first_lines(lines: list[str], most: int = 20) -> str:
     """What is wrong, a line each, as far as anyone will read it."""
     more = len(lines) - most
-    return "\n".join(lines[:most] + ([f"and {more:,} more like these"] if more > 0 else []))
+    return "\n".join(
+        [short(line, 900) for line in lines[:most]] + ([f"and {more:,} more like these"] if more > 0 else [])
+    )

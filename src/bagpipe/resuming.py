@@ -64,6 +64,8 @@ def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoi
 
     A path is that of a checkpoint, of a directory of them, or of a run. Of several the newest that verifies is taken.
     """
+    if directory is not None:
+        _check_private(Path(directory))
     if resume is None or resume is False:
         _refuse_held(directory, "go on from it with resume=True")
         return START
@@ -102,7 +104,6 @@ def _newest(directory: Path) -> tuple[ResumePoint, list[str]]:
     CheckpointError if there are some and none can be used.
     """
     damaged: list[str] = []
-    _check_private(directory)
     latest = Checkpoints(directory).latest(verify=True, problems=damaged)
     if latest is None and damaged:
         raise CheckpointError(
@@ -135,7 +136,7 @@ def _at(path: Path, purpose: str = "go on from") -> Checkpoint:
 
 
 def _check_private(directory: Path) -> None:
-    """The newest one is taken of a directory that nobody else puts any into."""
+    """Runs begin in and go on from directories that nobody else can put a checkpoint into."""
     if directory.is_dir():
         check_private(directory, "the directory of checkpoints")
 
@@ -243,6 +244,7 @@ def open_run(directory: Path, overrides: Iterable[str]) -> Resumed:
         for key, (old, new) in changed.items()
         if _is_in(key, ROUNDING)
     ]
+    _check_private(directory / CHECKPOINTS)
     point, damaged = _newest(directory / CHECKPOINTS)
     if point == START:
         notes.append(f"{directory} has no checkpoint yet: it begins again")

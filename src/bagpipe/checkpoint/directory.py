@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh64_hexdigest
 
-from bagpipe.checkpoint.disk import Bytes, Disk, check_private, make_directories
+from bagpipe.checkpoint.disk import Bytes, Disk, make_directories
 from bagpipe.checkpoint.manifest import MANIFEST, BaseEntry, FileEntry, Manifest, RunFacts, encode_manifest
 from bagpipe.checkpoint.point import (
     BLOB_SUFFIX,
@@ -133,7 +133,6 @@ class Checkpoints:
         path = self._unused_name(_TMP, done, self.token)
         with failing(CheckpointError, "make", path):
             make_directories(self.disk, self.directory)
-            check_private(self.directory, "the directory of checkpoints")
             with suppress(FileExistsError):  # another trainer came first
                 self.disk.make_directory(path)
         return path
