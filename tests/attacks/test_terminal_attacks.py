@@ -16,11 +16,13 @@ from bagpipe.cli import output
 from bagpipe.cli.output import PlainConsole, fail, print_pairs, print_rows, progress
 from bagpipe.cluster.display import StatusLines
 from bagpipe.data import generated, write
-from bagpipe.data.manifest import MANIFEST, load_manifest
+from bagpipe.data.manifest import MANIFEST, RangeEntry, load_manifest
 from bagpipe.doctor import Check
 from bagpipe.observe.charts import Axis, Series, bar_chart
 from bagpipe.observe.page import Page
 from bagpipe.visible import VisibleFormatter, visible
+from harness.prepared import run as prepare
+from harness.prepared import write_raw
 from harness.process import BAGPIPE
 
 ATTEMPTS = {
@@ -186,23 +188,12 @@ def test_pages_show_it(name):
 
 
 def renamed(path, attempt):
-    """A data set of strangers, whose tables and features are called so."""
+    """A data set of strangers, whose tables and parts are called so."""
     write(generated("tiny", 200), path)
     manifest = load_manifest(path)
-    name = manifest.features[0].name
-    text = (path / MANIFEST).read_text()
-    assert name in text
-    tables = [
-        table.model_copy(
-            update={
-                "name": attempt if name in table.features else table.name,
-                "features": tuple(attempt if each == name else each for each in table.features),
-            }
-        )
-        for table in manifest.tables
-    ]
-    features = [each.model_copy(update={"name": attempt}) if each.name == name else each for each in manifest.features]
-    changed = manifest.model_copy(update={"tables": tuple(tables), "features": tuple(features), "origin": attempt})
+    tables = (manifest.tables[0].model_copy(update={"name": attempt}), *manifest.tables[1:])
+    days = (RangeEntry(name=attempt, start=0, stop=100), RangeEntry(name="b", start=100, stop=200))
+    changed = manifest.model_copy(update={"tables": tables, "days": days, "origin": attempt})
     (path / MANIFEST).write_text(changed.sealed().text())
     return path
 
@@ -223,11 +214,23 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_passes_on_what_a_data_set_of_strangers_is_called(command, tmp_path):
     attempt = "".join(each for name, each in ATTEMPTS.items() if name != "half a character")[:190]
-    path = renamed(tmp_path / "da\x1b[31mta\u202e", attempt)
-    done = run(*COMMANDS[command], str(path), FORCE_COLOR="", TERM="xterm", COLUMNS="300")
+    path = renamed(tmp_path / "da\x1b[2Jta\u202e", attempt)
+    done = run(*COMMANDS[command], str(path), COLUMNS="600")
     for said in (done.stdout.decode(), done.stderr.decode()):
         assert not ACTIVE & set(said), sorted(ACTIVE & set(said))
-    assert r"\x1b[31m" in done.stdout.decode() + done.stderr.decode()
+    assert done.returncode == 0, done.stderr
+    assert command == "show" or r"\x1b[31mred" in done.stdout.decode()
+
+
+def test_values_of_strangers_are_shown_and_do_nothing(tmp_path):
+    hostile = "red \x1b[31m\x07\x9b \u202e" + MARKUP
+    (raw,) = write_raw(tmp_path / "raw", 300)
+    raw.write_text(raw.read_text().replace(",city 1,", f",{hostile},"))
+    prepare([raw], tmp_path / "data", numbering=("city=frequency",))
+    for words in (("--count", "20"), ("--feature", "city", "--id", "2")):
+        done = run("data", "show", str(tmp_path / "data"), *words, COLUMNS="300")
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert_seen_only(done.stdout.decode(), hostile)
 
 
 def test_an_error_that_names_a_file_of_strangers_passes_nothing_on(tmp_path):
