@@ -32,9 +32,10 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}$")
 
 
 class Record(BaseModel):
-    """A checked, unchangeable part of a manifest or header; unknown fields are refused."""
+    """A checked, unchangeable part of a manifest or header; unknown fields are refused, and not told: the file may be
+    another, with a secret."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
 
 class VocabularyEntry(Record):
@@ -145,7 +146,7 @@ class Manifest(Record):
 
 
 class _Version(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)
     format: str
     version: int
 
@@ -177,7 +178,8 @@ def load_manifest(directory: Path) -> Manifest:
 def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "the file"
-    return f"{where}: {first['msg']} (value {str(first['input'])[:80]!r})"
+    value = "" if first["type"] in ("extra_forbidden", "missing") else f" (value {str(first['input'])[:80]!r})"
+    return f"{where}: {first['msg']}{value}"
 
 
 def _check(path: Path, manifest: Manifest) -> None:
