@@ -40,7 +40,8 @@ def uninterrupted(then: Mapping[int, Any] | None = None) -> Iterator[None]:
     def hold(number: int, _: object) -> None:
         arrived.append(number)
 
-    restore, restore_again, deliver = starmap(set_handler, after), starmap(set_handler, after), map(_arrives, arrived)
+    restore, again, once_more = (starmap(set_handler, after) for _ in range(3))
+    deliver = map(_arrives, arrived)
     try:
         for number in before:
             set_handler(number, hold)
@@ -49,10 +50,27 @@ def uninterrupted(then: Mapping[int, Any] | None = None) -> Iterator[None]:
         try:
             deque(restore, 0)
         except BaseException:  # of a handler that is there again
-            deque(restore_again, 0)
+            try:
+                deque(again, 0)
+            except BaseException:  # of another one
+                deque(once_more, 0)
+                raise
             raise
         finally:
-            deque(deliver, 0)
+            try:
+                deque(deliver, 0)
+            finally:
+                if arrived:
+                    _settle(len(arrived))
+
+
+def _settle(count: int) -> None:
+    """Have all that has arrived handled here, whatever each handler raises, and not where that is dealt with."""
+    try:
+        getsignal(signal.SIGINT)
+    finally:
+        if count:
+            _settle(count - 1)
 
 
 @contextmanager
@@ -63,14 +81,28 @@ def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
         return
     # None is a handler that Python does not know, and can't set again.
     before = {number: handler for number in handlers if (handler := getsignal(number)) is not None}
+    ours = {number: _as_c_knows_it(handlers[number]) for number in before}
     try:
         try:
-            with uninterrupted({number: handlers[number] for number in before}):
-                pass
-            yield
-        finally:
-            with uninterrupted(before):
-                pass
-    finally:  # of what a handler raised on the way there
-        with uninterrupted(before):
-            pass
+            try:
+                _exchange(ours)
+                yield
+            except GeneratorExit:
+                # A handler raised as the block was about to begin: it is let go of later, maybe after one around it.
+                before = {number: each for number, each in before.items() if getsignal(number) is ours[number]}
+                raise
+            finally:
+                _exchange(before)
+        finally:  # of what a handler has raised on the way there
+            _exchange(before)
+    finally:  # and another one
+        _exchange(before)
+
+
+def _as_c_knows_it(handler: Handler) -> Handler:
+    return int(handler) if isinstance(handler, signal.Handlers) else handler
+
+
+def _exchange(handlers: Mapping[int, Any]) -> None:
+    with uninterrupted(handlers):
+        pass

@@ -33,6 +33,7 @@ class LogPlace:
         """Make the directory; a run that is gone on with has one."""
         directory.mkdir(0o755, parents=True, exist_ok=True)
         mark = secrets.token_hex(8)
+        (directory / ".mark").touch(0o644)
         (directory / ".mark").write_text(mark)
         return cls(directory.resolve(), mark)
 
@@ -50,6 +51,7 @@ class LogPlace:
 
     def ray(self) -> TextIO:
         """The log of what Ray says to the driver."""
+        self.path("ray").touch(0o644)
         return self.path("ray").open("w", buffering=1, encoding="utf-8", errors="replace")
 
     def finish(self) -> None:

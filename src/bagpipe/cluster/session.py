@@ -115,7 +115,8 @@ def disconnect() -> None:
 @contextmanager
 def exit_codes_kept() -> Iterator[None]:
     """What a handler of SIGTERM or Ctrl-C raises leaves this block as it is: calls of Ray make SystemExit(1) of it."""
-    raised: list[BaseException] = []
+    # Not the errors themselves: with their frames they would keep this block, and its handlers, alive.
+    raised: list[tuple[type[BaseException], tuple[Any, ...]]] = []
     found = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in found.items() if callable(handler)}
 
@@ -123,7 +124,7 @@ def exit_codes_kept() -> Iterator[None]:
         try:
             before[signal.Signals(number)](number, frame)
         except BaseException as error:
-            raised.append(error)
+            raised.append((type(error), error.args))
             raise
 
     with handled(dict.fromkeys(before, handle)):
@@ -131,7 +132,8 @@ def exit_codes_kept() -> Iterator[None]:
             yield
         except SystemExit:
             if raised:
-                raise raised[0] from None
+                kind, arguments = raised[0]
+                raise kind(*arguments) from None
             raise
 
 
