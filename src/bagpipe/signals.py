@@ -34,13 +34,13 @@ def uninterrupted(then: Mapping[int, Any] | None = None) -> Iterator[None]:
         yield
         return
     before = {number: handler for number in SIGNALS if callable(handler := getsignal(number))}
-    after = list({**before, **(then or {})}.items())
+    after = list((before if then is None else {**before, **then}).items())
     arrived: list[int] = []
 
     def hold(number: int, _: object) -> None:
         arrived.append(number)
 
-    restore, again, once_more = (starmap(set_handler, after) for _ in range(3))
+    restore, again, once_more = starmap(set_handler, after), starmap(set_handler, after), starmap(set_handler, after)
     deliver = map(_arrives, arrived)
     try:
         for number in before:
