@@ -94,6 +94,11 @@ def test_whoever_reads_a_file_of_keys_by_mistake_does_not_tell_it(reader, form, 
 
 
 BROKEN = {
+    "in quotes": lambda text: f"'{text}'",
+    "with a mark before it": lambda text: f"\ufeff{text}",
+    "with its name before it": lambda text: f"{VARIABLE}={text}",
+    "without its first character": lambda text: text[1:],
+    "the secret alone": lambda text: json.loads(text)["secret"],
     "cut": lambda text: text[:-20],
     "cut in the middle of the secret": lambda text: text[: text.index('"secret"') + 30],
     "with something behind": lambda text: text + "}",
@@ -111,7 +116,7 @@ def test_keys_in_the_environment_that_are_broken_are_not_told(name, monkeypatch)
     monkeypatch.setenv(VARIABLE, given)
     with pytest.raises(WireError) as caught:
         find_keys("server")
-    start = given.index('"secret":"') + len('"secret":"')
+    start = given.find('"secret":"') + len('"secret":"')
     assert_not_told("".join(traceback.format_exception(caught.value)), [*SECRETS, given[start : start + 15]])
 
 
