@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from bagpipe.store.links import Patience
 
 from bagpipe.errors import StoreError, WireError
-from bagpipe.store.links import Patience
 from bagpipe.wire.frames import VERSION, decode, encode
 from bagpipe.wire.keys import Keys, load_keys, new_keys, write_keys
 from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Scan, SharedMemory, Write

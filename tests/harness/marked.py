@@ -6,14 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
+from bagpipe.server.core import EmbeddingServer
+from bagpipe.store.links import Patience
+from bagpipe.store.remote import RemoteStore
 
 from bagpipe.checkpoint.directory import Checkpoints, complete_points
 from bagpipe.checkpoint.manifest import RunFacts, TableEntry
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.rows_state import Safety
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
 from benchmarks.simulated import SimulatedNetwork
 from harness.remote_world import RUN, Rows
 

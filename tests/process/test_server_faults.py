@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bagpipe.store.links import Patience
+from bagpipe.store.remote import RemoteStore
+from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.errors import StoreError
 from bagpipe.server.local import start_servers
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
 from bagpipe.wire.keys import load_keys, write_keys
 from bagpipe.wire.messages import Message, Open, Opened
-from bagpipe.wire.sockets import SocketNetwork
 from harness.server_process import TABLES, WIDTH, read, servers, store_over, values
 from harness.wire import get
 from harness.world import OPTIMIZERS, assert_identical, make_batches, train_prepared, train_reference

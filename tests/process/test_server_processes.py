@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bagpipe.store.links import Patience
+from bagpipe.store.remote import RemoteStore
+from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError, StoreError
 from bagpipe.server.local import LocalServers, open_store, start_servers
 from bagpipe.server.process import ServerOptions, serve, stopped_by_signals
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.sockets import SocketNetwork
 from harness.world import OPTIMIZERS, assert_identical, make_batches, train_prepared, train_reference
 
 

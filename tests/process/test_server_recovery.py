@@ -9,6 +9,10 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from bagpipe.store.links import Patience
+from bagpipe.store.recovering import marks_of_servers, recover_servers
+from bagpipe.store.remote import RemoteStore
+from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import RunFacts, TableEntry
@@ -16,10 +20,6 @@ from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.errors import StoreError, WireError
 from bagpipe.server.local import LocalServers
 from bagpipe.server.process import ServerOptions
-from bagpipe.store.links import Patience
-from bagpipe.store.recovering import marks_of_servers, recover_servers
-from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.sockets import SocketNetwork
 from harness.server_process import TABLES, WIDTH, read, values
 
 IDS = np.arange(2000)

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from bagpipe import failpoints
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.errors import BagpipeError, DeadlineError, StoreError, WireError
+from bagpipe.errors import BagpipeError, DeadlineError, GenerationOverError, StoreError, WireError
 from bagpipe.server.limits import ServerLimits
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.rows_state import ORDERED, OrderedBody, Safety, ServerRows
@@ -206,9 +206,10 @@ class EmbeddingServer:
 
     def _check_generation(self, generation: int) -> None:
         if generation < self.generation:
-            raise WireError(
+            raise GenerationOverError(
                 f"a message of generation {generation}: this is generation {self.generation}, "
-                "in which its sender has no part"
+                "in which its sender has no part",
+                generation,
             )
 
     def _wait(
@@ -381,9 +382,10 @@ class EmbeddingServer:
             with self._writers_at_rest(peer, client.trainer, message.generation):
                 try:
                     begun.extend(self._held.apply(body))
-                except (BagpipeError, MemoryError) as error:
-                    kind = StoreError if isinstance(error, MemoryError) else type(error)
-                    return Failed(kind.__name__, str(error) or "there is no memory for this", decided=True)
+                except BagpipeError as error:
+                    return Failed.of(error, decided=True)
+                except MemoryError:
+                    return Failed(StoreError.__name__, "there is no memory for this", decided=True)
             return Written(body.sequence)
 
         begun: list[Work] = []
@@ -501,7 +503,9 @@ class EmbeddingServer:
     def _begin_anew(self, generation: int) -> None:
         """This generation has begun, and nobody of it has come; rows are being replaced, until `_go_on`."""
         if generation < self.generation:
-            raise WireError(f"generation {generation} can't begin: this is generation {self.generation}")
+            raise GenerationOverError(
+                f"generation {generation} can't begin: this is generation {self.generation}", generation
+            )
         with self._state:
             self._replacing.add(RECOVERY)
             self.generation, self.trainers = generation, 0

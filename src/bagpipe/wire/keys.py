@@ -248,7 +248,16 @@ def find_keys(role: Role) -> Keys | None:
         return None
     if given.lstrip().startswith("{"):
         return _parse(given.encode(errors="replace"), VARIABLE, role)
+    if not _is_there(given):  # from here on it is no path that may be shown: keys that something was put before look so
+        raise WireError(f"{VARIABLE} names no file, and holds no keys: give the path of a key file, or what is in it")
     return load_keys(Path(given), role)
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long for a name
+        return False
 
 
 def _check_file(path: Path, status: os.stat_result) -> None:

@@ -141,9 +141,11 @@ class Visitor:
 
     def admit(self, kind: str = "") -> None:
         """It has shown that it belongs to the run."""
-        self.give_back()
-        self._budget = self._budgets.of(kind)
-        self._on_admit()
+        budget = self._budgets.of(kind)
+        if budget is not self._budget:  # with every request it may be said again
+            self.give_back()
+            self._budget = budget
+            self._on_admit()
 
     def still_waiting(self, why: str, progress: int = 0) -> None:
         """Tell it that it was heard."""
@@ -187,7 +189,7 @@ class Visitor:
             self._send(request, body, buffers)
         except WireError as error:
             _log.warning("%s can't be sent as an answer: %s", type(body).__name__, error)
-            self._send(request, Failed(type(error).__name__, str(error)))
+            self._send(request, Failed.of(error))
 
     def _answer(self, handler: Handler, request: Message) -> None:
         """What it takes is let go of on return, and not only when there is another request."""
@@ -375,16 +377,12 @@ def answered(handler: Handler, visitor: Peer, request: Message) -> Answer | None
     except PeerGoneError:
         raise
     except BagpipeError as error:
-        return Failed(type(error).__name__, _short(error)), ()
+        return Failed.of(error), ()
     except MemoryError:
         return Failed("StoreError", "there is no memory for this request: ask for fewer rows at once"), ()
     except Exception:
         _log.exception("%s of %s failed", type(request.body).__name__, visitor.name)
         return Failed(BagpipeError.__name__, "the server failed inside: its log says how"), ()
-
-
-def _short(error: BagpipeError) -> str:
-    return str(error)[: LIMITS.body_bytes // 8]  # letters take up to four bytes
 
 
 def _bound(address: Address) -> socket.socket:

@@ -142,10 +142,10 @@ def test_a_generation_is_confirmed_until_another_one_begins(server) -> None:
     assert peer.ask(Confirm()) == Confirmed()
     assert Peer(server, b"b", opens=False).ask(Confirm()) == Unopened()
     server.abandon(1)
-    assert "this is generation 1" in refused(peer.ask(Confirm()), "WireError")
+    assert "this is generation 1" in refused(peer.ask(Confirm()), "GenerationOverError")
     assert Peer(server, b"c", generation=1, opens=False).ask(Confirm()) == Waiting([], [])
     server.recover(1)
-    assert "this is generation 1" in refused(peer.ask(Confirm()), "WireError")
+    assert "this is generation 1" in refused(peer.ask(Confirm()), "GenerationOverError")
     assert Peer(server, b"c", generation=2, opens=False).ask(Confirm()) == Unopened()
     assert Peer(server, b"d", generation=1).ask(Confirm()) == Confirmed()
 

@@ -54,7 +54,7 @@ def test_a_recovery_lets_nothing_of_the_past_in(server, tmp_path: Path) -> None:
         *(Mark(0, number, 5, ""), Save(0, number, 4, place, NAMES, None), Saved(0, number, 4, place)),
         *(Load(0, number, 4, place, point.checksum, NAMES), Recover(0, None, "")),
     ):
-        assert "this is generation 2" in refused(old.ask(body), "WireError")
+        assert "this is generation 2" in refused(old.ask(body), "GenerationOverError")
     new = Peer(server, b"b", generation=2)
     assert new.opened.sequence == 0, "writes are counted anew"
     assert new.read(1) == {1: 1.0}
@@ -75,7 +75,7 @@ def test_between_the_end_of_a_generation_and_its_recovery_everybody_waits(server
     old = Peer(server)
     point = old.save(Checkpoints(tmp_path / "all"), 1)
     server.abandon(1)
-    assert "this is generation 1" in refused(old.ask(Read([])), "WireError")
+    assert "this is generation 1" in refused(old.ask(Read([])), "GenerationOverError")
     early = Peer(server, b"b", generation=1)
     assert early.opened == Waiting([], [])
     assert early.ask(Read([])) == Waiting([], [])
@@ -134,7 +134,7 @@ class Writer:
                 self.wrote[generation].set()
                 continue
             if isinstance(answer, Failed):
-                assert f"generation {generation}: this is generation" in refused(answer, "WireError")
+                assert f"generation {generation}: this is generation" in refused(answer, "GenerationOverError")
                 generation, acknowledged = generation + 1, 0
             else:
                 assert isinstance(answer, Unopened | Waiting), answer
@@ -245,7 +245,9 @@ def test_a_server_in_the_place_of_a_dead_one_reads_its_share_of_the_checkpoint(t
     for number in range(3):
         share = made(server=number, servers=3, generation=4, safety=Safety(checkpoints=(tmp_path,)))
         assert share.birth != whole.birth
-        assert "this is generation 4" in refused(Peer(share).opened, "WireError"), "who knew the dead one is refused"
+        assert "this is generation 4" in refused(Peer(share).opened, "GenerationOverError"), (
+            "who knew the dead one is refused"
+        )
         share.recover(4, point)
         part = Peer(share, generation=4).read(*ids)
         assert share.stats().num_rows == [len(part)]

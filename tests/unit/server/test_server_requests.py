@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.shared import regions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.limits import ServerLimits
-from bagpipe.server.shared import regions
 from bagpipe.wire.messages import (
     AskStats,
     Body,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from bagpipe.server.core import EmbeddingServer
+
 from bagpipe.server.storage import in_files, in_memory
 from bagpipe.store.local import LocalStore
 from bagpipe.wire.messages import Body, Open, Part, Read, Write, Written

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from bagpipe.server.membership import REFUSALS_KEPT, WriteOrder
 
 from bagpipe.errors import WireError
-from bagpipe.server.membership import REFUSALS_KEPT, WriteOrder
 from bagpipe.wire.messages import Failed, Written
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bagpipe.server.core import EmbeddingServer
+from bagpipe.store.remote import RemoteStore
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from bagpipe.errors import StoreError
-from bagpipe.server.core import EmbeddingServer
 from bagpipe.state import of_store, parameters_sha256
 from bagpipe.store import MappedStore, MemoryStore, Store
-from bagpipe.store.remote import RemoteStore
 from bagpipe.store.versioned import VersionedStore
 from bagpipe.store.views import shared_views
 from benchmarks.simulated import SimulatedNetwork

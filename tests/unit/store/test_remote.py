@@ -8,13 +8,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from bagpipe.store.links import Patience
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bagpipe.errors import BagpipeError, DeadlineError, StoreError
 from bagpipe.server.limits import ServerLimits
 from bagpipe.store import MemoryStore
-from bagpipe.store.links import Patience
 from bagpipe.wire.messages import Message, Read
 from harness.examples import examples
 from harness.explorer import Seeded

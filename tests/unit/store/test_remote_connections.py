@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 import pytest
+from bagpipe.store.remote import RemoteStore
 
 from bagpipe.errors import ConfigError, StoreError, WireError
-from bagpipe.store.remote import RemoteStore
 from harness.remote_world import (
     TABLES,
     Rows,

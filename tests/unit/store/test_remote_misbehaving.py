@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bagpipe.server.core import EmbeddingServer
+from bagpipe.store.links import Patience
 
 from bagpipe.errors import StoreError, WireError
-from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.limits import ServerLimits
 from bagpipe.server.storage import in_memory
-from bagpipe.store.links import Patience
 from bagpipe.wire.messages import Message, Read, Write
 from definitions.shards import define_servers
 from harness.remote_world import (

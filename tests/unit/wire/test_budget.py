@@ -21,6 +21,7 @@ from bagpipe.wire.frames import HEADER_BYTES, encode, read_head
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.listener import Budget, Budgets, Visitor
 from bagpipe.wire.messages import Message, NotYet, Open, Opened, Part, Read, Rows, Write, Written
+from bagpipe.wire.recovery_messages import Confirm, Confirmed
 from benchmarks.simulated import SimulatedNetwork, Task
 
 RUN = bytes(range(16))
@@ -259,3 +260,32 @@ def test_who_waits_long_is_told_so_now_and_then():
     network._tasks.append(Task(wait))
     network.pause(10.0)
     assert told == [2.0, 4.0, 6.0, 7.0]
+
+
+def test_a_request_counts_until_it_is_answered_though_its_peer_is_admitted_again():
+    free = []
+
+    def handler(peer, message):
+        peer.admit("reads")
+        free.append(budgets.of("reads")._free)
+        return Confirmed(), ()
+
+    network = SimulatedNetwork()
+    budgets = Budgets(1000, network.waits)
+    mine, theirs = pair(network.waits)
+    visitor = Visitor(theirs, LIMITS, budgets, lambda: None)
+
+    def ask_thrice():
+        for number in range(3):
+            mine.send(Message(RUN, 0, number, Confirm()), 1.0)
+            mine.receive(1.0)
+        theirs.close()
+
+    def serve():
+        with pytest.raises(ConnectionResetError):
+            visitor.serve(handler, 1.0)
+
+    network._tasks += [Task(serve), Task(ask_thrice)]
+    network.pause(10.0)
+    assert free[0] == 1000 > free[1] == free[2]
+    assert budgets.of("reads")._free == 1000
