@@ -337,16 +337,20 @@ class SocketConnection(Connection):
         return is_over
 
     def _decrypt(self, tls: _Tls, into: memoryview) -> int:
-        """How much of what has come is in memory now; 0 before more has come."""
+        """How much of what has come is in memory now, record by record; 0 before more has come."""
+        read: Callable[..., Any] = tls.object.read  # into memory it returns a number
+        incoming, done, count = tls.incoming, 0, 1
         try:
-            count: Any = tls.object.read(len(into), into)  # into memory it returns a number
+            while count and done < len(into) and (not done or incoming.pending):
+                count = read(len(into) - done, into[done:])
+                done += count
         except ssl.SSLWantReadError:
-            return 0
+            pass
         except ssl.SSLError as error:
             raise tls_error(error, self.peer) from error
-        if not count:
+        if not count and not done:
             raise ConnectionResetError("the other side closed the connection")
-        return int(count)
+        return done
 
     def _feed(self, tls: _Tls, until: float) -> None:
         """Take what has come to be decrypted; waits until there is something."""
