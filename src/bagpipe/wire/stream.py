@@ -166,7 +166,7 @@ class SocketConnection(Connection):
             self.send(Message(bytes(RUN_BYTES), 0, 0, Failed(WireError.__name__, why)), timeout_s)
         with suppress(OSError, WireError):
             self._shut(socket.SHUT_WR)
-            while True:
+            while time.monotonic() < until:
                 self._when_ready(until, self._socket.recv_into, self._ahead)
 
     def close(self) -> None:
@@ -285,32 +285,40 @@ class SocketConnection(Connection):
                     self._descriptor = descriptor
         return count
 
-    def _when_ready(self, until: float, act: Callable[..., int], *arguments: Any) -> int:
-        """How many bytes a system call has moved that waits for a tick, as often as need be until the time has come."""
+    def _when_ready(self, until: float, act: Callable[..., int], *arguments: Any, event: int = select.POLLIN) -> int:
+        """How many bytes a system call has moved that waits for a tick, as often as need be until the time has come.
+
+        After that it must not wait: who was held up itself still takes what is there.
+        """
         while True:
+            if time.monotonic() >= until and not self._is_ready(event):
+                raise TimeoutError(f"nothing was {'received' if event == select.POLLIN else 'taken'} in time")
             try:
                 count = act(*arguments)
             except BlockingIOError:
-                if time.monotonic() >= until:
-                    raise TimeoutError("nothing was received in time") from None
-            else:
-                if not count:
-                    raise ConnectionResetError("the other side closed the connection")
-                return count
+                continue
+            if not count:
+                raise ConnectionResetError("the other side closed the connection")
+            return count
+
+    def _is_ready(self, event: int) -> bool:
+        poll = select.poll()
+        if (descriptor := self._socket.fileno()) >= 0:
+            poll.register(descriptor, event)
+        return bool(poll.poll(0))
 
     # What is sent
 
     def _send_all(self, frames: Sequence[Frame], pace: _Pace, descriptor: int | None = None) -> None:
         left = sum(map(len, frames))
         while True:
-            try:
-                if descriptor is None:
-                    sent = self._when_ready(pace.until, self._socket.sendmsg, frames)
-                else:
-                    sent = self._when_ready(pace.until, socket.send_fds, self._socket, frames, [descriptor])
-                    descriptor = None
-            except TimeoutError:
-                raise TimeoutError("nothing was taken in time") from None
+            if descriptor is None:
+                sent = self._when_ready(pace.until, self._socket.sendmsg, frames, event=select.POLLOUT)
+            else:
+                sent = self._when_ready(
+                    pace.until, socket.send_fds, self._socket, frames, [descriptor], event=select.POLLOUT
+                )
+                descriptor = None
             left -= sent
             if not left:
                 return
