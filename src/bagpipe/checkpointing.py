@@ -7,11 +7,13 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import InitialEntry, RunFacts, TableEntry, VocabularyEntry
@@ -185,7 +187,7 @@ def plan_saving(
         directory = Path(checkpointing.directory)
     facts = make_facts(
         spec.layouts, spec.binding, checkpointing, data=spec.data, trainers=trainers, servers=servers,
-        accumulate=spec.accumulate,
+        model=spec.model, accumulate=spec.accumulate,
         first_ids=None if spec.source is None else spec.source.first_ids, launch=launch,
     )  # fmt: skip
     check_point(point, facts, spec.model, spec.binding)
@@ -209,6 +211,7 @@ def make_facts(
     data: str = "",
     trainers: int = 1,
     servers: int = 0,
+    model: nn.Module | None = None,
     accumulate: int = 1,
     first_ids: Callable[[], Mapping[str, npt.NDArray[np.int64]]] | None = None,
     launch: str = "",
@@ -228,6 +231,7 @@ def make_facts(
         trainers=trainers,
         servers=servers,
         config=config,
+        aliases={} if model is None else _aliases(model),
         data=data if told is None else told.data or data,
         vocabulary=tuple(VocabularyEntry(path=path, checksum=vocabulary[path]) for path in vocabulary),
     )
@@ -246,9 +250,18 @@ def table_entries(layouts: Sequence[RowLayout], binding: Binding) -> tuple[Table
             optimizer=layout.optimizer.name,
             layers=layers,
             initial=_initial_entries(layout),
+            weight_rows=next(layer.module.num_embeddings for layer in binding.layers if layer.table == number),
         )
         entries.append(entry)
     return tuple(entries)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """The further names of what a model has under several, each with the first one."""
+    first: dict[int, str] = {}
+    everything = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    named = [(name, first.setdefault(id(value), name)) for name, value in everything]
+    return {name: earlier for name, earlier in named if name != earlier}
 
 
 def as_marked(store: Store) -> Marked:

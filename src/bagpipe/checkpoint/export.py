@@ -149,7 +149,8 @@ def _dense_of_checkpoint(checkpoint: Checkpoint) -> dict[str, Tensor]:
         if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
             raise CheckpointError(f"{checkpoint.directory} has no {part} where they should be: use another checkpoint")
         found |= values
-    return found
+    aliases = checkpoint.manifest.aliases
+    return found | {name: found[first] for name, first in aliases.items() if first in found}
 
 
 def _table_of_checkpoint(checkpoint: Checkpoint, table: TableEntry, plain: bool) -> ExportedTable:
@@ -165,8 +166,12 @@ def _table_of_checkpoint(checkpoint: Checkpoint, table: TableEntry, plain: bool)
     known = table.initial if plain else None
     initialise = None if known is None else Joined([initial_of(entry) for entry in known], table.dims).fill
     layers = {layer: part for part, layer in enumerate(table.layers)}
-    read = partial(checkpoint.rows, table.name)
-    return ExportedTable(table.name, layers, table.dims, table.width, table.rows or 0, read, initialise)
+    parts = {_weight(layer): part for layer, part in layers.items()}
+    for name, first in checkpoint.manifest.aliases.items():
+        if first in parts:
+            layers[name.removesuffix("weight").removesuffix(".")] = parts[first]
+    read, num_rows = partial(checkpoint.rows, table.name), table.weight_rows or table.rows or 0
+    return ExportedTable(table.name, layers, table.dims, table.width, num_rows, read, initialise)
 
 
 def initial_of(entry: InitialEntry) -> Initial:

@@ -98,6 +98,8 @@ class TableEntry(_Part, frozen=True, kw_only=True):
     """The layer of the model that each vector belongs to; empty: not known."""
     initial: tuple[InitialEntry, ...] | None = None
     """How each vector begins, which an export needs for rows that were never written; None: it can't be told."""
+    weight_rows: Positive | None = None
+    """Rows of the weights of its layers, which may be more than the table has; None: not known."""
 
 
 class VocabularyEntry(_Part, frozen=True, kw_only=True):
@@ -123,6 +125,8 @@ class RunFacts(_Part, frozen=True, kw_only=True):
     servers: Count = 0
     """0: rows lie in the process of the trainer."""
     config: dict[str, Any] = {}
+    aliases: dict[Text, Text] = {}
+    """Further names of weights and tensors in the model, and the first name of each."""
     data: Text = ""
     """A fingerprint of the data and their order; empty: it can't be told."""
     vocabulary: tuple[VocabularyEntry, ...] = ()
