@@ -208,6 +208,8 @@ def test_layers_with_two_names_and_unsigned_buffers_are_exported(tmp_path):
 
 def test_a_table_with_fewer_rows_than_its_layer_is_exported_as_large_as_the_layer(tmp_path):
     model = make_net()
+    model.user = nn.EmbeddingBag(ROWS["user"], 4, mode="sum", device="meta")
+    model.item = nn.EmbeddingBag(ROWS["item"], 4, mode="sum", device="meta")
     table = Table("user", ROWS["user"] - 7, ("user",))
     batches = make_batches(4, rows=ROWS | {"user": table.rows})
     checkpoint = trained(tmp_path, model, batches=batches, features=[table])
