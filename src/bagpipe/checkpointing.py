@@ -27,6 +27,7 @@ from bagpipe.store import Store
 from bagpipe.store.base import Marked
 from bagpipe.store.local import LocalStore
 from bagpipe.store.versioned import VersionedStore
+from bagpipe.store.views import StoreView
 from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods
 
 if TYPE_CHECKING:
@@ -265,13 +266,14 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def as_marked(store: Store) -> Marked:
-    """A store as one with marks; ConfigError if it has none."""
-    if not hasattr(store, "restore"):
+    """A store as one with marks, also where trainers have a view of it each; ConfigError if it has none."""
+    rows = store.shared if isinstance(store, StoreView) else store
+    if not hasattr(rows, "restore"):
         raise ConfigError(
-            f"{type(store).__name__} does not support checkpoints: use the memory or mapped store, or leave checkpoint "
+            f"{type(rows).__name__} does not support checkpoints: use the memory or mapped store, or leave checkpoint "
             "out"
         )
-    return cast("Marked", store)
+    return cast("Marked", rows)
 
 
 def with_marks(store: Store) -> Store:

@@ -31,6 +31,7 @@ from bagpipe.initial import Constant, Initial, Joined, Normal, Uniform
 from bagpipe.os_errors import Kind as ErrorKind
 from bagpipe.os_errors import failing
 from bagpipe.trainer.loop import TrainLoop
+from bagpipe.trainer.state import FIRST
 from bagpipe.whole_file import nothing_left, whole_file
 
 Format: TypeAlias = Literal["safetensors", "parquet"]
@@ -38,8 +39,6 @@ Format: TypeAlias = Literal["safetensors", "parquet"]
 ROWS_PER_BLOCK = 65_536
 TABLE_KEY = b"bagpipe.table"
 """In the metadata of a parquet file: the name of its table."""
-FIRST_TRAINER = "trainer-0"
-"""Under this name a checkpoint has the dense part of the model: `parameters` and `buffers`, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +139,9 @@ def _tables_of_model(layers: Mapping[str, CachedLayer]) -> list[ExportedTable]:
 
 
 def _dense_of_checkpoint(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    if FIRST_TRAINER not in checkpoint.blobs():
+    if FIRST not in checkpoint.blobs():
         return {}
-    tree = unpack_tree(checkpoint.blob(FIRST_TRAINER))
+    tree = unpack_tree(checkpoint.blob(FIRST))
     found: dict[str, Tensor] = {}
     for part in ("parameters", "buffers"):
         values = tree.get(part, {}) if isinstance(tree, dict) else None
