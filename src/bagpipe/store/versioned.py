@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Lock
 from types import TracebackType
@@ -447,11 +447,17 @@ class VersionedStore(NumberedStore):
     def _check_memory(self, parts: Sequence[TablePart]) -> None:
         """StoreError if the base will not have room for all rows."""
         tables = range(len(self.tables))
+        most = [sum(layer.rows.num_rows(table) for layer in self._layers) for table in tables]
+        for table, ids, _ in parts:
+            if 0 <= table < len(most):
+                most[table] += len(ids)
+        with suppress(StoreError):  # then they are counted, which takes look-ups, and waits for a merge
+            return self.base.check_memory(tables, most)
         more = [self.num_rows(table) - self.base.num_rows(table) for table in tables]
         for table, ids, _ in parts:
             if 0 <= table < len(more):
                 more[table] += int(np.count_nonzero(~_in_any(_stores(self.base, self._layers), table, ids)))
-        self.base.check_memory(tables, more)
+        return self.base.check_memory(tables, more)
 
     def _note_saved(self, done: int | None) -> None:
         """This is the last complete checkpoint, and has all rows of the base."""
