@@ -249,6 +249,10 @@ def _check(path: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{path}: rows of table {table.name!r} have {table.width} floats and vectors of {table.dims}: {remedy}"
             )
+        if table.weight_rows is not None and table.weight_rows < (table.rows or 0):
+            raise CheckpointError(
+                f"{path}: table {table.name!r} has {table.rows} rows and weights of {table.weight_rows}: {remedy}"
+            )
         per_vector = [len(part) for part in (table.layers, table.initial or ()) if part]
         if any(count != len(table.dims) for count in per_vector):
             raise CheckpointError(
