@@ -242,16 +242,16 @@ def table_entries(layouts: Sequence[RowLayout], binding: Binding) -> tuple[Table
     """The tables of a model, as checkpoints name them."""
     entries = []
     for number, layout in enumerate(layouts):
-        layers = tuple(layer.name for layer in binding.layers if layer.table == number)
+        layers = [layer for layer in binding.layers if layer.table == number]
         entry = TableEntry(
             name=layout.table.name,
             rows=layout.table.rows,
             dims=layout.dims,
             width=layout.width,
             optimizer=layout.optimizer.name,
-            layers=layers,
+            layers=tuple(layer.name for layer in layers),
             initial=_initial_entries(layout),
-            weight_rows=next(layer.module.num_embeddings for layer in binding.layers if layer.table == number),
+            weight_rows=None if layout.table.rows is None else layers[0].module.num_embeddings,
         )
         entries.append(entry)
     return tuple(entries)

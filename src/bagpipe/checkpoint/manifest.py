@@ -99,7 +99,7 @@ class TableEntry(_Part, frozen=True, kw_only=True):
     initial: tuple[InitialEntry, ...] | None = None
     """How each vector begins, which an export needs for rows that were never written; None: it can't be told."""
     weight_rows: Positive | None = None
-    """Rows of the weights of its layers, which may be more than the table has; None: not known."""
+    """Rows of the weights of its layers, which may be more than the table has; None: not known, or any id is one."""
 
 
 class VocabularyEntry(_Part, frozen=True, kw_only=True):
