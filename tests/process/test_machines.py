@@ -85,7 +85,8 @@ class Processes:
     def server(self, side: str, number: int, keys: Path | None) -> str:
         """Its address, once it listens."""
         process = self.start(
-            side, f"server-{number}", "-c", "from bagpipe.cli import main; main()", "server", "--address", f"{self._machines.host(side)}:0",
+            side, f"server-{number}", "-c", "from bagpipe.cli import main; main()", "server",
+            "--address", f"{self._machines.host(side)}:0",
             "--shard", str(number), "--of", "2", "--json", keys=keys,
         )  # fmt: skip
         line = process.stdout.readline()
