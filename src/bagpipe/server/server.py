@@ -174,15 +174,13 @@ class EmbeddingServer:
         if isinstance(body, Recover):
             return self._recover_by_message(peer, message, body)
         if isinstance(body, Open):
-            with self._using_rows(peer, message.generation, is_admitting=True):
-                opened = self._open(peer, message, body)
-            peer.reply(opened)
+            peer.reply(self._open(peer, message, body))
             failpoints.reach("server.opened")
             return None
         if not isinstance(body, Read | Write | Scan | Confirm | ORDERED):
             raise WireError(f"{type(body).__name__} is an answer: a server takes requests only")
         client = peer.state
-        if not isinstance(client, Client) or client.generation != message.generation:
+        if not isinstance(client, Client) or client.generation != message.generation or client not in self._clients:
             raise WireError(f"{type(body).__name__} came before Open: a client says first who it is")
         if isinstance(body, Read):
             return self._read(peer, client, message, body)
@@ -249,27 +247,32 @@ class EmbeddingServer:
         """Admit a client. The first one decides about run, widths and trainers; a new generation about trainers."""
         descriptor = peer.take_descriptor()
         memory = None if descriptor is None else attach(descriptor, body.shared_bytes)
-        with self._opening:
-            self._check_run(message)
-            self._check_open(message, body)
-            self._held.prepare(body.widths)
-            self._run = message.run
-            if message.generation != self.generation or not self.trainers:
-                self._begin_generation(peer, message.generation, body.trainers)
-        client = Client(body, message.generation, memory, self._clients.discard)
-        with self._state:
-            self._clients.add(client)
-            order = self._orders[body.trainer]
+        if isinstance(peer.state, Client):  # it says anew who it is
+            peer.state.close()
+        # at rest: an earlier generation is over with its writes, and a copy of a write that is asked again is applied
+        with (
+            self._writers_at_rest(peer, None, message.generation),
+            self._using_rows(peer, message.generation, is_admitting=True),
+        ):
+            with self._opening:
+                self._check_run(message)
+                self._check_open(message, body)
+                self._held.prepare(body.widths)
+                self._run = message.run
+                if message.generation != self.generation or not self.trainers:
+                    self._begin_generation(message.generation, body.trainers)
+                client = Client(body, message.generation, memory, self._clients.discard)
+                with self._state:
+                    self._clients.add(client)
+                    sequence = self._orders[body.trainer].last
+            self._advance(body.trainer, body.passed)
         peer.state = client
         peer.admit(body.kind)
-        self._advance(body.trainer, body.passed)
-        # a copy of a write that is asked again may just be applied
-        self._wait(peer, message.generation, lambda: "decides about a write", lambda: not order.is_busy)
         return Opened(
             server=self.server,
             servers=self.servers,
             shared=memory is not None,
-            sequence=order.last,
+            sequence=sequence,
             birth=self.birth,
             bytes_max=self._limits.bytes_max,
         )
@@ -297,9 +300,10 @@ class EmbeddingServer:
                 "start all with the same number"
             )
 
-    def _begin_generation(self, peer: Peer, generation: int, trainers: int) -> None:
+    def _begin_generation(self, generation: int, trainers: int) -> None:
         """The first of a generation has come, and says how many there are. Those who stay go on from where they are."""
-        with self._writers_at_rest(peer, None, generation), self._state:
+        with self._state:
+            self._check_generation(generation)  # a later one may just have been begun
             self.generation, self.trainers = generation, trainers
             self._clients.clear()
             self._watermark.keep_for(trainers)
@@ -326,7 +330,8 @@ class EmbeddingServer:
         with self._using_rows(peer, message.generation) as rows:
             if body.after > self.reached:  # iterations are trained anew that trainers had passed
                 return NotYet(self._behind(body.after), again=True), ()
-            peer.reply(*rows.read(body, ids, None if message.buffers else client.memory))
+            answer = rows.read(body, ids, None if message.buffers else client.memory)
+        peer.reply(*answer)  # who takes no answer holds up no recovery
         failpoints.reach("server.read.answered")
         return None
 
@@ -358,14 +363,14 @@ class EmbeddingServer:
     def _write(self, peer: Peer, client: Client, message: Message, body: Write) -> None:
         def apply() -> Outcome:
             with self._using_rows(peer, message.generation) as rows:
-                parts = rows.parts_of(body, message.buffers, None if message.buffers else client.memory)
-                failpoints.reach("server.write.received")
                 try:
+                    parts = rows.parts_of(body, message.buffers, None if message.buffers else client.memory)
+                    failpoints.reach("server.write.received")
                     rows.write(parts)
                 except (StoreError, MemoryError) as error:
                     return Failed(StoreError.__name__, str(error) or "there is no memory for these rows", decided=True)
-            failpoints.reach("server.write.applied")
-            self._advance(client.trainer, body.passed)
+                failpoints.reach("server.write.applied")
+                self._advance(client.trainer, body.passed)  # before a recovery may have it begin anew
             return Written(body.sequence)
 
         self._check_sender("a write", body.trainer, client)
@@ -378,7 +383,16 @@ class EmbeddingServer:
         """Do something once, in order with the writes of its trainer, while nobody writes; then wait for its end."""
 
         def apply() -> Outcome:
-            with self._writers_at_rest(peer, client.trainer, message.generation):
+            if client.trainer:  # two of them would wait for each other's rest
+                return Failed(
+                    StoreError.__name__,
+                    f"trainer {client.trainer} asks for {type(body).__name__}: trainer 0 does that for all",
+                    decided=True,
+                )
+            with (
+                self._writers_at_rest(peer, client.trainer, message.generation),
+                self._using_rows(peer, message.generation),
+            ):
                 try:
                     begun.extend(self._held.apply(body))
                 except (BagpipeError, MemoryError) as error:
@@ -486,10 +500,6 @@ class EmbeddingServer:
             self._recover(Work("recovery", lambda _: b""), generation, point)
 
     def _recover(self, work: Work, generation: int, point: ResumePoint) -> None:
-        if generation == self.generation and self.trainers:
-            raise StoreError(
-                f"generation {generation} is at work on server {self.server}: begin another, with a higher number"
-            )
         self._begin_anew(generation)
         failpoints.reach("server.return.begun")
         try:
@@ -500,9 +510,13 @@ class EmbeddingServer:
 
     def _begin_anew(self, generation: int) -> None:
         """This generation has begun, and nobody of it has come; rows are being replaced, until `_go_on`."""
-        if generation < self.generation:
-            raise WireError(f"generation {generation} can't begin: this is generation {self.generation}")
         with self._state:
+            if generation < self.generation:
+                raise WireError(f"generation {generation} can't begin: this is generation {self.generation}")
+            if generation == self.generation and self.trainers:
+                raise StoreError(
+                    f"generation {generation} is at work on server {self.server}: begin another, with a higher number"
+                )
             self._replacing.add(RECOVERY)
             self.generation, self.trainers = generation, 0
             self._clients.clear()
@@ -510,6 +524,8 @@ class EmbeddingServer:
         self._clear()
         self._held.stop()
         with self._state:
+            self.trainers = 0  # one may have come while requests were waited for
+            self._clients.clear()
             self._orders.clear()
             self._watermark.begin_anew()
 
