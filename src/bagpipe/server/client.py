@@ -106,6 +106,8 @@ class Session:
     births: dict[int, bytes] = field(default_factory=dict)
     sequences: dict[int, int] = field(default_factory=dict)
     """Of each server, the last number that was given to a write."""
+    numbering: Lock = field(default_factory=Lock)
+    """Held while one is given, or given back."""
 
     def name(self, server: int) -> str:
         """A server, for people."""
@@ -466,8 +468,9 @@ class Ordered(Request):
     def number(self, link: Link) -> int:
         """Its number, which is the next one when it is first asked for."""
         if self._sequence is None:
-            link.session.sequences[link.server] += 1
-            self._sequence = link.session.sequences[link.server]
+            with link.session.numbering:
+                link.session.sequences[link.server] += 1
+                self._sequence = link.session.sequences[link.server]
         return self._sequence
 
     def compose(self, link: Link) -> tuple[Body, Buffers]:
@@ -488,13 +491,18 @@ class Ordered(Request):
         self.result = b"".join(buffers)
 
     def refused(self, link: Link) -> None:
-        """Not applied, and never will be; or not decided, and its number is the next one's."""
+        """Not applied, and never will be; or not decided, and its number is the next one's.
+
+        Unless later ones have been given meanwhile: they would wait for it.
+        """
         failed = link.client.failed
         if failed is None:
             return
-        self.is_decided = True
-        if not failed.decided and link.session.sequences[link.server] == self._sequence:
-            link.session.sequences[link.server] -= 1
+        with link.session.numbering:
+            is_last = link.session.sequences[link.server] == self._sequence
+            if is_last and not failed.decided:
+                link.session.sequences[link.server] -= 1
+        self.is_decided = failed.decided or is_last
 
 
 class WriteRequest(Ordered):
@@ -782,10 +790,10 @@ class RemoteStore(Store):
             self._check_usable()
         requests = [Ordered(what, make, expected) for _ in self._session.addresses]
         with self._links("writes") as links:
-            with self._writing:
-                for request, link in zip(requests, links, strict=True):
-                    request.number(link)
             try:
+                with self._writing:
+                    for request, link in zip(requests, links, strict=True):
+                        request.number(link)
                 raise_first(ask(links, [[request] for request in requests]))
             except BaseException as error:
                 self._refuse_if_unknown(requests, what, error)

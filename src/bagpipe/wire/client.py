@@ -76,7 +76,7 @@ class Client:
         self.name = name
         self.bytes_received = 0
         self.failed: Failed | None = None
-        """The last answer, if it was that the request has failed."""
+        """What `poll` was told last, if it has raised because the request has failed."""
         self._network, self._address, self._run, self._generation = network, address, run, generation
         self._hello, self._patience, self._watch = hello, patience or Patience(), watch
         self._lost, self._otherwise = lost, otherwise
@@ -162,12 +162,15 @@ class Client:
                 continue
             heard = self._heard = self._network.now()
             self._check_answer(request, answer)
+            if isinstance(answer.body, Failed):  # of what is under way nothing is known by that
+                raise named_error(answer.body, self.name, self._otherwise)
             if not isinstance(answer.body, NotYet):
-                return self._accepted(answer).body
+                return answer.body
             self._take_word(request, answer.body)
 
     def _poll(self, timeout_s: float) -> Message | None:
         assert not self._closed, f"the client of {self.name} is closed"
+        self.failed = None
         request = self._under_way[0]
         if request is not self._waited_for:
             self._begin_waiting(request)
@@ -189,7 +192,10 @@ class Client:
         self._under_way.popleft()
         self._waited_for = None
         self.bytes_received += sum(buffer.nbytes for buffer in answer.buffers)
-        return self._accepted(answer)
+        if isinstance(answer.body, Failed):
+            self.failed = answer.body
+            raise named_error(answer.body, self.name, self._otherwise)
+        return answer
 
     def _begin_waiting(self, request: _Request) -> None:
         """While nobody listened, nobody could be late."""
@@ -274,12 +280,6 @@ class Client:
                 f"waited {now - request.since:.0f} s for {request.what} from {self.name}, which {word.why}: see what "
                 "holds it up"
             )
-
-    def _accepted(self, answer: Message) -> Message:
-        self.failed = answer.body if isinstance(answer.body, Failed) else None
-        if self.failed is not None:
-            raise named_error(self.failed, self.name, self._otherwise)
-        return answer
 
     def _what(self) -> str:
         return self._under_way[0].what if self._under_way else "a first sign of life"
