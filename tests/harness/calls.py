@@ -72,7 +72,7 @@ class Call:
 
     def answer(self) -> tuple[Body, tuple[bytes, ...]]:
         """Its only answer, when it has come."""
-        self.until(lambda: self.answers)
+        self.until(lambda: self.answers or not self.thread.is_alive())
         self.thread.join(ANSWER_S)
         (only,) = self.answers
         return only

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from bagpipe.server.core import EmbeddingServer
 from bagpipe.server.shared import OwnMemory, regions
+
 from bagpipe.wire.messages import (
     Body,
     Open,

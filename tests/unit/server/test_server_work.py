@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from bagpipe.server.membership import Gate
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.errors import DeadlineError, StoreError
-from bagpipe.server.membership import Gate
 from bagpipe.server.rows_state import Safety
 from bagpipe.server.work import Work, in_a_thread
 from bagpipe.wire.messages import Read, Waiting, Written

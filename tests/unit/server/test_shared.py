@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from bagpipe.server.shared import TOKEN_BYTES, OwnMemory, attach, boot, regions
 
 from bagpipe.server import shared
-from bagpipe.server.shared import TOKEN_BYTES, OwnMemory, attach, boot, regions
 from bagpipe.wire.messages import SharedMemory
 
 SIZE = 1 << 16
