@@ -66,7 +66,9 @@ class Call:
         until = time.monotonic() + ANSWER_S
         with self._changed:
             while not ready():
-                assert time.monotonic() < until, f"{type(self.message.body).__name__} was not answered: {self.words}"
+                assert time.monotonic() < until, (
+                    f"{type(self.message.body).__name__} was not answered: {self.words[-1:]}"
+                )
                 self._changed.wait(0.01)
         return self
 
