@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from bagpipe.errors import BagpipeError
+from bagpipe.wire.connection import PeerGoneError
 from bagpipe.wire.listener import answered
 from bagpipe.wire.messages import Body, Message
 
@@ -46,14 +47,14 @@ class Call:
     def reply(self, body: Body, buffers=()) -> None:
         with self._changed:
             if self.connection.is_broken:
-                raise ConnectionResetError("the connection broke")
+                raise PeerGoneError("the connection broke")
             self.answers.append((body, tuple(map(bytes, buffers))))
             self._changed.notify_all()
 
     def still_waiting(self, why: str, progress: int = 0) -> None:
         with self._changed:
             if self.connection.is_broken:
-                raise ConnectionResetError("the connection broke")
+                raise PeerGoneError("the connection broke")
             self.words.append((why, progress))
             self._changed.notify_all()
 
