@@ -85,7 +85,7 @@ class Call:
             answer = answered(self.connection.handler, self, self.message)
             if answer is not None:
                 self.reply(*answer)
-        except ConnectionError:
+        except PeerGoneError:
             assert self.connection.is_broken
 
 
