@@ -6,10 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from bagpipe.errors import BagpipeError
 from bagpipe.wire.connection import PeerGoneError
 from bagpipe.wire.listener import answered
-from bagpipe.wire.messages import Body, Message
+from bagpipe.wire.messages import Body, Message, NotYet
 
 ANSWER_S = 30.0
 
@@ -118,5 +117,43 @@ class Connection:
             close()
 
 
-def error_name(error: type[BagpipeError]) -> str:
-    return error.__name__
+CUT = object()
+
+
+class Overheard:
+    """A peer on a simulated network whose answers pass through a function.
+
+    It gives what is said in their place, None for silence, or CUT: then the connection breaks instead.
+    """
+
+    def __init__(self, peer, message: Message, change) -> None:
+        vars(self).update(_peer=peer, _message=message, _change=change)
+
+    def reply(self, body: Body, buffers=()) -> None:
+        changed = self._change(self._message, body, buffers)
+        if changed is CUT:
+            self._peer.other.close()
+            raise PeerGoneError("it was cut")
+        if changed is not None:
+            self._peer.reply(*changed)
+
+    def still_waiting(self, why: str, progress: int = 0) -> None:
+        self.reply(NotYet(why, progress))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._peer, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._peer, name, value)
+
+
+def overheard(handler, change):
+    """The handler, whose answers pass through `change(message, body, buffers)`."""
+
+    def handle(peer, message: Message) -> None:
+        through = Overheard(peer, message, change)
+        answer = answered(handler, through, message)
+        if answer is not None:
+            through.reply(*answer)
+
+    return handle

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
 from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.keys import VARIABLE, Security
 from bagpipe.wire.sockets import SocketNetwork
+
+from bagpipe.wire.keys import VARIABLE, Security
 from harness import raw_socket as raw_peer
 
 WIDTH = 8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bagpipe.store.links import Patience
+from bagpipe.store.recovering import marks_of_servers, recover_servers
 
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import CheckpointError, DeadlineError, StoreError, WireError
-from bagpipe.store.links import Patience
-from bagpipe.store.recovering import marks_of_servers, recover_servers
 from bagpipe.wire.recovery_messages import Recover
 from harness.marked import (
     NAMES,
