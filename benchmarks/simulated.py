@@ -335,7 +335,7 @@ class SimulatedNetwork(Network):
         for connection in connections:
             self.cut(connection)
         for task in list(self._tasks):
-            task.end(ConnectionAbortedError("the network is closed"))
+            task.end(PeerGoneError("the network is closed"))
         self._tasks.clear()
         if self._real_time:
             self._postman.join()

@@ -456,9 +456,14 @@ class Ordered(Request):
         """`make(trainer, sequence)` makes the record."""
         self.what, self._make, self._expected = what, make, expected
         self._sequence: int | None = None
-        self.is_written = self.is_decided = False
+        self.is_written = self.is_decided = self.is_begun = False
         self.result = b""
         """What has come with the answer."""
+
+    @property
+    def may_have_changed(self) -> bool:
+        """Whether it was done, in part or whole, or nobody knows."""
+        return self.is_written or self.is_begun or self.is_undecided
 
     @property
     def is_undecided(self) -> bool:
@@ -502,7 +507,7 @@ class Ordered(Request):
             is_last = link.session.sequences[link.server] == self._sequence
             if is_last and not failed.decided:
                 link.session.sequences[link.server] -= 1
-        self.is_decided = failed.decided or is_last
+        self.is_decided, self.is_begun = failed.decided or is_last, failed.begun
 
 
 class WriteRequest(Ordered):
@@ -767,16 +772,11 @@ class RemoteStore(Store):
     def restore(self, point: ResumePoint, names: Sequence[str]) -> None:
         """Make all rows those of a checkpoint, which is then the only mark."""
         place_ = str(point.checkpoint)
-        what = f"{point}, {place_},"
-        try:
-            self._order(
-                what,
-                lambda trainer, sequence: Load(trainer, sequence, point.done, place_, point.checksum, list(names)),
-                Worked, replaces=True,
-            )  # fmt: skip
-        except BaseException as error:
-            self._halfway = f"{what} failed halfway ({error}): load a checkpoint"
-            raise
+        self._order(
+            f"{point}, {place_},",
+            lambda trainer, sequence: Load(trainer, sequence, point.done, place_, point.checksum, list(names)),
+            Worked, replaces=True,
+        )  # fmt: skip
         self._halfway = None
 
     def _order(
@@ -797,6 +797,8 @@ class RemoteStore(Store):
                 raise_first(ask(links, [[request] for request in requests]))
             except BaseException as error:
                 self._refuse_if_unknown(requests, what, error)
+                if replaces and any(request.may_have_changed for request in requests):
+                    self._halfway = f"{what} failed halfway ({error}): load a checkpoint"
                 raise
         return [request.result for request in requests]
 
@@ -839,7 +841,7 @@ class RemoteStore(Store):
 
     def _refuse_if_torn(self, requests: Sequence[WriteRequest], error: BaseException) -> None:
         """A write that failed on some servers only has changed rows all the same."""
-        if any(request.is_written or request.is_undecided for request in requests):
+        if any(request.may_have_changed for request in requests):
             self._refusal = f"a write to the servers failed halfway ({error}): start again from a checkpoint"
 
     def _chunks(self, table: int, rows_per_chunk: int, values: bool = True) -> Iterator[tuple[Int64s, Floats]]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeAlias
 
+import msgspec
+
 from bagpipe import failpoints
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import BagpipeError, DeadlineError, StoreError, WireError
@@ -412,7 +414,7 @@ class EmbeddingServer:
             peer, message.generation, lambda: f"works on {work.what}", lambda: work.is_over, lambda: work.progress
         )
         if work.failed is not None:
-            return work.failed, ()
+            return msgspec.structs.replace(work.failed, decided=True, begun=True), ()
         return Worked(), (memoryview(work.result or b""),)
 
     def _once(self, peer: Peer, client: Client, generation: int, number: int, apply: Callable[[], Outcome]) -> Outcome:

@@ -48,6 +48,8 @@ class _Request:
     compose: Compose
     what: str
     progress: int = -1
+    why: str = ""
+    """What the other side waits for, as far as it has said so."""
     since: float = 0.0
     """When it last made progress, as far as anybody listened."""
 
@@ -161,7 +163,8 @@ class Client:
             try:
                 answer = connection.receive(min(LOOK_S, self._patience.deadline_s))
             except TimeoutError:
-                if self._network.now() - heard >= self._patience.retry_s:
+                if self._network.now() - heard >= self._retry_s:
+                    self._retry_s = min(2 * self._retry_s, RETRY_GROWTH_MAX * self._patience.retry_s)
                     raise ConnectionResetError("it did not answer") from None
                 self._check_lost()
                 continue
@@ -185,7 +188,7 @@ class Client:
         now = self._network.now()
         if answer is None:
             self._check_lost()
-            self._check_work(request, self._trouble or "says nothing")
+            self._check_work(request)
             self._try_anew(now)
             return None
         self._heard, self._pause_s, self._trouble = now, PAUSE_S_MIN, ""
@@ -295,13 +298,15 @@ class Client:
         now = self._network.now()
         if word.progress > request.progress:
             request.progress, request.since = word.progress, now
-        self._check_work(request, f"which {word.why}")
+        request.why = word.why
+        self._check_work(request)
 
-    def _check_work(self, request: _Request, why: str) -> None:
+    def _check_work(self, request: _Request) -> None:
         waited_s = self._network.now() - request.since
         if waited_s >= self._patience.work_s:
             raise DeadlineError(
-                f"waited {waited_s:.0f} s for {request.what} from {self.name}, {why}: see what holds it up"
+                f"waited {waited_s:.0f} s for {request.what} from {self.name}, which {request.why or 'says nothing'}"
+                f"{f' ({self._trouble})' if self._trouble else ''}: see what holds it up"
             )
 
     def _what(self) -> str:

@@ -145,13 +145,15 @@ class NotYet(Record, frozen=True):
 
 
 class Failed(Record, frozen=True):
-    """The request was refused and changed nothing."""
+    """The request was refused and changed nothing, or what it has begun has failed."""
 
     error: str
     """The name of one of Bagpipe's errors."""
     message: str
     decided: bool = False
     """A write was refused for good, and its number is used up; else the number is still to be used."""
+    begun: bool = False
+    """Rows may have changed: what was begun in order has failed."""
 
 
 Body: TypeAlias = (
