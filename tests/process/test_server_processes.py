@@ -187,7 +187,6 @@ def test_no_servers_can_not_be_started() -> None:
     ("options", "named"),
     [
         ({"server": 2, "servers": 2}, "server 2 of 2"),
-        ({"threads": 0}, "0 threads"),
         ({"directory": "/somewhere"}, "goes with rows on disk"),
     ],
 )

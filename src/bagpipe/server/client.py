@@ -103,6 +103,7 @@ class Session:
     """Why a server is known to be gone, if it is."""
     passed: int = NO_ITERATION
     """Of this trainer, before the session began."""
+    store: bytes = field(default_factory=lambda: os.urandom(8))
     births: dict[int, bytes] = field(default_factory=dict)
     sequences: dict[int, int] = field(default_factory=dict)
     """Of each server, the last number that was given to a write."""
@@ -154,8 +155,9 @@ class Link:
             self._own = self._make_memory()
         own = self._own
         hello = Open(
-            session.trainer, session.trainers, session.widths, self.kind, own.num_bytes if own else 0, session.passed
-        )
+            session.trainer, session.trainers, session.widths, self.kind, own.num_bytes if own else 0, session.passed,
+            session.store,
+        )  # fmt: skip
         opened = client.ask_first(connection, hello, "a first sign of life", own.descriptor if own else None)
         if not isinstance(opened, Opened):
             raise unexpected(opened, "Opened")

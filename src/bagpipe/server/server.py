@@ -62,6 +62,7 @@ class Client:
         self, opened: Open, generation: int, memory: memoryview | None, on_close: Callable[[Client], None]
     ) -> None:
         self.trainer, self.kind, self.generation = opened.trainer, opened.kind, generation
+        self.store = opened.store
         self.memory = memory
         """That it shares."""
         self._on_close = on_close
@@ -84,14 +85,24 @@ class Order:
         self.is_busy = False
         """The one after it is being decided."""
         self._refusals: dict[int, Failed] = {}
+        self._store, self._first = b"", 1
+        """Who has given the last numbers, and from which on."""
 
-    def outcome(self, number: int) -> Outcome:
-        """That of a number that was decided."""
+    def outcome(self, number: int, store: bytes = b"") -> Outcome:
+        """That of a number that was decided, for the store that gave it."""
+        if store != self._store or number < self._first:
+            return Failed(
+                StoreError.__name__,
+                "another store of this trainer has written meanwhile: let one write, and start again from a checkpoint",
+                decided=True, begun=True,
+            )  # fmt: skip
         return self._refusals.get(number, Written(number))
 
-    def decided(self, outcome: Outcome) -> None:
+    def decided(self, outcome: Outcome, store: bytes = b"") -> None:
         """That of the next number."""
         self.last += 1
+        if store != self._store:
+            self._store, self._first = store, self.last
         if isinstance(outcome, Failed):
             self._refusals[self.last] = outcome
             if len(self._refusals) > REFUSALS_KEPT:
@@ -434,7 +445,7 @@ class EmbeddingServer:
         while True:
             with self._state:
                 if number <= order.last:
-                    return order.outcome(number)
+                    return order.outcome(number, client.store)
                 if may_go_on():
                     order.is_busy = True
                     break
@@ -448,7 +459,7 @@ class EmbeddingServer:
         finally:
             with self._state:
                 if outcome is not None:
-                    order.decided(outcome)
+                    order.decided(outcome, client.store)
                 order.is_busy = False
             self._waits.changed()
         return outcome

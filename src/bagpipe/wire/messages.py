@@ -46,6 +46,8 @@ class Open(Record, frozen=True):
     """Of the memory that came as a descriptor with this message; 0: none did."""
     passed: Iteration = NO_ITERATION
     """What this trainer has written before it came is of iterations up to this one."""
+    store: bytes = b""
+    """Differs for each store: two of one trainer that both write would give numbers twice."""
 
 
 class Opened(Record, frozen=True):

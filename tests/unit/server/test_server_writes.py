@@ -185,6 +185,27 @@ def test_a_write_whose_connection_breaks_while_it_is_applied_is_applied_once(pee
     assert back.read([1]) == {1: 1.0}
 
 
+def test_of_two_stores_of_one_trainer_that_both_write_one_is_told(server: EmbeddingServer) -> None:
+    """Both count on from what they found: a write of one would be taken for a copy of the other's."""
+    first, second, copy = (Peer(server, name) for name in (b"1", b"2", b"3"))
+    for peer, store in ((first, b"one"), (second, b"two"), (copy, b"one")):
+        assert peer.ask(Open(0, 1, WIDTHS, "writes", store=store)).sequence == 0
+    assert first.write(1, [1], 1.0) == Written(1)
+    told = second.write(1, [1], 2.0)
+    assert "another store of this trainer has written meanwhile" in refused(told)
+    assert isinstance(told, Failed)
+    assert (told.decided, told.begun) == (True, True)
+    assert copy.write(1, [1], 1.0) == Written(1), "one store has several connections"
+    assert first.read([1]) == {1: 1.0}
+    third = Peer(server, b"4")
+    assert third.ask(Open(0, 1, WIDTHS, "writes", store=b"three")).sequence == 1
+    assert third.write(2, [1], 3.0) == Written(2), "one after the other is no matter"
+    for late in (1, 2):
+        assert "another store" in refused(first.write(late, [1], 9.0))
+    assert third.write(2, [1], 9.0) == Written(2)
+    assert first.read([1]) == {1: 3.0}
+
+
 def test_a_connection_that_breaks_while_its_write_waits_for_an_earlier_one_leaves_no_trace(peer: Peer) -> None:
     gone = Peer(peer.server, b"g")
     gone.open()

@@ -253,3 +253,19 @@ def test_a_mark_whose_number_can_not_be_given_back_ends_the_store(worlds) -> Non
     assert store._session.sequences == {0: 2}
     with pytest.raises(StoreError, match="start again"):
         store.write(0, ids(1), values(0, 1))
+
+
+def test_two_stores_of_one_trainer_that_both_write_lose_nothing_in_silence(worlds) -> None:
+    world = worlds(2)
+    one, other = world.store(), world.store()
+    one.write(0, np.arange(20), values(0, 20))
+    for call in (lambda: other.write(0, np.arange(20), values(1, 20)), lambda: other.mark(1)):
+        with pytest.raises(StoreError, match="another store of this trainer has written meanwhile"):
+            call()
+    one.write(0, np.arange(20), values(2, 20))
+    later = world.store()
+    later.write(0, np.arange(20), values(3, 20))
+    assert np.array_equal(read(one, np.arange(20)), values(3, 20)), "to read is no matter"
+    with pytest.raises(StoreError, match="another store of this trainer has written meanwhile"):
+        one.write(0, np.arange(20), values(4, 20))
+    assert np.array_equal(read(later, np.arange(20)), values(3, 20))
