@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,14 @@ from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.oracle import Oracle
 from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.reader import CutIds
 from bagpipe.oracle.tables import OracleTable
 from bagpipe.policies.base import Lookahead
 from bagpipe.policies.lookahead import AUTO_MAX
 from bagpipe.policy_options import PolicyOptions
 from bagpipe.types import Table
+from bagpipe.wire.codec import pack
 from benchmarks import Benchmark, Results
 
 Ids = list[NDArray[np.int64]]
@@ -67,6 +69,12 @@ def array_bytes(owner: object) -> int:
     return sum(array.nbytes for array in found.values())
 
 
+def sent_bytes(plan: Plan, compress: bool) -> int:
+    """What a plan, or one trainer's part of it, takes on the wire, without its batches."""
+    body, buffers = pack(replace(plan, sharing=None, guests=()), compress=compress)
+    return len(body) + sum(buffer.nbytes for buffer in buffers)
+
+
 @dataclass
 class _Variant:
     """One oracle with its endless data."""
@@ -82,6 +90,8 @@ class _Variant:
     num_rows: int = 0
     num_fetched: int = 0
     plan_bytes: int = 0
+    sent: Plan | None = None
+    """The last plan, or the first trainer's part of it."""
 
     def __post_init__(self) -> None:
         plans = self.oracle.plans(self._endless())
@@ -103,6 +113,7 @@ class _Variant:
         if self.trainers == 1:
             plans = [next(self.plans)[0] for _ in range(iterations)]
             self.seconds.append((time.perf_counter() - start) / iterations)
+            self.sent = plans[-1]
         else:
             divisions = [next(self.divisions)[0] for _ in range(iterations)]
             divided = time.perf_counter()
@@ -112,6 +123,7 @@ class _Variant:
                     division.part(rank, (0,) * self.trainers)
             self.part_seconds.append((time.perf_counter() - divided) / iterations)
             plans = [division.plan for division in divisions]
+            self.sent = divisions[-1].part(0, (0,) * self.trainers)
         self.num_rows = sum(len(plan.rows) for plan in plans) // iterations
         self.num_fetched = sum(len(plan.fetch) for plan in plans) // iterations
         self.plan_bytes = sum(map(array_bytes, plans)) // iterations
@@ -133,6 +145,8 @@ class _Variant:
             "unique_rows": self.num_rows,
             "fetched_rows": self.num_fetched,
             "plan_bytes": self.plan_bytes,
+            "sent_bytes": 0 if self.sent is None else sent_bytes(self.sent, compress=False),
+            "compressed_bytes": 0 if self.sent is None else sent_bytes(self.sent, compress=True),
             "memory_bytes": array_bytes(self.oracle),
         }
 

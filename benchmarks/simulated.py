@@ -332,6 +332,7 @@ class SimulatedNetwork(Network):
             self._closed = True
             self._deliveries.clear()
             connections = list(self._connections)
+            self._changed.notify_all()
         for connection in connections:
             self.cut(connection)
         for task in list(self._tasks):

@@ -2,6 +2,7 @@
 
 Each message says what is wrong, where, which value it has, and what to do (promise I8). Nothing has changed when one of
 these is raised: a file that was being written is gone, a cache that was being trained is written back.
+Programs decide by types and fields, which reach other processes as they are; messages are for people.
 
     BagpipeError
     ├── ConfigError         a setting is unknown, out of range, or contradicts another
@@ -15,6 +16,7 @@ these is raised: a file that was being written is gone, a cache that was being t
     ├── StoreError          rows can't be read or written where they live
     ├── CheckpointError     a checkpoint is missing, damaged, of another version or model, or can't be written
     ├── WireError           bytes or a peer that can't be trusted: malformed, too long, of another version, run or key
+    │   └── GenerationOverError  the run has gone on without who did this; names its generation
     ├── ClusterError        a part of a run on a cluster can't be started, or was lost; names it and the reason
     ├── ConsistencyError    the checker found a stale, lost or doubled value: a defect of Bagpipe, please report it
     ├── PipelineError       a background thread of the pipeline failed; its cause is attached
@@ -25,9 +27,23 @@ these is raised: a file that was being written is gone, a cache that was being t
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 class BagpipeError(Exception):
     """Root of all errors that Bagpipe raises on purpose."""
+
+    role: str | None = None
+    """In the driver of a launch: the role that raised it or was lost, such as "trainer 1"; None everywhere else."""
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """What it says beside its type and its message."""
+        return {}
 
 
 class ConfigError(BagpipeError, ValueError):
@@ -74,6 +90,23 @@ class WireError(BagpipeError):
     """Bytes or a peer that can't be trusted: malformed, too long, of another version, run or key."""
 
 
+class GenerationOverError(WireError):
+    """The run has gone on without who did this: it was thought to be lost, or others were and all begin anew."""
+
+    def __init__(self, message: str, generation: int) -> None:
+        super().__init__(message, generation)
+        self.generation = generation
+        """The one that is over."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Its generation."""
+        return {"generation": self.generation}
+
+
 class ClusterError(BagpipeError):
     """A part of a run on a cluster can't be started, or was lost; the message names it and the reason."""
 
@@ -97,6 +130,11 @@ class PeerLostError(PipelineError):
     def __str__(self) -> str:
         return str(self.args[0])
 
+    @property
+    def fields(self) -> dict[str, int]:
+        """Its rank."""
+        return {"rank": self.rank}
+
 
 class DeadlineError(BagpipeError, TimeoutError):
     """A wait took longer than its deadline; the message names what it waited for."""
@@ -104,3 +142,23 @@ class DeadlineError(BagpipeError, TimeoutError):
 
 class MissingExtraError(BagpipeError, ImportError):
     """An optional dependency is not installed; the message names the extra."""
+
+
+ErrorT = TypeVar("ErrorT", bound=BagpipeError)
+
+
+def again(error: ErrorT, message: str) -> ErrorT:
+    """The same error in other words."""
+    kind: Any = type(error)
+    return kind(message, **error.fields)  # type: ignore[no-any-return]
+
+
+def named_error(
+    kind: str, message: str, fields: Mapping[str, int], otherwise: type[BagpipeError] = PipelineError
+) -> BagpipeError:
+    """The error that another process reports, as the type that it names; `otherwise` where that is none of ours."""
+    found: Any = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, BagpipeError):
+        with suppress(TypeError):  # without its fields, or with others
+            return found(message, **fields)
+    return otherwise(message)

@@ -126,7 +126,9 @@ class Supervisor(Generic[ResultT]):
         now, done = self._clock(), self._crew.done
         for role, cause in losses.items():
             if self._restarts[role] >= self._restarts_max:
-                raise ClusterError(f"{role} was lost: {cause}{_again(self._restarts_max)}")
+                error = ClusterError(f"{role} was lost: {cause}{_again(self._restarts_max)}")
+                error.role = role
+                raise error
             self._restarts[role] += 1
             self._open.append((role, cause, done, now))
             self._log(f"{role} was lost: {cause}")

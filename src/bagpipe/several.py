@@ -94,9 +94,10 @@ def _serve(launch: Launch, source: SharedLoader, binding: Binding, settings: Pla
         features = [table.features for table in settings.tables]
         source.share(_ending(binding), Assigner(settings.assign, settings.trainers, launch.config.seed, features))
         partition = settings.partition(oracle)
-        listen = on_socket(str(Address(launch.hosts[0], 0)), security=launch.listener)
+        address = Address(launch.hosts[0], 0)
+        listen = on_socket(str(address), security=launch.listener)
         described = settings.described(list(oracle.places.capacity))
-        return ServedPlans(listen, source, oracle, partition, described, run=launch.run)
+        return ServedPlans(listen, source, oracle, partition, described, run=launch.run, compress=not address.is_local)
     except BaseException:
         oracle.close()
         raise

@@ -21,20 +21,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bagpipe.cache import group_by_width
-from bagpipe.data.batch_wire import pack_batch, unpack_batch
-from bagpipe.data.samples import Column, Samples
-from bagpipe.data.samples_wire import pack_samples
-from bagpipe.data.tree_wire import pack_trees, types_in, unpack_trees
+from bagpipe.data.samples import Column, Samples, SentBatch
+from bagpipe.data.tree_wire import Trees, pack_trees, types_in, unpack_trees
 from bagpipe.errors import WireError
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.design import DESIGNS
 from bagpipe.oracle.partition import Partition
 from bagpipe.oracle.plan_shape import PlanShape
-from bagpipe.oracle.plan_wire import pack_plan, unpack_plan
+from bagpipe.oracle.sent_plan import pack_plan, unpack_plan
 from bagpipe.trainer.divided import Divided
 from bagpipe.types import Batch, Ids
-from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.wire.codec import pack, unpack
 from bagpipe.wire.frames import HEADER_BYTES, decode, encode, read_head
 from bagpipe.wire.messages import Body, Message
 from bagpipe.wire.plan_messages import DividedBy, GotBatch, Planned
@@ -148,6 +146,8 @@ def _strategy(info):
             least = info.min_length or 0
             most = min(info.max_length or least + 4, least + 4)
             return st.lists(_strategy(info.item_type), min_size=least, max_size=most)
+        case types.DictType():
+            return st.dictionaries(_strategy(info.key_type), _strategy(info.value_type), max_size=info.max_length or 4)
         case types.UnionType():
             return st.one_of([_strategy(each) for each in info.types])
         case types.StructType():
@@ -207,7 +207,7 @@ def test_every_damaged_record_is_refused_or_another_one(kind):
     survives()
 
 
-# Batches, samples, plans and trees: a record and buffers of numbers
+# Batches, samples, plans and trees: a record, and a body and numbers in buffers
 
 
 def sent(record, buffers):
@@ -237,18 +237,18 @@ class BatchCodec:
 
     values = tuple(odd_batch(size, seed) for size, seed in ((0, 0), (1, 1), (5, 2**40)))
 
+    def __init__(self, compress=False):
+        self.compress = compress
+
     def pack(self, batch):
-        packing = Packing()
-        return sent(GotBatch(pack_batch(batch, packing)), packing.buffers())
+        body, buffers = pack(SentBatch.of(batch), compress=self.compress)
+        return sent(GotBatch(batch.number), [memoryview(body), *buffers])
 
     def read(self, frames):
         message = decoded(frames)
-        if not isinstance(message.body, GotBatch):
+        if not isinstance(message.body, GotBatch) or not message.buffers:
             raise WireError("another record")
-        unpacking = Unpacking("the batch", message.buffers)
-        batch = unpack_batch(message.body.head, unpacking)
-        unpacking.finish()
-        return batch
+        return unpack(message.buffers[0], message.buffers[1:], SentBatch).batch()
 
 
 def planned(trainers=1, design="owned", count=5, policy="lookahead", cache=90):
@@ -276,20 +276,20 @@ def planned(trainers=1, design="owned", count=5, policy="lookahead", cache=90):
 class PlanCodec:
     """Plans with their batches, whole or one trainer's part."""
 
-    def __init__(self, trainers=1, design="owned", **options):
+    def __init__(self, trainers=1, design="owned", compress=False, **options):
+        self.compress = compress
         pairs, self.shape = planned(trainers, design, **options)
         self.values = [pairs[0], pairs[3]]
 
     def pack(self, value):
         plan, batches = value
-        return sent(*pack_plan(plan, batches, FEATURES))
+        return sent(*pack_plan(plan, batches, FEATURES, compress=self.compress))
 
     def read(self, frames):
         message = decoded(frames)
-        record = getattr(message.body, "plan", message.body)
-        if not isinstance(record, Planned):
+        if not isinstance(message.body, Planned):
             raise WireError("another record")
-        return unpack_plan(message.body, message.buffers, self.shape, record.iteration)
+        return unpack_plan(message.body, message.buffers, self.shape, message.body.iteration)
 
 
 TREE = {
@@ -308,16 +308,20 @@ class TreeCodec:
     values = ([], [{}], [TREE], [TREE, {"ids": torch.zeros(1, dtype=torch.int8)}])
 
     def pack(self, batches):
-        return [bytes(pack_trees(batches, (), types_in(TREE)))]
+        body, buffers = pack(pack_trees(batches, (), types_in(TREE)))
+        return [body, *map(bytes, buffers)]
 
     def read(self, frames):
-        return unpack_trees(memoryview(frames[0]), types_in(TREE))
+        return unpack_trees(unpack(frames[0], list(map(memoryview, frames[1:])), Trees), types_in(TREE))
 
 
 CODECS = {
     "batch": BatchCodec,
+    "batch, compressed": lambda: BatchCodec(compress=True),
     "plan": PlanCodec,
+    "plan, compressed": lambda: PlanCodec(compress=True),
     "plan with victims": lambda: PlanCodec(policy="lru", cache=40),
+    "part, compressed": lambda: PlanCodec(3, compress=True),
     **{f"part, {design}": lambda design=design: PlanCodec(3, design) for design in DESIGNS},
     "tree": TreeCodec,
 }
@@ -355,7 +359,8 @@ def test_samples_are_packed_as_their_batch_is(start, stop):
         "bags": Column(np.arange(7), bags, drawn.random(7, np.float32)),
     }
     samples = Samples(drawn.random((4, 3), np.float32), columns, drawn.random(4, np.float32))
-    packed, expected = Packing(), Packing()
-    head = pack_samples(samples.part(start, stop), 5, packed)
-    assert head == pack_batch(samples.batch(start, stop, 5), expected)
-    assert list(map(bytes, packed.buffers())) == list(map(bytes, expected.buffers()))
+    batch = samples.batch(start, stop, 5)
+    body, buffers = pack(SentBatch(5, samples.part(start, stop)))
+    expected, others = pack(SentBatch.of(batch))
+    assert body == expected
+    assert list(map(bytes, buffers)) == list(map(bytes, others))

@@ -157,3 +157,21 @@ def overheard(handler, change):
             through.reply(*answer)
 
     return handle
+
+
+def ask_once(handler, body: Body, run: bytes) -> Message:
+    """The answer to one request in this thread; what the handler refuses is raised here."""
+    call = Call(Connection(handler, run=run), Message(run, 0, 1, body))
+    answer = handler(call, call.message)
+    if answer is not None:
+        call.reply(*answer)
+    ((body, buffers),) = call.answers
+    return Message(run, 0, 1, body, [memoryview(buffer) for buffer in buffers])
+
+
+def until(ready: Callable[[], object]) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + ANSWER_S
+    while not ready():
+        assert time.monotonic() < end, "it never became true"
+        time.sleep(0.002)

@@ -545,7 +545,7 @@ class ScheduledOutbox(Outbox):
         self._driver, self._waits = driver, waits
 
     def put(self, iteration, answers):
-        self._driver.wait(Wait("room for a plan", lambda: iteration - self.received <= self._room))
+        self._driver.wait(Wait("room for a plan", lambda: self.has_room(iteration)))
         return super().put(iteration, answers)
 
     def has(self, trainer, iteration=DESCRIPTION):

@@ -88,7 +88,7 @@ from bagpipe.data.described import describe
 from bagpipe.data.generator import Generated
 from bagpipe.data.presets import find_preset
 from bagpipe.data.service import DataOrder, DataProcessorService
-from bagpipe.wire.listening import on_socket
+from bagpipe.wire.listener import on_socket
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import GetBatch, GotBatch
 

@@ -14,13 +14,13 @@ from bagpipe.cluster.context import RoleWorld
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.training import train_in, train_reference
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.stream import SocketNetwork
 from harness.served import LONG, RUN, make_job, quiet
 
 PROCESSOR = """
 import json, sys
 from bagpipe.data.service import DataOrder, DataProcessorService
-from bagpipe.wire.listening import on_socket
+from bagpipe.wire.listener import on_socket
 job = json.loads(sys.argv[1])
 service = DataProcessorService(on_socket(job["address"]), DataOrder(**job["order"]), run=bytes.fromhex(job["run"]))
 print(service.start(), flush=True)
@@ -34,9 +34,9 @@ from bagpipe.data.service import DataOrder, RemoteBatches
 from bagpipe.oracle.service import OracleService, PlanSettings
 from bagpipe.policy_options import PolicyOptions
 from bagpipe.types import Table
-from bagpipe.wire.in_order import Patience
-from bagpipe.wire.listening import on_socket
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.client import Patience
+from bagpipe.wire.listener import on_socket
+from bagpipe.wire.stream import SocketNetwork
 job = json.loads(sys.argv[1])
 run, settings = bytes.fromhex(job["run"]), job["settings"]
 settings["tables"] = tuple(Table(**table) for table in settings["tables"])
@@ -49,7 +49,6 @@ service = OracleService(on_socket(), batches, PlanSettings(**settings), run=run,
 print(service.start(), flush=True)
 sys.stdin.read()
 service.close()
-network.close()
 """
 
 
@@ -109,7 +108,6 @@ def test_processes_that_are_killed_and_replaced_do_not_change_a_bit(processes, t
             assert processes.address(processes.start(PROCESSOR, order=order, address=where)) == where
 
     found, summary = train_in(RoleWorld(job.config, plans, MemoryStore(job.model()[2])), job, kill, hold=True)
-    network.close()
     assert expected.differing(found) == []
     assert summary["plan_bytes"] > 0
     replacement = processes.all[-1]

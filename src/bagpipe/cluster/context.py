@@ -159,7 +159,7 @@ class Launch(World):
             self.meeting or "",
             interface=self.hosts[self.trainer],
             generation=next(self.meetings),
-            given_up=lambda: "" if self.attempt is None else self.attempt.reason,
+            given_up=lambda: None if self.attempt is None else self.attempt.over,
         )
         if self.attempt is not None:
             self.attempt.on_end(opened.abort)

@@ -8,6 +8,7 @@ from bagpipe.cluster.role import Role, told
 from bagpipe.cluster.settings import Wiring
 from bagpipe.data.service import DataOrder, RemoteBatches
 from bagpipe.oracle.service import OracleService, PlanSettings
+from bagpipe.wire.keys import parse_address
 from bagpipe.wire.listener import on_socket
 from bagpipe.wire.stream import SocketNetwork
 
@@ -39,7 +40,8 @@ class OracleRole(Role):
             batches = RemoteBatches(network, processors, order, run=run, start=settings.first_needed(done))
             stack.callback(batches.close)
             listen = on_socket(address, security=wiring.listener)
-            self._service = OracleService(listen, batches, settings, run=run, done=done)
+            compress = not parse_address(address).is_local
+            self._service = OracleService(listen, batches, settings, run=run, done=done, compress=compress)
             stack.callback(self._service.close)
             where = self._service.start()
             self._opened = stack.pop_all()

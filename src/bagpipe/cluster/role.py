@@ -22,7 +22,7 @@ from bagpipe.cluster.interface import find_address
 from bagpipe.cluster.log import LogPlace, RoleLog
 from bagpipe.cluster.settings import Failure, Introduction, Report
 from bagpipe.cluster.shared_directory import prove
-from bagpipe.errors import BagpipeError, ClusterError, PeerLostError
+from bagpipe.errors import BagpipeError, ClusterError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,11 +39,12 @@ def told(method: Callable[Concatenate[SomeRole, P], R]) -> Callable[Concatenate[
             return method(self, *args, **kwargs)
         except BagpipeError as error:
             _log.error("%s: %s", type(error).__name__, error)
-            peer = error.rank if isinstance(error, PeerLostError) else None
-            return Failure(type(error).__name__, str(error), peer)
+            return Failure.of(error)
         except Exception as error:
             _log.exception("%s failed", self.name)
-            return Failure(ClusterError.__name__, f"{self.name} failed with {type(error).__name__}: {error}")
+            unforeseen = ClusterError(f"{self.name} failed with {type(error).__name__}: {error}")
+            unforeseen.__cause__ = error.__cause__
+            return Failure.of(unforeseen)
 
     return call
 

@@ -79,7 +79,7 @@ class ServerRole(Role):
         try:
             serve(options, wiring.listener, self._announce, self._stop, self._watch)
         except BagpipeError as error:
-            self._failure = Failure(type(error).__name__, str(error))
+            self._failure = Failure.of(error)
             _log.error("%s", error)
         except Exception as error:
             self._failure = Failure(ClusterError.__name__, f"{self.name} failed with {type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bagpipe.checkpoint.point import START, ResumePoint
+from bagpipe.errors import BagpipeError, GenerationOverError
 from bagpipe.wire.keys import Security
 
 
@@ -40,12 +41,20 @@ class Report:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a role raised; `kind` is the name of the error."""
+    """What a role raised; `kind` is the name of the error, and both it and `fields` are what is decided by."""
 
     kind: str
     message: str
-    peer: int | None = None
-    """The rank of a PeerLostError."""
+    fields: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: BagpipeError) -> Failure:
+        """As it is told. What came of it that the generation is over is such an error itself, whatever it is called."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, GenerationOverError):
+            cause = cause.__cause__
+        kind = error if cause is None else cause
+        return cls(type(kind).__name__, str(error), kind.fields)
 
 
 @dataclass(frozen=True)

@@ -204,10 +204,10 @@ class TrainerRole(Role):
         over, attempt = threading.Event(), Attempt()
 
         def leave() -> None:
-            while not attempt.reason and not over.wait(REPORT_S):
+            while attempt.over is None and not over.wait(REPORT_S):
                 heard = _answer(board.ask.remote("leave", self.name, self.own_report(), generation), over)
                 if not heard and not over.is_set():
-                    attempt.abandon(f"generation {generation} is over")
+                    attempt.abandon(generation)
 
         thread = threading.Thread(target=leave, name="bagpipe-report", daemon=True)
         thread.start()

@@ -15,11 +15,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bagpipe import errors
 from bagpipe.cluster.log import LogPlace, Tail
 from bagpipe.cluster.member import KILLED, Member
 from bagpipe.cluster.settings import Failure, Report
-from bagpipe.errors import BagpipeError, ClusterError, DeadlineError, PeerLostError, PipelineError
+from bagpipe.errors import (
+    BagpipeError,
+    ClusterError,
+    DeadlineError,
+    GenerationOverError,
+    PeerLostError,
+    PipelineError,
+    named_error,
+)
 from bagpipe.recovery import RolesLost
 
 POLL_S = 1.0
@@ -234,7 +241,7 @@ class _Following:
         and only the connection between two of them broke, the one that was missed is ended, and lost.
         """
         watch, now = self._watch, time.monotonic()
-        missed = isinstance(error, PipelineError | DeadlineError)
+        missed = isinstance(error, PipelineError | GenerationOverError | DeadlineError)
         until = now + (watch.stuck_s if missed else LOST_S)
         others = {role: call for role, call in self._calls.items() if role != failed and role not in self.answers}
         self._reports |= {
@@ -258,27 +265,33 @@ class _Following:
         if missed:
             late = [*self._reports, *(others if self._heed else ())]
             watch.end(late, f"it did not answer for {watch.stuck_s:g} s and was ended")
-        own = [each for each in told.values() if f"generation {self._generation} is over" not in str(each)]
+        own = [each for each in told.values() if not self._is_over(each)]
         cause = next((each for each in own if not isinstance(each, PipelineError)), None)
-        if isinstance(error, PipelineError) and cause is not None:
+        if cause is not None and (isinstance(error, PipelineError) or self._is_over(error)):
             raise cause
         if len(told) == len(self._calls) > 1 and all(isinstance(each, PeerLostError) for each in own):
             missed_role = f"trainer {error.rank}" if isinstance(error, PeerLostError) else failed
             watch.end([missed_role], f"its connection to another trainer broke and it was ended: {error}")
 
+    def _is_over(self, error: BagpipeError) -> bool:
+        """Whether somebody was only told that all begin anew."""
+        return isinstance(error, GenerationOverError) and error.generation == self._generation
+
 
 def named(failure: Failure, role: str, log: Path) -> BagpipeError:
     """The error of a role as the type that it names; of one that nobody foresaw the log tells more."""
-    kind = getattr(errors, failure.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, BagpipeError)) or kind is ClusterError:
-        return ClusterError(f"{failure.message}; see {log}")
-    if kind is PeerLostError and failure.peer is not None:
-        return PeerLostError(f"{role}: {failure.message}", failure.peer)
-    return kind(f"{role}: {failure.message}")
+    error = named_error(failure.kind, f"{role}: {failure.message}", failure.fields, ClusterError)
+    if type(error) is ClusterError:
+        error = ClusterError(f"{failure.message}; see {log}")
+    error.role = role
+    return error
 
 
 def reason(text: str) -> str:
-    """What Ray says about a lost actor, in a line: it says much, most of it about itself."""
+    """What Ray says about a lost actor, in a line: it says much, most of it about itself.
+
+    For people: nothing is decided by it.
+    """
     if "Worker unexpectedly exits with a connection error" in text:
         return KILLED
     if "is unavailable" in text:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 from bagpipe.data.dataset import IndexedDataset, batch_spans, group_size
 from bagpipe.data.described import Description, open_described
 from bagpipe.data.order import BatchOrder
-from bagpipe.data.samples import Samples
-from bagpipe.data.samples_wire import pack_samples
+from bagpipe.data.samples import Samples, SentBatch
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.failpoints import reach
-from bagpipe.wire.arrays import Packing, Unpacking
 from bagpipe.wire.client import AHEAD, Client, Patience, Series, unexpected
+from bagpipe.wire.codec import pack, unpack
 from bagpipe.wire.connection import TICK_S, Listen, Listening, Network, Peer
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import GetBatch, GotBatch
@@ -166,14 +165,13 @@ class DataProcessorService:
             peer.still_waiting(f"reads the samples of batch {body.number}")
         samples = reading.result()[body.number % self._order.group_batches]
         reach("data.group.read")
-        packing = Packing()
-        head = pack_samples(samples, body.number, packing)
-        buffers = packing.buffers()
+        packed, arrays = pack(SentBatch(body.number, samples))
+        buffers = [memoryview(packed), *arrays]
         with self._lock:
             self._batches += 1
             self._bytes_sent += sum(buffer.nbytes for buffer in buffers)
             self._last_batch = body.number
-        peer.reply(GotBatch(head), buffers)
+        peer.reply(GotBatch(body.number), buffers)
         reach("data.batch.sent")
 
     def _group(self, group: int) -> Future[list[Samples]]:
@@ -251,17 +249,17 @@ class RemoteBatches:
         return {"batches": answers.next, "bytes_received": answers.bytes_received, "waited_s": answers.waited_s}
 
     def _take(self, number: int) -> Batch:
-        from bagpipe.data.batch_wire import unpack_batch  # here: who sends batches does without PyTorch
-
         message = self._answers.take()
         if message is None:
             raise PipelineError(f"reading was ended before batch {number}")
         body = message.body
         if not isinstance(body, GotBatch):
             raise unexpected(body, f"batch {number}")
-        if body.head.number != number:
-            raise WireError(f"batch {body.head.number} came where {number} was due: run the same release on both sides")
-        unpacking = Unpacking(f"batch {number}", message.buffers)
-        batch = unpack_batch(body.head, unpacking)
-        unpacking.finish()
-        return batch
+        if body.number != number:
+            raise WireError(f"batch {body.number} came where {number} was due: run the same release on both sides")
+        if not message.buffers:
+            raise WireError(f"batch {number} has no buffers: it needs at least 1")
+        sent = unpack(message.buffers[0], message.buffers[1:], SentBatch, f"batch {number}")
+        if sent.number != number:
+            raise WireError(f"batch {sent.number} came as batch {number}")
+        return sent.batch()

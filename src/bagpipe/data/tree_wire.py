@@ -1,10 +1,10 @@
-"""Batches of any shape as one buffer, and back: containers and plain values described, numbers raw, nothing pickled.
+"""Batches of any shape as bytes, and back: containers and plain values described, numbers raw, nothing pickled.
 
-The buffer has the length of the description (4 bytes, little-endian), the description as MessagePack, then the bytes of
-all tensors and arrays, end to end. The description lists what a batch holds, outermost first. Objects of a user's own
-types, and KeyedJaggedTensors, travel as the name of their type and their parts, and are put together from an object of
-that type that the receiver has itself: types never come from the wire. Whatever the bytes, what comes out is made of
-types that were expected, and took no more memory than was received (I8).
+The description lists what a batch holds, outermost first: plain values stand for themselves, a container says how many
+parts follow, the bytes of tensors and arrays lie end to end. Objects of a user's own types, and KeyedJaggedTensors,
+travel as the name of their type and their parts, and are put together from an object of that type that the receiver has
+itself: types never come from the wire. Whatever the bytes, what comes out is made of types that were expected, and took
+no more memory than was received (I8).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import math
 import re
-import struct
-from collections.abc import Collection, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, Union
 
 import msgspec
 import numpy as np
@@ -22,27 +22,16 @@ import torch
 from torch import Tensor
 
 from bagpipe.adapt import INTEGERS, Path, described, is_keyed, is_pair, nothing, parts_of, set_attributes
+from bagpipe.arrays import UInt8s
 from bagpipe.errors import BatchError, WireError
 from bagpipe.types import Ids
-from bagpipe.wire.tree_messages import (
-    Again,
-    ArrayNode,
-    Bytes,
-    Entries,
-    Fields,
-    Items,
-    Keyed,
-    LeftOut,
-    Node,
-    Nodes,
-    Plain,
-    TensorNode,
-)
+from bagpipe.wire.plan_messages import Name
+from bagpipe.wire.records import Count, Value
 
 DEPTH_MAX = 64
 _ELEMENTS_MAX = 1 << 40
 """Of a tensor without elements, were each of its empty dimensions 1."""
-_LENGTH = struct.Struct("<I")
+_IDS_MAX = 1 << 31
 _NAMES = {
     dtype: str(dtype).removeprefix("torch.")
     for dtype in (
@@ -53,11 +42,59 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ARRAY = re.compile(r"[<>|][biufcSUMm][0-9]{1,6}(\[[0-9]{0,6}[A-Za-z]{1,2}\])?")
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Nodes, strict=True)
-
 Types = Mapping[str, Any]
 """An object of each type that may occur besides plain ones, by the name of the type."""
+
+
+class Numbers(Value, frozen=True, tag=0):
+    """A tensor, a NumPy array or one of its numbers, whose bytes follow those before.
+
+    Of ids that the plan has only type and shape travel.
+    """
+
+    what: Literal["tensor", "array", "number", "left out"]
+    dtype: Name
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=_IDS_MAX)]], msgspec.Meta(max_length=16)]
+
+
+class Parts(Value, frozen=True, tag=1):
+    """A container; its parts follow. Those of a KeyedJaggedTensor are lengths, weights or None, and the values of each
+    key."""
+
+    kind: Name
+    """"list", "tuple", "dict", or the name of a type that the receiver knows."""
+    names: Annotated[list[int | str], msgspec.Meta(max_length=1 << 16)] | Count
+    """Of the parts; how many there are, where they have none."""
+
+
+class Again(Value, frozen=True, tag=2):
+    """The object of this number, which holds this place."""
+
+    number: Count
+
+
+class Bytes(Value, frozen=True, tag=3):
+    """Bytes that stand here; other plain values do so themselves."""
+
+    value: bytes
+
+
+Node: TypeAlias = Union[bool, int, float, str, Bytes, Numbers, Parts, Again, None]  # noqa: UP007
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Annotated[list[Node], msgspec.Meta(max_length=1 << 21)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trees:
+    """Batches as they travel."""
+
+    description: UInt8s
+    raw: UInt8s
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all."""
+        return self.description.nbytes + self.raw.nbytes
 
 
 def types_in(example: Any) -> dict[str, Any]:
@@ -77,33 +114,27 @@ def types_in(example: Any) -> dict[str, Any]:
     return found
 
 
-def pack_trees(batches: list[Any], left_out: Collection[Path], types: Types, number: int = 0) -> memoryview:
-    """Batches as one buffer; the ids at the paths `left_out` (of each batch) are left out.
+def pack_trees(batches: list[Any], left_out: Collection[Path], types: Types, number: int = 0) -> Trees:
+    """Batches but for the ids at the paths `left_out` (of each batch).
 
     BatchError if something can't travel; `number` is that of the first batch, for messages.
     """
     packer = _Packer(frozenset(left_out), types)
-    packer.nodes.append(Items(len(batches), is_tuple=False))
+    packer.nodes.append(Parts("list", len(batches)))
     for position, batch in enumerate(batches):
         packer.number = number + position
         packer.add(batch, (), 0)
-    description = _ENCODER.encode(packer.nodes)
-    return memoryview(b"".join([_LENGTH.pack(len(description)), description, *packer.bytes]))
+    raw = np.frombuffer(b"".join(packer.bytes), np.uint8)
+    return Trees(np.frombuffer(_ENCODER.encode(packer.nodes), np.uint8), raw)
 
 
-def unpack_trees(buffer: memoryview, types: Types) -> list[Any]:
-    """The batches in a buffer; WireError if they can't be."""
-    if buffer.nbytes < _LENGTH.size:
-        raise WireError(f"batches in {buffer.nbytes} bytes: they have at least {_LENGTH.size}")
-    (length,) = _LENGTH.unpack_from(buffer)
-    if length > buffer.nbytes - _LENGTH.size:
-        raise WireError(f"batches with a description of {length} bytes in {buffer.nbytes}")
-    start = _LENGTH.size + length
+def unpack_trees(trees: Trees, types: Types) -> list[Any]:
+    """The batches that came; WireError if they can't be."""
     try:
-        nodes = _DECODER.decode(buffer[_LENGTH.size : start])
+        nodes = _DECODER.decode(trees.description.reshape(-1).data)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError) as error:
         raise WireError(f"the description of batches is none: {error}") from error
-    unpacker = _Unpacker(nodes, buffer[start:], types)
+    unpacker = _Unpacker(nodes, trees.raw.reshape(-1), types)
     batches = unpacker.take(0)
     unpacker.finish()
     if type(batches) is not list:
@@ -126,81 +157,62 @@ class _Packer:
         if depth > DEPTH_MAX:
             raise self._refusal(path, f"is nested {DEPTH_MAX} times")
         if isinstance(value, Tensor):
-            self._add_tensor(value, path, path in self._left_out)
+            self._add_tensor(value, path)
         elif isinstance(value, np.ndarray | np.generic):
             self._add_array(value, path)
         elif _is_plain(value):
-            self._add_plain(value, path)
-        elif is_keyed(value):
-            self._add_keyed(value, path)
-        elif type(value) in (list, tuple):
-            self.nodes.append(Items(len(value), type(value) is tuple))
-            left_out = path in self._left_out and is_pair(value)
-            for position, part in enumerate(value):
-                if left_out and position == 0:
-                    self._add_tensor(part, path, left_out=True)
-                else:
-                    self.add(part, (*path, str(position)), depth + 1)
-        elif isinstance(value, Mapping):
-            self._add_entries(value, path, depth)
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+                raise self._refusal(path, f"is {value}, and numbers travel with 64 bits")
+            self.nodes.append(Bytes(value) if isinstance(value, bytes) else value)
+        elif id(value) in self._objects:
+            self.nodes.append(Again(self._objects[id(value)]))
         else:
-            self._add_object(value, path, depth)
+            for part_path, part in self._take_apart(value, path):
+                self.add(part, part_path, depth + 1)
 
-    def _add_tensor(self, value: Tensor, path: Path, left_out: bool) -> None:
-        if left_out:
-            self.nodes.append(LeftOut(_NAMES[value.dtype], list(value.shape)))
+    def _take_apart(self, value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+        """Describe a container; its parts, each with its path."""
+        if type(value) in (list, tuple):
+            self.nodes.append(Parts(type(value).__name__, len(value)))
+        elif is_keyed(value):
+            keys = list(value.keys())
+            self.nodes.append(Parts(self._type(value, path), keys))
+            yield (*path, "", "lengths"), value.lengths()
+            yield (*path, "", "weights"), getattr(value, "weights_or_none", lambda: None)()
+            yield from (((*path, key), value[key].values()) for key in keys)
             return
-        if value.dtype not in _NAMES or value.layout != torch.strided or not value.is_cpu:
+        elif isinstance(value, Mapping):
+            for key in value:
+                if type(key) not in (int, str):
+                    raise self._refusal(path, f"has the key {key!r}, and keys that travel are texts or numbers")
+            self.nodes.append(Parts("dict" if type(value) is dict else self._type(value, path), list(value)))
+        else:
+            names: list[int | str] = [name for name, _ in parts_of(value)]
+            if not names or (not isinstance(value, tuple) and copy.copy(value) is value):
+                raise self._refusal(path, f"is {described(value)}")
+            self.nodes.append(Parts(self._type(value, path), names))
+            if not isinstance(value, tuple):
+                self._objects[id(value)] = len(self._objects)
+        # The ids of a pair or of `Ids` are its first part, and their place in the batch is that of the whole.
+        holds_ids = path in self._left_out and (isinstance(value, Ids) or is_pair(value))
+        for position, (name, part) in enumerate(parts_of(value)):
+            yield path if holds_ids and position == 0 else (*path, name), part
+
+    def _add_tensor(self, value: Tensor, path: Path) -> None:
+        left_out = path in self._left_out
+        if value.dtype not in _NAMES or (not left_out and (value.layout != torch.strided or not value.is_cpu)):
             raise self._refusal(path, f"is {described(value)}, and only plain tensors of numbers on the CPU travel")
-        self.nodes.append(TensorNode(_NAMES[value.dtype], list(value.shape)))
-        if value.numel():  # strides of one without elements can be anything
+        self.nodes.append(Numbers("left out" if left_out else "tensor", _NAMES[value.dtype], list(value.shape)))
+        if value.numel() and not left_out:  # strides of one without elements can be anything
             self.bytes.append(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def _add_array(self, value: Any, path: Path) -> None:
         array = np.asarray(value)
         if not _ARRAY.fullmatch(array.dtype.str):
             raise self._refusal(path, f"is {described(array)}, and only arrays of numbers, times and texts travel")
-        self.nodes.append(ArrayNode(array.dtype.str, list(array.shape), isinstance(value, np.generic)))
+        what: Literal["array", "number"] = "number" if isinstance(value, np.generic) else "array"
+        self.nodes.append(Numbers(what, array.dtype.str, list(array.shape)))
         self.bytes.append(array.tobytes())
-
-    def _add_plain(self, value: Any, path: Path) -> None:
-        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-            raise self._refusal(path, f"is {value}, and numbers travel with 64 bits")
-        self.nodes.append(Bytes(value) if isinstance(value, bytes) else Plain(value))
-
-    def _add_entries(self, value: Mapping[Any, Any], path: Path, depth: int) -> None:
-        for key in value:
-            if type(key) not in (int, str):
-                raise self._refusal(path, f"has the key {key!r}, and keys that travel are texts or numbers")
-        self.nodes.append(Entries(list(value), None if type(value) is dict else self._type(value, path)))
-        for key, part in value.items():
-            self.add(part, (*path, str(key)), depth + 1)
-
-    def _add_object(self, value: Any, path: Path, depth: int) -> None:
-        if id(value) in self._objects:
-            self.nodes.append(Again(self._objects[id(value)]))
-            return
-        parts = dict(parts_of(value))
-        if not parts or (not isinstance(value, tuple) and copy.copy(value) is value):
-            raise self._refusal(path, f"is {described(value)}")
-        if not isinstance(value, tuple):
-            self._objects[id(value)] = len(self._objects)
-        self.nodes.append(Fields(self._type(value, path), list(parts)))
-        for name, part in parts.items():
-            if isinstance(value, Ids) and name == "values" and path in self._left_out:
-                self._add_tensor(part, path, left_out=True)
-            else:
-                self.add(part, (*path, name), depth + 1)
-
-    def _add_keyed(self, value: Any, path: Path) -> None:
-        weights = getattr(value, "weights_or_none", lambda: None)()
-        keys = list(value.keys())
-        self.nodes.append(Keyed(self._type(value, path), keys, weights is not None))
-        self._add_tensor(value.lengths(), path, left_out=False)
-        if weights is not None:
-            self._add_tensor(weights, path, left_out=False)
-        for key in keys:
-            self._add_tensor(value[key].values(), path, (*path, key) in self._left_out)
 
     def _type(self, value: Any, path: Path) -> str:
         name = _name(value)
@@ -219,16 +231,16 @@ class _Packer:
 class _Unpacker:
     """Takes values from nodes, one by one."""
 
-    def __init__(self, nodes: list[Node], raw: memoryview, types: Types) -> None:
+    def __init__(self, nodes: list[Node], raw: UInt8s, types: Types) -> None:
         self._nodes, self._raw, self._types = nodes, raw, types
         self._next = self._used = 0
         self._objects: list[Any] = []
 
     def finish(self) -> None:
         """WireError if something is left."""
-        if self._next != len(self._nodes) or self._used != self._raw.nbytes:
+        if self._next != len(self._nodes) or self._used != len(self._raw):
             raise WireError(
-                f"batches of {len(self._nodes)} parts and {self._raw.nbytes} bytes: {self._next} and {self._used} are "
+                f"batches of {len(self._nodes)} parts and {len(self._raw)} bytes: {self._next} and {self._used} are "
                 "accounted for"
             )
 
@@ -238,102 +250,43 @@ class _Unpacker:
             raise WireError(f"batches of {len(self._nodes)} parts have too few of them, or are nested too deep")
         node = self._nodes[self._next]
         self._next += 1
-        match node:
-            case TensorNode():
-                return self._tensor(node)
-            case ArrayNode():
-                return self._array(node)
-            case LeftOut():
-                return self._left_out(node)
-            case Plain() | Bytes():
-                return node.value
-            case Items():
-                parts = self._parts(node.count, depth)
-                return tuple(parts) if node.is_tuple else parts
-            case Entries():
-                return self._entries(node, depth)
-            case Fields():
-                return self._object(node, depth)
-            case Keyed():
-                return self._keyed(node)
-            case Again():
-                return self._again(node)
+        if isinstance(node, Parts):
+            return self._container(node, depth)
+        if isinstance(node, Numbers):
+            return self._numbers(node)
+        if not isinstance(node, Again):
+            return node.value if isinstance(node, Bytes) else node
+        if node.number >= len(self._objects):
+            raise WireError(f"object {node.number} of {len(self._objects)} is named again")
+        return self._objects[node.number]
 
-    def _parts(self, count: int, depth: int) -> list[Any]:
-        if count > len(self._nodes) - self._next:
-            raise WireError(f"a list of {count} where {len(self._nodes) - self._next} parts are left")
-        return [self.take(depth + 1) for _ in range(count)]
+    def _container(self, node: Parts, depth: int) -> Any:
+        if isinstance(node.names, int):
+            if node.kind not in ("list", "tuple"):
+                raise WireError(f"a {node.kind[:80]} of {node.names} parts without names")
+            parts = self._parts(node.names, depth)
+            return parts if node.kind == "list" else tuple(parts)
+        if len(set(node.names)) < len(node.names):
+            raise WireError(f"a {node.kind[:80]} with a name twice: {node.names[:8]}")
+        example = {} if node.kind == "dict" else self._example(node.kind)
+        if is_keyed(example):
+            return self._keyed(example, node.names, depth)
+        if isinstance(example, Mapping):
+            found = dict(zip(node.names, self._parts(len(node.names), depth), strict=True))
+            if type(example) is dict or not isinstance(example, MutableMapping):  # as where a batch is rewritten
+                return found
+            other = copy.copy(example)
+            other.clear()
+            other.update(found)
+            return other
+        return self._object(example, node, depth)
 
-    def _bytes(self, shape: list[int], item_bytes: int) -> memoryview:
-        if math.prod(max(1, size) for size in shape) >= _ELEMENTS_MAX:
-            raise WireError(f"a tensor of shape {shape}: it is too large")
-        num_bytes = math.prod(shape) * item_bytes
-        if num_bytes > self._raw.nbytes - self._used:
-            raise WireError(f"a tensor of {num_bytes} bytes where {self._raw.nbytes - self._used} are left")
-        self._used += num_bytes
-        return self._raw[self._used - num_bytes : self._used]
-
-    def _tensor(self, node: TensorNode) -> Tensor:
-        dtype = _DTYPES.get(node.dtype)
-        if dtype is None:
-            raise WireError(f"a tensor of {node.dtype[:40]!r}, which is not known")
-        raw = np.frombuffer(self._bytes(node.shape, dtype.itemsize), np.uint8)
-        if dtype == torch.bool and len(raw) and raw.max() > 1:
-            raise WireError("a tensor of truth values has others")
-        # in memory of torch's own: the alignment of what enters a matrix product can change bits (I1)
-        tensor = torch.empty(math.prod(node.shape), dtype=dtype)
-        tensor.view(torch.uint8).numpy()[:] = raw
-        return tensor.reshape(node.shape)
-
-    def _array(self, node: ArrayNode) -> Any:
-        if not _ARRAY.fullmatch(node.dtype):
-            raise WireError(f"an array of {node.dtype[:40]!r}, which does not travel")
-        try:
-            dtype = np.dtype(node.dtype)
-        except TypeError as error:
-            raise WireError(f"an array of {node.dtype[:40]!r}: {error}") from error
-        raw = np.frombuffer(self._bytes(node.shape, dtype.itemsize), np.uint8)
-        if dtype.kind == "b" and len(raw) and raw.max() > 1:
-            raise WireError("an array of truth values has others")
-        if dtype.kind == "U" and len(raw) and raw.view(dtype.str[0] + "u4").max() > 0x10FFFF:
-            raise WireError("an array of texts has letters that do not exist")
-        array = np.empty(math.prod(node.shape), dtype)
-        if array.nbytes:
-            array.view(np.uint8)[:] = raw
-        array = array.reshape(node.shape)
-        if node.scalar and node.shape:
-            raise WireError(f"one number of shape {node.shape}")
-        return array[()] if node.scalar else array
-
-    def _left_out(self, node: LeftOut) -> Tensor:
-        if math.prod(max(1, size) for size in node.shape) >= 1 << 31:
-            raise WireError(f"ids of shape {node.shape}: they are too many")
-        dtype = _DTYPES.get(node.dtype)
-        if dtype not in INTEGERS:
-            raise WireError(f"ids of type {node.dtype[:40]!r}: they are integers")
-        return nothing(math.prod(node.shape), dtype).reshape(node.shape)
-
-    def _entries(self, node: Entries, depth: int) -> Any:
-        parts = dict(zip(node.keys, self._parts(len(node.keys), depth), strict=True))
-        if len(parts) != len(node.keys):
-            raise WireError(f"a mapping with a key twice: {node.keys[:8]}")
-        if node.kind is None:
-            return parts
-        example = self._example(node.kind)
-        if not isinstance(example, MutableMapping):
-            if isinstance(example, Mapping):
-                return parts  # as where such a batch is rewritten
-            raise WireError(f"a {node.kind}, which is no mapping here, with keys")
-        other = copy.copy(example)
-        other.clear()
-        other.update(parts)
-        return other
-
-    def _object(self, node: Fields, depth: int) -> Any:
-        example = self._example(node.kind)
+    def _object(self, example: Any, node: Parts, depth: int) -> Any:
+        assert isinstance(node.names, list)
         known = [name for name, _ in parts_of(example)]
         is_fixed = isinstance(example, tuple) or not hasattr(example, "__dict__")
-        if isinstance(example, Mapping | list) or is_keyed(example) or (is_fixed and known != node.names):
+        named = all(isinstance(name, str) for name in node.names)
+        if isinstance(example, list) or not named or (is_fixed and known != node.names):
             raise WireError(f"a {node.kind} of {node.names[:8]}, which has {known[:8]} here")
         if isinstance(example, tuple):
             return type(example)._make(self._parts(len(node.names), depth))  # type: ignore[attr-defined]
@@ -341,29 +294,65 @@ class _Unpacker:
         self._objects.append(made)
         if not is_fixed:
             vars(made).clear()
-        set_attributes(made, dict(zip(node.names, self._parts(len(node.names), depth), strict=True)))
+        parts = self._parts(len(node.names), depth)
+        set_attributes(made, {str(name): part for name, part in zip(node.names, parts, strict=True)})
         return made
 
-    def _keyed(self, node: Keyed) -> Any:
-        example = self._example(node.kind)
-        if not is_keyed(example):
-            raise WireError(f"a {node.kind}, which is no KeyedJaggedTensor here, with keys")
-        lengths, *rest = (self._next_tensor() for _ in range(1 + node.weighted + len(node.keys)))
-        weights = rest.pop(0) if node.weighted else None
-        _check_keyed(node, lengths, rest, weights)
-        values = torch.cat([part.reshape(-1) for part in rest])
-        return type(example)(keys=list(node.keys), values=values, weights=weights, lengths=lengths)
+    def _keyed(self, example: Any, keys: list[int | str], depth: int) -> Any:
+        lengths, weights, *values = self._parts(2 + len(keys), depth)
+        if not all(isinstance(part, Tensor) for part in (lengths, *values, *([] if weights is None else [weights]))):
+            raise WireError(f"a {_name(example)} has parts that are no tensors")
+        _check_keyed(_name(example), lengths, values, weights)
+        joined = torch.cat([part.reshape(-1) for part in values])
+        return type(example)(keys=list(keys), values=joined, weights=weights, lengths=lengths)
 
-    def _next_tensor(self) -> Tensor:
-        value = self.take(DEPTH_MAX)
-        if not isinstance(value, Tensor):
-            raise WireError(f"a {type(value).__name__} came where a tensor was due")
-        return value
+    def _parts(self, count: int, depth: int) -> list[Any]:
+        if count > len(self._nodes) - self._next:
+            raise WireError(f"a container of {count} parts where {len(self._nodes) - self._next} are left")
+        return [self.take(depth + 1) for _ in range(count)]
 
-    def _again(self, node: Again) -> Any:
-        if node.number >= len(self._objects):
-            raise WireError(f"object {node.number} of {len(self._objects)} is named again")
-        return self._objects[node.number]
+    def _numbers(self, node: Numbers) -> Any:
+        if math.prod(max(1, size) for size in node.shape) >= (_IDS_MAX if node.what == "left out" else _ELEMENTS_MAX):
+            raise WireError(f"numbers of shape {node.shape}: they are too many")
+        if node.what in ("array", "number"):
+            return self._array(node)
+        dtype = _DTYPES.get(node.dtype)
+        if dtype is None or (node.what == "left out" and dtype not in INTEGERS):
+            raise WireError(f"a tensor of {node.dtype[:40]!r}, which is not known, or no type of ids")
+        if node.what == "left out":
+            return nothing(math.prod(node.shape), dtype).reshape(node.shape)
+        raw = self._bytes(node.shape, dtype.itemsize)
+        if dtype == torch.bool and len(raw) and raw.max() > 1:
+            raise WireError("a tensor of truth values has others")
+        # in memory of torch's own: the alignment of what enters a matrix product can change bits (I1)
+        tensor = torch.empty(math.prod(node.shape), dtype=dtype)
+        tensor.view(torch.uint8).numpy()[:] = raw
+        return tensor.reshape(node.shape)
+
+    def _array(self, node: Numbers) -> Any:
+        if not _ARRAY.fullmatch(node.dtype) or (node.what == "number" and node.shape):
+            raise WireError(f"an array of {node.dtype[:40]!r} and shape {node.shape}, which does not travel")
+        try:
+            dtype = np.dtype(node.dtype)
+        except TypeError as error:
+            raise WireError(f"an array of {node.dtype[:40]!r}: {error}") from error
+        raw = self._bytes(node.shape, dtype.itemsize)
+        if dtype.kind == "b" and len(raw) and raw.max() > 1:
+            raise WireError("an array of truth values has others")
+        array = np.empty(math.prod(node.shape), dtype)
+        if array.nbytes:
+            array.view(np.uint8)[:] = raw
+            if dtype.kind == "U" and array.view(dtype.str[0] + "u4").max() > 0x10FFFF:
+                raise WireError("an array of texts has letters that do not exist")
+        array = array.reshape(node.shape)
+        return array[()] if node.what == "number" else array
+
+    def _bytes(self, shape: list[int], item_bytes: int) -> UInt8s:
+        num_bytes = math.prod(shape) * item_bytes
+        if num_bytes > len(self._raw) - self._used:
+            raise WireError(f"a tensor of {num_bytes} bytes where {len(self._raw) - self._used} are left")
+        self._used += num_bytes
+        return self._raw[self._used - num_bytes : self._used]
 
     def _example(self, name: str) -> Any:
         if name not in self._types:
@@ -374,19 +363,21 @@ class _Unpacker:
         return self._types[name]
 
 
-def _check_keyed(node: Keyed, lengths: Tensor, values: list[Tensor], weights: Tensor | None) -> None:
+def _check_keyed(name: str, lengths: Tensor, values: list[Tensor], weights: Tensor | None) -> None:
     """WireError if lengths of bags are not those of the values of each key."""
     counts = [part.numel() for part in values]
-    fits = lengths.dim() == 1 and not lengths.is_floating_point() and bool((lengths >= 0).all())
+    # one that takes no memory, as ids that were left out, is not contiguous
+    fits = lengths.dim() == 1 and lengths.is_contiguous() and not lengths.is_floating_point()
+    fits = fits and bool((lengths >= 0).all())
     if (
         not fits
         or not values
         or lengths.numel() % len(values)
         or lengths.reshape(len(values), -1).sum(1).tolist() != counts
     ):
-        raise WireError(f"a {node.kind} whose keys have {counts[:8]} ids, and lengths of others")
+        raise WireError(f"a {name} whose keys have {counts[:8]} ids, and lengths of others")
     if weights is not None and weights.shape != (sum(counts),):
-        raise WireError(f"a {node.kind} of {sum(counts)} ids with weights of shape {tuple(weights.shape)}")
+        raise WireError(f"a {name} of {sum(counts)} ids with weights of shape {tuple(weights.shape)}")
 
 
 def _is_plain(value: Any) -> bool:

@@ -46,9 +46,7 @@ def inlined(function: Function) -> Function:
 def _compiled(function: Function, **options: Any) -> Function:
     try:
         return cast(Function, njit(**_OPTIONS, cache=True, **options)(function))
-    except RuntimeError as error:  # all that Numba says where it finds no directory that it can write to
-        if "cannot cache" not in str(error):
-            raise
+    except RuntimeError:  # as where Numba finds no directory that it can write to; any other comes again
         return cast(Function, njit(**_OPTIONS, **options)(function))
 
 

@@ -36,10 +36,12 @@ class Outbox:
     """Answers by iteration, one a trainer; may be used by any thread."""
 
     def __init__(self, trainers: int, room: int) -> None:
-        """Keep up to `room` plans that some trainer has not received."""
+        """Have up to `room` plans made beyond those that every trainer has asked for."""
         self.bytes_sent = self.num_sent = 0
         self._room = room
         self._received = dict.fromkeys(range(trainers), NO_ITERATION)
+        self._asked = dict(self._received)
+        """The last plan that each trainer has asked for: whoever waits for one must not keep it from being made."""
         self._answers: dict[int, Sequence[Answer]] = {}
         """Of each iteration one for each trainer."""
         self._next = 0
@@ -57,6 +59,10 @@ class Outbox:
         """Plans that some trainer has not received."""
         return sum(number != DESCRIPTION for number in list(self._answers))
 
+    def has_room(self, iteration: int) -> bool:
+        """Whether this plan may be made."""
+        return iteration <= min(self._asked.values()) + self._room
+
     def describe(self, answer: Answer) -> None:
         """What the plans are like, before the first one; the same for all."""
         with self._lock:
@@ -67,7 +73,7 @@ class Outbox:
         """Add the plan of the next iteration, a part for each trainer, once there is room; False after `close`."""
         assert len(answers) == len(self._received), "a plan has a part for each trainer"
         # For as long as training takes; requests have deadlines.
-        self._waits.until("room for a plan", lambda: self._closed or iteration - self.received <= self._room, math.inf)
+        self._waits.until("room for a plan", lambda: self._closed or self.has_room(iteration), math.inf)
         with self._lock:
             if self._closed:
                 return False
@@ -93,6 +99,8 @@ class Outbox:
             if iteration > max(self._received[trainer], received) + AHEAD_MAX:
                 raise WireError(f"trainer {trainer} asks for plan {iteration} and has received those up to {received}")
             self._receive(trainer, received)
+            self._asked[trainer] = max(self._asked[trainer], iteration)
+        self._waits.changed()
         wait_telling(
             peer, self._waits, lambda: f"has planned {self._next} iterations and reads on",
             lambda: self._closed or self._find(trainer, iteration) is not None, lambda: self._next,
@@ -117,7 +125,6 @@ class Outbox:
             self._received[trainer] = received
             for iteration in [each for each in self._answers if DESCRIPTION < each <= self.received]:
                 del self._answers[iteration]
-            self._waits.changed()
 
     def _find(self, trainer: int, iteration: int) -> Answer | None:
         if (answers := self._answers.get(iteration)) is not None:

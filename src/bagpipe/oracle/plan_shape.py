@@ -1,11 +1,11 @@
-"""What the plans of a run must fit, and lists of rows as arrays that are checked against it when they arrive (I8)."""
+"""What the plans of a run must fit; each part of a plan checks itself against it when it arrives (I8)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from bagpipe.arrays import Int32s, Int64s
 from bagpipe.cache import group_by_width, num_bytes
 from bagpipe.errors import WireError
-from bagpipe.kernels.bits import first_outside
-from bagpipe.oracle.row_list import RowList
 from bagpipe.types import Table
-from bagpipe.wire.arrays import Packing, Unpacking
-from bagpipe.wire.plan_messages import DividedBy, PlansDescribed
+
+if TYPE_CHECKING:
+    from bagpipe.wire.plan_messages import DividedBy, PlansDescribed
 
 ANY = -1
 """The number of rows of a table that has no fixed one."""
@@ -65,10 +64,14 @@ class PlanShape:
         """The shape from a plan on that divides the slots anew, if it does; WireError if it can't."""
         if not capacity:
             return self
-        if len(capacity) != len(self.capacity) or num_bytes(capacity, self.widths) > self.bytes_max:
+        if (
+            len(capacity) != len(self.capacity)
+            or min(capacity) < 1
+            or num_bytes(capacity, self.widths) > self.bytes_max
+        ):
             raise WireError(
-                f"{name} divides the cache into {list(capacity)} slots of {list(self.widths)} floats: one number for "
-                f"each width is allowed, and {self.bytes_max:,} bytes in all"
+                f"{name} divides the cache into {list(capacity)} slots of {list(self.widths)} floats: one number "
+                f"above 0 for each width is allowed, and {self.bytes_max:,} bytes in all"
             )
         return replace(self, capacity=tuple(capacity))
 
@@ -110,24 +113,21 @@ class PlanShape:
         )
 
 
-def pack_rows(rows: RowList, packing: Packing) -> None:
-    """Their number by table, then ids and slots."""
-    packing.add_packed(np.diff(rows.bounds).astype(np.int32))
-    packing.add_packed(rows.ids, rows.bounds)
-    packing.add_packed(rows.slots, rows.bounds)
+def first_outside(numbers: NDArray[Any], bounds: Int64s, ends: Int64s) -> int:
+    """The first number that is negative, or not less than its segment's end; -1: there is none."""
+    # without a sign, one that is negative is greater than all ends
+    wrong = numbers.view(f"u{numbers.itemsize}") >= np.repeat(ends.astype(np.uint64), np.diff(bounds))
+    return int(wrong.argmax()) if wrong.any() else -1
 
 
-def unpack_rows(unpacking: Unpacking, shape: PlanShape, name: str, count: int) -> RowList:
-    """So many rows, of ids and slots that exist."""
-    counts = unpacking.packed_int32s(np.array([0, len(shape.tables)]), f"{name}, rows by table")
-    if counts.min() < 0 or int(counts.sum(dtype=np.int64)) != count:
-        raise WireError(f"{name}: {count} rows, by table {counts[:8].tolist()}: their sum must be that")
-    bounds = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=bounds[1:])
-    ids, slots = unpacking.packed_int64s(bounds, "ids"), unpacking.packed_int32s(bounds, "slots")
-    shape.check_slots(name, slots, bounds)
-    shape.check_ids(name, ids, bounds)
-    return RowList(ids, slots, bounds)
+def check_bounds(name: str, bounds: Int64s, num_segments: int, length: int) -> None:
+    """WireError unless these say where so many segments of a list begin, and at last where it ends."""
+    fits = bounds.shape == (num_segments + 1,) and bounds[0] == 0 and bounds[-1] == length
+    if not fits or bool((bounds[1:] < bounds[:-1]).any()):
+        raise WireError(
+            f"{name}: {length} entries, and bounds {bounds.reshape(-1)[:8].tolist()}: {num_segments + 1} numbers from "
+            f"0 to {length} that never fall are allowed"
+        )
 
 
 def check_range(what: str, values: NDArray[Any], least: int, end: int) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bagpipe.arrays import Int32s, Int64s
+from bagpipe.errors import WireError
+from bagpipe.oracle.plan_shape import PlanShape, check_bounds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,3 +53,11 @@ class RowList:
         parts = [part for table in tables for part in (self.of_table(table), other.of_table(table))]
         ids, slots = (np.concatenate(column) for column in zip(*parts, strict=True))
         return RowList(ids, slots, self.bounds + other.bounds)
+
+    def check(self, name: str, shape: PlanShape) -> None:
+        """WireError unless these are rows and slots that exist (I8)."""
+        if self.ids.ndim != 1 or self.slots.shape != self.ids.shape:
+            raise WireError(f"{name}: ids of shape {self.ids.shape} have slots of shape {self.slots.shape}")
+        check_bounds(name, self.bounds, len(shape.tables), len(self.ids))
+        shape.check_slots(name, self.slots, self.bounds)
+        shape.check_ids(name, self.ids, self.bounds)

@@ -29,7 +29,7 @@ from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.partition import Partition, uses_ahead
 from bagpipe.oracle.plan import Plan
-from bagpipe.oracle.plan_wire import pack_plan
+from bagpipe.oracle.sent_plan import pack_plan
 from bagpipe.policy_options import DEFAULTS, PolicyOptions
 from bagpipe.trainer.divided import Divided
 from bagpipe.trainer.source import Group, Source
@@ -169,16 +169,18 @@ class OracleService:
         run: bytes,
         room: int = ROOM,
         done: int = 0,
+        compress: bool = False,
     ) -> None:
         """`batches` may be `RemoteBatches`, a `Loader`, or anything that gives batches once, in order.
 
-        Up to `room` plans wait until all trainers have received their parts. The first plan is that of the iteration
-        after `done` others; who divides samples may have to see earlier batches (`PlanSettings.first_needed`).
+        Up to `room` plans are made beyond those that all trainers have asked for. The first plan is that of the
+        iteration after `done` others; who divides samples may have to see earlier batches
+        (`PlanSettings.first_needed`). `compress` plans where trainers are on other machines.
         """
         if room < 1:
             raise ConfigError(f"room is {room}: give at least 1")
         self._listen, self._batches, self._settings, self._run = listen, batches, settings, run
-        self._first_batch = done * settings.accumulate
+        self._first_batch, self._compress = done * settings.accumulate, compress
         self._outbox = Outbox(settings.trainers, room)
         self._listening: Listening | None = None
         self._fingerprint = ""
@@ -252,7 +254,7 @@ class OracleService:
             self._plan(source, oracle)
             end = Answer(NoMorePlans(self._planned))
         except BagpipeError as error:
-            end = Answer(Failed(type(error).__name__, str(error)))
+            end = Answer(Failed.of(error))
         except Exception:
             _log.exception("the oracle failed")
         finally:
@@ -287,7 +289,8 @@ class OracleService:
         for parts in self._parts(source, oracle):
             plan = parts[0][0]
             answers = [
-                Answer(*pack_plan(part, group.batches, source.features, self._fingerprint)) for part, group in parts
+                Answer(*pack_plan(part, own.batches, source.features, self._fingerprint, compress=self._compress))
+                for part, own in parts
             ]
             reach("oracle.plan.made")
             self._lookahead = plan.lookahead

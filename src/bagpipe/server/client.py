@@ -23,7 +23,15 @@ import numpy as np
 
 from bagpipe import failpoints
 from bagpipe.arrays import Floats, Int64s
-from bagpipe.errors import BagpipeError, CheckpointError, ConfigError, StoreError, WireError
+from bagpipe.errors import (
+    BagpipeError,
+    CheckpointError,
+    ConfigError,
+    GenerationOverError,
+    StoreError,
+    WireError,
+    again,
+)
 from bagpipe.server.shards import divide, pick, place
 from bagpipe.store.base import (
     NO_ITERATION,
@@ -100,7 +108,7 @@ class Session:
     shared_memory: bool | Literal["auto"] = "auto"
     patience: Patience = field(default_factory=Patience)
     watch: Callable[[int], str | None] = lambda _: None
-    """Why a server is known to be gone, if it is."""
+    """Why a server is known to be gone, if it is; may raise what is to end the wait for it."""
     passed: int = NO_ITERATION
     """Of this trainer, before the session began."""
     store: bytes = field(default_factory=lambda: os.urandom(8))
@@ -299,7 +307,8 @@ class Asking:
     def give_up(self, why: BagpipeError) -> None:
         """Wait no longer, because another server has refused us."""
         if not self.done:
-            self.failure, self.done = WireError(f"{self.link.client.name} was not waited for any longer: {why}"), True
+            said = f"{self.link.client.name} was not waited for any longer: {why}"
+            self.failure, self.done = again(why, said), True
 
     def abandon(self) -> None:
         """Nothing may be under way any more: an answer would be taken for that of the next request."""
@@ -606,8 +615,8 @@ class RemoteStore(Store):
         self._pool = Lock()
         self._writing = Lock()
         """Held while numbers are given to what servers decide in order, and while rows are written."""
-        self._refusal: str | None = None
-        self._halfway: str | None = None
+        self._refusal: BagpipeError | None = None
+        self._halfway: BagpipeError | None = None
         """Rows were to be replaced, and are not all; until that is done they are refused too."""
         self._closed = False
         self._bytes_max = NUM_BYTES
@@ -711,7 +720,7 @@ class RemoteStore(Store):
             if self._closed:
                 return
             self._closed = True
-            self._refusal = "the store is closed: open another"
+            self._refusal = StoreError("the store is closed: open another")
             idle = [link for of_kind in self._idle.values() for links in of_kind for link in links]
             self._idle = {"reads": [], "writes": []}
         for link in idle:
@@ -800,14 +809,15 @@ class RemoteStore(Store):
             except BaseException as error:
                 self._refuse_if_unknown(requests, what, error)
                 if replaces and any(request.may_have_changed for request in requests):
-                    self._halfway = f"{what} failed halfway ({error}): load a checkpoint"
+                    self._halfway = _unusable(f"{what} failed halfway ({error}): load a checkpoint", error)
                 raise
         return [request.result for request in requests]
 
     def _refuse_if_unknown(self, requests: Sequence[Ordered], what: str, error: BaseException) -> None:
         """The next write would have the number of what nobody knows the outcome of."""
         if any(request.is_undecided for request in requests):
-            self._refusal = f"servers were asked for {what}, and not all have answered ({error}): start again"
+            why = f"servers were asked for {what}, and not all have answered ({error}): start again"
+            self._refusal = _unusable(why, error)
 
     # Inside
 
@@ -844,7 +854,8 @@ class RemoteStore(Store):
     def _refuse_if_torn(self, requests: Sequence[WriteRequest], error: BaseException) -> None:
         """A write that failed on some servers only has changed rows all the same."""
         if any(request.may_have_changed for request in requests):
-            self._refusal = f"a write to the servers failed halfway ({error}): start again from a checkpoint"
+            why = f"a write to the servers failed halfway ({error}): start again from a checkpoint"
+            self._refusal = _unusable(why, error)
 
     def _chunks(self, table: int, rows_per_chunk: int, values: bool = True) -> Iterator[tuple[Int64s, Floats]]:
         at_once = self._rows_at_once(table)
@@ -873,7 +884,12 @@ class RemoteStore(Store):
     def _check_usable(self) -> None:
         refusal = self._refusal or self._halfway
         if refusal is not None:
-            raise StoreError(refusal)
+            raise again(refusal, str(refusal))
+
+
+def _unusable(why: str, error: BaseException) -> BagpipeError:
+    """What everything is refused with after an error; that the generation is over stays what it is."""
+    return again(error, why) if isinstance(error, GenerationOverError) else StoreError(why)
 
 
 def _joined(parts: Sequence[ScanRequest]) -> tuple[Int64s, Floats]:

@@ -20,7 +20,7 @@ import msgspec
 
 from bagpipe import failpoints
 from bagpipe.checkpoint.point import START, ResumePoint
-from bagpipe.errors import BagpipeError, DeadlineError, StoreError, WireError
+from bagpipe.errors import BagpipeError, DeadlineError, GenerationOverError, StoreError, WireError
 from bagpipe.server.limits import ServerLimits
 from bagpipe.server.rows import RowAccess
 from bagpipe.server.rows_state import ORDERED, OrderedBody, Safety, ServerRows
@@ -217,9 +217,10 @@ class EmbeddingServer:
 
     def _check_generation(self, generation: int) -> None:
         if generation < self.generation:
-            raise WireError(
+            raise GenerationOverError(
                 f"a message of generation {generation}: this is generation {self.generation}, "
-                "in which its sender has no part"
+                "in which its sender has no part",
+                generation,
             )
 
     def _wait(
@@ -408,9 +409,10 @@ class EmbeddingServer:
             ):
                 try:
                     begun.extend(self._held.apply(body))
-                except (BagpipeError, MemoryError) as error:
-                    kind = StoreError if isinstance(error, MemoryError) else type(error)
-                    return Failed(kind.__name__, str(error) or "there is no memory for this", decided=True)
+                except BagpipeError as error:
+                    return Failed.of(error, decided=True)
+                except MemoryError:
+                    return Failed(StoreError.__name__, "there is no memory for this", decided=True)
             return Written(body.sequence)
 
         begun: list[Work] = []
@@ -525,7 +527,9 @@ class EmbeddingServer:
         """This generation has begun, and nobody of it has come; rows are being replaced, until `_go_on`."""
         with self._state:
             if generation < self.generation:
-                raise WireError(f"generation {generation} can't begin: this is generation {self.generation}")
+                raise GenerationOverError(
+                    f"generation {generation} can't begin: this is generation {self.generation}", generation
+                )
             if generation == self.generation and self.trainers:
                 raise StoreError(
                     f"generation {generation} is at work on server {self.server}: begin another, with a higher number"

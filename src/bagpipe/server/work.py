@@ -67,7 +67,7 @@ class Work:
             self.failed = Failed(StoreError.__name__, str(error))
         except BagpipeError as error:
             _log.warning("%s failed: %s", self.what, error)
-            self.failed = Failed(type(error).__name__, str(error))
+            self.failed = Failed.of(error)
         except MemoryError:
             self.failed = Failed(StoreError.__name__, f"{self.what} failed: there is no memory for it")
         except Exception:

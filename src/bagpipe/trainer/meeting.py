@@ -1,44 +1,63 @@
-"""Where trainers in processes of their own find each other, and leave word when they fail.
+"""Where trainers in processes of their own find each other, and how one that stops tells the others why.
 
 Waits have deadlines and name who has not come (I7); trainers that do not fit together are refused (I8).
 """
 
 from __future__ import annotations
 
-import json
+import hmac
 import re
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from select import POLLIN, poll
+from threading import Lock
 from typing import Any, NamedTuple
 
+import msgspec
 import torch.distributed
 
 from bagpipe.cluster.interface import LOOPBACK, find_address
-from bagpipe.errors import ConfigError, DeadlineError, PeerLostError, PipelineError
+from bagpipe.errors import (
+    BagpipeError,
+    ConfigError,
+    DeadlineError,
+    GenerationOverError,
+    PeerLostError,
+    PipelineError,
+    again,
+)
 from bagpipe.trainer.collective import name_trainers
 
 c10d: Any = torch.distributed  # whose types leave out the names below
 _REASON_BYTES_MAX = 2000
+_WORD_BYTES_MAX = 1 << 16
 _ASIDE_S = 2.0
-"""What asking for a peer's reason may take, when its connection is gone already."""
-_SETTLE_S = 0.1
-"""A process that was killed closes its sockets one after the other."""
+"""What reaching the meeting point, or a trainer's listener, may take beside a failure."""
+_WORD_S = 10.0
+"""How long to wait for the word of a trainer that neither says why it stopped nor ends: where its connection broke on
+the way, it waits for ours."""
 _LOOK_S = 0.01
-_LINGER_S = 0.5
-"""How long the meeting point stays open after a failure, so that others can ask for the reason."""
+_HEAR_S = 0.2
+"""How soon it is noticed that nobody wants to hear it any more."""
+_TOKEN_BYTES = 16
 
 
 class Reason(NamedTuple):
     """Why a trainer has stopped."""
 
+    trainer: int
+    """Which one stopped by itself: others pass its reason on."""
     text: str
-    lost: int | None
+    lost: int | None = None
     """It only lost the connection to this trainer, or waited for it in vain, and does not know why."""
-    exchange: str
+    exchange: str = ""
     """In which it did so."""
+    over: int | None = None
+    """It was told that this generation is over."""
 
 
 class MeetingPoint:
@@ -46,16 +65,13 @@ class MeetingPoint:
 
     def __init__(self, interface: str = LOOPBACK, port: int = 0) -> None:
         host = find_address(interface)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"trainers can't meet at {join_address(host, port)}: {error}: give a free port"
-                ) from error
-            listener.listen(socket.SOMAXCONN)
+        try:
+            listening = _listen(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"trainers can't meet at {join_address(host, port)}: {error}: give a free port"
+            ) from error
+        with listening as listener:
             self.address = join_address(host, listener.getsockname()[1])
             # By itself the store would listen on all interfaces.
             self._store: Any = c10d.TCPStore(
@@ -81,10 +97,12 @@ class Meeting:
         size: int,
         prefix: str,
         deadline_s: float,
-        given_up: Callable[[], str] = lambda: "",
+        given_up: Callable[[], BagpipeError | None] = lambda: None,
     ) -> None:
         """`given_up` says why the others need not be waited for any more, if so."""
-        self.rank, self.size, self.failed = rank, size, False
+        self.rank, self.size = rank, size
+        self._lines: dict[int, _Line] = {}
+        self._telling, self._told = Lock(), False
         self._given_up = given_up
         self._deadline_s, self._address = deadline_s, address
         host, port = split_address(address)
@@ -116,49 +134,80 @@ class Meeting:
                 f"{self.size}: {'is it running?' if missing else sentence(error)}"
             ) from error
 
-    def tell(self, reason: BaseException | str, exchange: str = "", peer: int | None = None) -> None:
-        """Leave word of why this trainer stops, with the peer whose fault it may be; the first reason counts."""
-        text = describe(reason).encode()[:_REASON_BYTES_MAX].decode(errors="ignore")
-        lost = reason.rank if isinstance(reason, PeerLostError) else peer
-        self.failed = True
-        with suppress(RuntimeError):
-            if self._reachable() and self.store.add(f"failed/times/{self.rank}", 1) == 1:
-                self.store.set(f"failed/{self.rank}", json.dumps(Reason(text, lost, exchange)))
+    def connect(self, host: str) -> None:
+        """Return when this trainer has a line to each other one; it listens at `host` until then."""
+        try:
+            self._lines = self._connected(host)
+        except (OSError, RuntimeError) as error:
+            raise PipelineError(
+                f"trainer {self.rank} can't connect to the others from {host}: {error}: can they reach each other on "
+                "this interface?"
+            ) from error
 
-    def reasons(self) -> dict[int, Reason]:
-        """Why other trainers stopped, those that could say it."""
-        found: dict[int, Reason] = {}
-        self.failed = True
-        time.sleep(_SETTLE_S)
-        with suppress(RuntimeError):
-            for rank in range(self.size) if self._reachable() else ():
-                if rank != self.rank and self.store.check([f"failed/{rank}"]):
-                    found[rank] = Reason(*json.loads(self.store.get(f"failed/{rank}")))
-        return found
+    def tell(self, reason: Reason | BaseException | str, exchange: str = "", peer: int | None = None) -> None:
+        """Say why this trainer stops, with the peer whose fault it may be; the first reason counts.
 
-    def waits_too(self, rank: int, exchange: str) -> bool:
-        """Whether another trainer has failed at the same exchange; its deadline may be a little later."""
-        until = time.monotonic() + _ASIDE_S
-        while True:
-            found = self.reasons().get(rank)
-            if found is not None or time.monotonic() > until:
-                return found is not None and found.exchange == exchange
+        Who tells first and then ends its connections is never taken for one that was lost without a word.
+        """
+        if not isinstance(reason, Reason):
+            text = describe(reason).encode()[:_REASON_BYTES_MAX].decode(errors="ignore")
+            lost = reason.rank if isinstance(reason, PeerLostError) else peer
+            over = reason.generation if isinstance(reason, GenerationOverError) else None
+            reason = Reason(self.rank, text, lost, exchange, over)
+        word = msgspec.json.encode(reason)
+        with self._telling:
+            told, self._told = self._told, True
+            for line in () if told else self._lines.values():
+                line.tell(word)
+
+    def hear(self, peer: int, within_s: float = _WORD_S) -> Reason | None:
+        """Why a trainer stops; None: it ended without a word, or gave none in time."""
+        line = self._lines.get(peer)
+        return None if line is None else line.hear(within_s, self._given_up)
 
     def close(self) -> None:
-        """Let go of the connection. May be called twice."""
-        if self.failed and self.rank == 0 and self.store is not None:
-            time.sleep(_LINGER_S)
+        """Let go of all connections. May be called twice."""
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            line.close()
         self.store = None
+
+    def _connected(self, host: str) -> dict[int, _Line]:
+        """To lower ranks by connecting, from higher ones by accepting: the system accepts before anybody asks it to."""
+        until, lines, token = time.monotonic() + self._deadline_s, dict[int, _Line](), secrets.token_bytes(_TOKEN_BYTES)
+        try:
+            with _listen(host, 0) as listener:
+                listener.settimeout(_LOOK_S)
+                own = join_address(host, listener.getsockname()[1])
+                self.store.set(f"line/{self.rank}", f"{own} {token.hex()}")
+                for peer in range(self.rank):
+                    self._wait([f"line/{peer}"])
+                    address, theirs = self.store.get(f"line/{peer}").decode().split()
+                    line = socket.create_connection(split_address(address), max(until - time.monotonic(), _LOOK_S))
+                    lines[peer] = _Line(line)
+                    line.sendall(bytes.fromhex(theirs) + self.rank.to_bytes(4, "little"))
+                while len(lines) < self.size - 1:
+                    self._check_time(until)
+                    with suppress(TimeoutError):
+                        _admit(listener.accept()[0], token, range(self.rank + 1, self.size), lines)
+        except BaseException:
+            for each in lines.values():
+                each.close()
+            raise
+        return lines
 
     def _wait(self, keys: Sequence[str]) -> None:
         """Return when all are there; in short steps, so that it can be given up."""
         until = time.monotonic() + self._deadline_s
         while not self.store.check(list(keys)):
-            if reason := self._given_up():
-                raise PipelineError(f"trainer {self.rank} does not wait for the others any more: {reason}")
-            if time.monotonic() > until:
-                raise RuntimeError("they did not come")
+            self._check_time(until)
             time.sleep(_LOOK_S)
+
+    def _check_time(self, until: float) -> None:
+        if (error := self._given_up()) is not None:
+            raise again(error, f"trainer {self.rank} does not wait for the others any more: {error}")
+        if time.monotonic() > until:
+            raise RuntimeError("they did not come")
 
     def _compare(self, keys: Sequence[str], value: str) -> None:
         for rank, key in enumerate(keys):
@@ -181,6 +230,70 @@ class Meeting:
         with suppress(RuntimeError):
             return [rank for rank, key in enumerate(keys) if self._reachable() and not self.store.check([key])]
         return []
+
+
+class _Line:
+    """A connection to another trainer: silent until one of the two stops, who says why and says no more.
+
+    Its end without a word is that of the process, however busy or late all others are.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(_ASIDE_S)
+        self._connection = connection
+        self._hearing, self._received, self._ended = Lock(), bytearray(), False
+
+    def tell(self, word: bytes) -> None:
+        with suppress(OSError):  # it has gone, or nobody listens
+            self._connection.sendall(word)
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def hear(self, within_s: float, given_up: Callable[[], BagpipeError | None]) -> Reason | None:
+        until = time.monotonic() + within_s
+        with self._hearing:
+            while not self._ended and given_up() is None and time.monotonic() < until:
+                self._receive()
+            try:
+                return msgspec.json.decode(self._received, type=Reason) if self._ended else None
+            except msgspec.MsgspecError:
+                return None
+
+    def close(self) -> None:
+        with suppress(OSError):  # the other end has closed it
+            self._connection.shutdown(socket.SHUT_RDWR)  # which also ends the wait of another thread
+        with self._hearing:
+            self._connection.close()
+            self._ended = True
+
+    def _receive(self) -> None:
+        ready = poll()
+        ready.register(self._connection, POLLIN)
+        if ready.poll(1e3 * _HEAR_S):
+            try:
+                received = self._connection.recv(_WORD_BYTES_MAX)
+            except OSError:  # a reset
+                received = b""
+            self._received += received
+            self._ended = not received or len(self._received) > _WORD_BYTES_MAX
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+def _admit(connection: socket.socket, token: bytes, ranks: Sequence[int], lines: dict[int, _Line]) -> None:
+    """Take a line from another trainer; whoever else connects is cut."""
+    connection.settimeout(_ASIDE_S)
+    hello = b""
+    with suppress(OSError):
+        while len(hello) < _TOKEN_BYTES + 4 and (more := connection.recv(_TOKEN_BYTES + 4 - len(hello))):
+            hello += more
+    rank = int.from_bytes(hello[_TOKEN_BYTES:], "little")
+    if hmac.compare_digest(hello[:_TOKEN_BYTES], token) and rank in ranks and rank not in lines:
+        lines[rank] = _Line(connection)
+    else:
+        connection.close()
 
 
 def listening_at(address: str) -> MeetingPoint:
@@ -212,6 +325,6 @@ def describe(reason: BaseException | str) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """The first sentence of what torch says, without its source files."""
+    """The first sentence of what torch says, without its source files; for people, nothing is decided by it."""
     text = re.sub(r"\[\S*\.(cc|cpp|h):\d+\]\s*", "", str(error)).strip()
     return re.split(r"\. This is|\n|\. Original", text)[0].rstrip(". ") or type(error).__name__

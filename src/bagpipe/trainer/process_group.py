@@ -15,7 +15,7 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from bagpipe.cluster.interface import LOOPBACK, find_address
-from bagpipe.errors import BagpipeError, ConfigError, DeadlineError, PeerLostError, PipelineError
+from bagpipe.errors import (
+    BagpipeError,
+    ConfigError,
+    DeadlineError,
+    GenerationOverError,
+    PeerLostError,
+    PipelineError,
+    again,
+)
 from bagpipe.trainer.collective import CLOSED, Groups, Pending, check_exchange, check_message, lost, memory_groups
 from bagpipe.trainer.meeting import Meeting, MeetingPoint, Reason, c10d, describe, listening_at, sentence
 from bagpipe.trainer.stages import DEADLINE_S
@@ -37,6 +45,8 @@ _NAME_BYTES_MAX = 240
 _IN_LABEL = (_LABEL_BYTES_MAX - _HEAD.size - _NAME_BYTES_MAX) // 4
 """So many numbers fit into a label behind the name."""
 _LABELS, _NUMBERS, _TAG_MAX = 1, 0x40000000, 0x3FFFFFFF
+_LATE_S = 2.0
+"""How much later than ours the deadline of a peer may end."""
 _CLOSE_S = 5.0
 """How long `close` waits for the others to have all that was sent."""
 
@@ -79,9 +89,8 @@ class ProcessGroup:
         """As the protocol; what was not yet received is lost."""
         if self._failure is None:
             self._meeting.tell(reason)
-            self._failure = PipelineError(
-                f"trainer {self.rank} left its group for {self.purpose} exchanges: {describe(reason)}"
-            )
+            message = f"trainer {self.rank} left its group for {self.purpose} exchanges: {describe(reason)}"
+            self._failure = _reworded(reason, message)
             self._disconnect()
 
     def close(self) -> None:
@@ -98,11 +107,11 @@ class ProcessGroup:
         """It was waited for, or has failed."""
         self._under_way.pop(id(exchange), None)
 
-    def fail(self, error: BagpipeError, exchange: str = "") -> BagpipeError:
-        """End the group with an error; everyone who waits for this trainer is let go."""
+    def fail(self, error: BagpipeError, exchange: str = "", reason: Reason | None = None) -> BagpipeError:
+        """End the group with an error; everyone who waits for this trainer is let go, and told another's reason."""
         if self._failure is None:
             self._failure = error
-            self._meeting.tell(error, exchange)
+            self._meeting.tell(reason or error, exchange)
             self._disconnect()
         return error
 
@@ -110,10 +119,13 @@ class ProcessGroup:
         """The error of an exchange with a peer whose connection has ended."""
         if self._failure is not None:  # another thread's, or an abort: it came first
             return self._failed_before(what)
-        reasons = self._meeting.reasons()
-        if told := [f"trainer {rank} has stopped: {each.text}" for rank, each in reasons.items() if each.lost is None]:
-            return self.fail(PipelineError(f"trainer {self.rank} can't exchange {what}: {'; '.join(told)}"))
-        return self.fail(self._peer_lost(what, peer, sentence(error), reasons), exchange)
+        reason = self._meeting.hear(peer)
+        if reason is not None and reason.lost is None:
+            stopped = f"trainer {self.rank} can't exchange {what}: trainer {reason.trainer} has stopped: {reason.text}"
+            over = reason.over
+            failure = PipelineError(stopped) if over is None else GenerationOverError(stopped, over)
+            return self.fail(failure, exchange, reason)
+        return self.fail(self._peer_lost(what, peer, sentence(error), reason), exchange)
 
     def late(self, what: str, peer: int, exchange: str) -> BagpipeError:
         """The error of an exchange with a peer that did not answer until the deadline.
@@ -124,25 +136,22 @@ class ProcessGroup:
         error: BagpipeError = DeadlineError(f"{waited}: is it stuck, or has it skipped this exchange?")
         if self._failure is None:
             self._meeting.tell(error, exchange, peer)
-            if self._meeting.waits_too(peer, exchange):
-                error = self._peer_lost(what, peer, f"both waited {self.deadline_s:g} s for each other", {})
+            reason = self._meeting.hear(peer, _LATE_S)
+            if reason is not None and reason.exchange == exchange:
+                error = self._peer_lost(what, peer, f"both waited {self.deadline_s:g} s for each other", None)
         return self.fail(error)
 
-    def _peer_lost(self, what: str, peer: int, cause: str, reasons: Mapping[int, Reason]) -> PeerLostError:
+    def _peer_lost(self, what: str, peer: int, cause: str, reason: Reason | None) -> PeerLostError:
         """Names the trainer that was lost first: one that loses a peer ends its other connections, too."""
-        broke = f"the connection to trainer {peer} broke: {cause}"
-        passed = {self.rank, peer}
-        while peer in reasons and (lost := reasons[peer].lost) is not None and lost not in passed:
-            broke += f"; trainer {peer} has lost trainer {lost}"
-            passed.add(lost)
-            peer = lost
-        return PeerLostError(f"trainer {self.rank} can't exchange {what}: {broke}", peer)
+        broke, first = f"the connection to trainer {peer} broke: {cause}", peer
+        lost = None if reason is None else reason.lost
+        if lost is not None and lost not in (self.rank, peer):
+            first = lost
+            broke += f"; trainer {peer} has lost trainer {first}"
+        return PeerLostError(f"trainer {self.rank} can't exchange {what}: {broke}", first)
 
     def _failed_before(self, what: str) -> BagpipeError:
-        message = f"{what} can't be exchanged: {self._failure}"
-        if isinstance(self._failure, PeerLostError):
-            return PeerLostError(message, self._failure.rank)
-        return PipelineError(message)
+        return _reworded(self._failure, f"{what} can't be exchanged: {self._failure}")
 
     def _part(self) -> None:
         """Tell the others that nothing more comes, and hear the same of them, or wait a little.
@@ -265,6 +274,11 @@ class _Exchange:
         return _NUMBERS | (zlib.crc32(f"{self._sequence} {len(values)}".encode()) & _TAG_MAX)
 
 
+def _reworded(reason: BaseException | str | None, message: str) -> BagpipeError:
+    """What comes of a failure: who is to blame for it stays, if that is known."""
+    return again(reason, message) if isinstance(reason, PeerLostError | GenerationOverError) else PipelineError(message)
+
+
 PURPOSES = ("critical", "delayed", "dense")
 
 
@@ -276,7 +290,7 @@ def open_groups(
     interface: str = LOOPBACK,
     generation: int = 0,
     deadline_s: float = DEADLINE_S,
-    given_up: Callable[[], str] = lambda: "",
+    given_up: Callable[[], BagpipeError | None] = lambda: None,
 ) -> Groups:
     """Join the other trainers; returns when all `size` of them are there.
 
@@ -297,6 +311,7 @@ def open_groups(
         address = meeting if isinstance(meeting, str) else meeting.address
         met = Meeting(address, rank, size, f"trainers-{generation}", deadline_s, given_up)
         met.gather("joined", f"trainers = {size}")
+        met.connect(host)
         for purpose in PURPOSES:
             groups += [_connect(met, purpose, host, deadline_s)]
         met.gather("connected", "")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bagpipe.adapt import Adapter
-from bagpipe.errors import ConfigError, WireError
+from bagpipe.errors import BagpipeError, ConfigError, WireError
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.plan import Plan
 from bagpipe.oracle.plan_shape import PlanShape
-from bagpipe.oracle.plan_wire import unpack_plan
+from bagpipe.oracle.sent_plan import unpack_plan
 from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.source import Group, Plans, planned_batches
 from bagpipe.types import Batch
@@ -27,7 +27,6 @@ from bagpipe.wire.plan_messages import (
     NextPlan,
     NoMorePlans,
     Planned,
-    PlannedPart,
     PlansDescribed,
 )
 
@@ -92,7 +91,7 @@ class RemotePlans:
             body = message.body
             if isinstance(body, NoMorePlans) and body.iterations == iteration:
                 return
-            if not isinstance(body, Planned | PlannedPart):
+            if not isinstance(body, Planned):
                 raise unexpected(body, f"plan {iteration}")
             plan, group = self._read(body, message.buffers, iteration)
             self._shape = self._shape.divided_anew(plan.capacity, f"plan {iteration}")
@@ -118,9 +117,9 @@ class RemotePlans:
         """End a wait for the next plan: there will be no more."""
         self._answers.interrupt()
 
-    def abandon(self, reason: str) -> None:
-        """The same from another thread, as an error of this text where the next plan is due."""
-        self._client.interrupt(reason)
+    def abandon(self, error: BagpipeError) -> None:
+        """The same from another thread, with this error where the next plan is due."""
+        self._client.interrupt(error)
 
     def close(self) -> None:
         """Let go of the connection; a second call does nothing."""
@@ -134,7 +133,7 @@ class RemotePlans:
     def _first_batch(self) -> int:
         return self._done * self.described.accumulate
 
-    def _read(self, body: Planned | PlannedPart, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
+    def _read(self, body: Planned, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
         """The plan of an iteration and its batches."""
         plan, batches = unpack_plan(body, buffers, self._shape, iteration)
         if iteration == 0 and batches[0].number != self._first_batch:

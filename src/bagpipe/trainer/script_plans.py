@@ -10,34 +10,24 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from bagpipe.adapt import Adapter
-from bagpipe.data.tree_wire import Types, pack_trees, types_in, unpack_trees
+from bagpipe.data.tree_wire import Trees, Types, pack_trees, types_in, unpack_trees
 from bagpipe.errors import BagpipeError, BatchError, PipelineError, WireError
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.oracles import AnyOracle
 from bagpipe.oracle.outbox import DESCRIPTION, Answer, Outbox
 from bagpipe.oracle.partition import Partition
-from bagpipe.oracle.plan import Plan
-from bagpipe.oracle.plan_wire import pack_plan_of, unpack_plan_of
+from bagpipe.oracle.plan import BatchSize, Plan
+from bagpipe.oracle.sent_plan import pack_part, unpack_part
 from bagpipe.oracle.service import ROOM
 from bagpipe.split import Splitter
 from bagpipe.trainer.divided import Divided, Part
 from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.trainer.source import Group, Plans, planned_batches
-from bagpipe.wire.arrays import TYPES, Packing, Unpacking
 from bagpipe.wire.connection import Listen, Network, Peer
 from bagpipe.wire.limits import LIMITS
 from bagpipe.wire.messages import Failed, Message
-from bagpipe.wire.plan_messages import (
-    BatchHead,
-    DescribePlans,
-    FeatureHead,
-    NextPlan,
-    NoMorePlans,
-    Planned,
-    PlannedPart,
-    PlansDescribed,
-)
+from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, Planned, PlansDescribed
 
 LEFT = Failed(PipelineError.__name__, "trainer 0 has left the training loop: let all leave it at the same iteration")
 
@@ -63,12 +53,12 @@ class SharedLoader(Divided):
             part, _ = self._splitter.divide(self.example, 0, Assigner("contiguous", assigner.trainers))[-1]
             self.pack([self.adapter.without(part, self.features)], 0)
 
-    def pack(self, batches: list[Any], number: int) -> memoryview:
-        """Batches as bytes, but for their ids; BatchError if they are too many."""
+    def pack(self, batches: list[Any], number: int) -> Trees:
+        """Batches as they travel, without their ids; BatchError if they are too large."""
         packed = pack_trees(batches, [self.adapter.paths[name] for name in self.features], self.types, number)
-        if packed.nbytes > LIMITS.buffer_bytes:
+        if packed.num_bytes > LIMITS.buffer_bytes:
             raise BatchError(
-                f"batch {number}: one trainer's part takes {packed.nbytes / 1e6:.0f} MB besides its ids, and "
+                f"batch {number}: one trainer's part takes {packed.num_bytes / 1e6:.0f} MB besides its ids, and "
                 f"{LIMITS.buffer_bytes / 1e6:.0f} MB can be sent at once: make batches smaller, or use more trainers"
             )
         return packed
@@ -98,10 +88,14 @@ class ServedPlans:
         *,
         run: bytes,
         room: int = ROOM,
+        compress: bool = False,
     ) -> None:
-        """Up to `room` plans wait until all other trainers have received their parts."""
+        """Up to `room` plans are made beyond those that all other trainers have asked for.
+
+        `compress` them where those are on other machines.
+        """
         self._source, self._oracle, self._partition, self._run = source, oracle, partition, run
-        self._fingerprint = described.fingerprint
+        self._fingerprint, self._compress = described.fingerprint, compress
         self._outbox = Outbox(partition.trainers - 1, room)
         self._outbox.describe(Answer(described))
         self._end: Answer | None = None
@@ -132,7 +126,7 @@ class ServedPlans:
                 yield plans[0], planned_batches(plans[0], parts[0].group, source.tables, source.adapter)
             self._finish(Answer(NoMorePlans(num_plans)))
         except BagpipeError as error:
-            self._finish(Answer(Failed(type(error).__name__, str(error))))
+            self._finish(Answer(Failed.of(error)))
             raise
         except Exception as error:
             self._finish(Answer(Failed(PipelineError.__name__, f"its loader failed: {type(error).__name__}: {error}")))
@@ -187,16 +181,15 @@ class ServedPlans:
             self._outbox.finish(end)
 
     def _packed(self, plan: Plan, part: Part) -> Answer:
-        """One trainer's part, as it is sent: its batches lie in a buffer behind those of the plan."""
-        features, group = self._source.features, part.group
+        """One trainer's part, as it is sent."""
+        group = part.group
         first = max(0, self._source.reading.num_read - len(group.batches))
-        heads = []
-        for number, (count, lengths) in enumerate(zip(part.samples, group.lengths, strict=True)):
-            num_ids = zip(features, lengths, strict=True)
-            left_out = [FeatureHead(name, None, length, bits=0, weighted=False) for name, length in num_ids]
-            heads.append(BatchHead(first + number, count, 0, left_out))
-        body, buffers = pack_plan_of(plan, heads, _as_it_is, features, self._fingerprint)
-        return Answer(body, [*buffers, self._source.pack(group.batches, first)])
+        sizes = [
+            BatchSize(first + number, count, tuple(lengths))
+            for number, (count, lengths) in enumerate(zip(part.samples, group.lengths, strict=True))
+        ]
+        trees = self._source.pack(group.batches, first)
+        return Answer(*pack_part(plan, sizes, trees, self._fingerprint, compress=self._compress))
 
 
 class ScriptPlans(RemotePlans):
@@ -220,31 +213,23 @@ class ScriptPlans(RemotePlans):
     def resume(self, position: Mapping[str, Any]) -> None:
         """The first trainer does it for all."""
 
-    def _read(self, body: Planned | PlannedPart, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
+    def _read(self, body: Planned, buffers: Sequence[memoryview], iteration: int) -> tuple[Plan, Group]:
         name = f"the plan of iteration {iteration}"
-        if len(buffers) != len(TYPES) + 1:
-            raise WireError(f"{name} has {len(buffers)} buffers: it needs {len(TYPES) + 1}")
-        plan, heads = unpack_plan_of(body, buffers[: len(TYPES)], _as_it_is, self._shape, iteration)
-        batches = unpack_trees(buffers[-1], self._types)
-        if len(batches) != len(heads):
-            raise WireError(f"{name} is for {len(heads)} batches, and {len(batches)} came")
-        lengths = [self._num_ids(batch, head, name) for batch, head in zip(batches, heads, strict=True)]
-        return plan, Group(batches, lengths)
+        sent = unpack_part(body, buffers, self._shape, iteration)
+        sizes, batches = sent.sizes, unpack_trees(sent.batches, self._types)
+        if len(batches) != len(sizes):
+            raise WireError(f"{name} is for {len(sizes)} batches, and {len(batches)} came")
+        lengths = [self._num_ids(batch, size, name) for batch, size in zip(batches, sizes, strict=True)]
+        return sent.plan, Group(batches, lengths)
 
-    def _num_ids(self, batch: Any, head: BatchHead, name: str) -> tuple[int, ...]:
+    def _num_ids(self, batch: Any, size: BatchSize, name: str) -> tuple[int, ...]:
         """How many ids of each feature a batch has room for; as many as the plan has."""
         assert self._adapter is not None
         names = [feature for feature, _ in self._shape.features]
         try:
-            found = [len(ids) for ids in self._adapter.extract(batch, names, head.number).values()]
+            found = tuple(map(len, self._adapter.extract(batch, names, size.number).values()))
         except BatchError as error:
             raise WireError(f"{name}: {error}") from error
-        planned = {feature.name: feature.num_ids for feature in head.features}
-        if found != [planned[feature] for feature in names]:
-            raise WireError(f"{name} has {list(planned.values())[:8]} ids, its batch {found[:8]}")
-        return tuple(found)
-
-
-def _as_it_is(head: BatchHead, _: Packing | Unpacking, __: Collection[str]) -> BatchHead:
-    """The numbers of these batches travel in a buffer of their own."""
-    return head
+        if found != size.num_ids:
+            raise WireError(f"{name} has {list(size.num_ids[:8])} ids, its batch {list(found[:8])}")
+        return found

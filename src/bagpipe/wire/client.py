@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import TypeAlias
 
 from bagpipe import errors
@@ -73,8 +74,8 @@ class Client:
     ) -> None:
         """`hello` introduces us on each new connection, by `ask_first`; `name` is for people.
 
-        `watch` says why the other side is known to be gone, if it is. Where it does not answer, that is a `lost`, and
-        an error of its own that is none of ours an `otherwise`.
+        `watch` says why the other side is known to be gone, if it is, or raises what is to end the wait. Where the
+        other side does not answer, that is a `lost`, and an error of its own that is none of ours an `otherwise`.
         """
         self.name = name
         self.bytes_received = 0
@@ -87,7 +88,7 @@ class Client:
         self._under_way: deque[_Request] = deque()
         self._number = 0
         self._trouble = ""
-        self._interrupted = ""
+        self._interrupted: BagpipeError | None = None
         self._waited_for: _Request | None = None
         self._heard = self._asked = 0.0
         """When there was the last word, and when the connection was made."""
@@ -135,9 +136,9 @@ class Client:
         self._under_way.clear()
         self.disconnect()
 
-    def interrupt(self, reason: str) -> None:
-        """From another thread: `receive` raises a PipelineError of this text, now or when it is called."""
-        self._interrupted = reason or "it was interrupted"
+    def interrupt(self, error: BagpipeError) -> None:
+        """From another thread: `receive` raises this, now or when it is called."""
+        self._interrupted = error
 
     def disconnect(self) -> None:
         """Let go of the connection; what is under way is asked again on another."""
@@ -271,8 +272,8 @@ class Client:
             raise ConnectionAbortedError(f"it took nothing for {self._patience.deadline_s:g} s") from error
 
     def _check_interrupted(self) -> None:
-        if self._interrupted:
-            raise PipelineError(self._interrupted)
+        if self._interrupted is not None:
+            raise self._interrupted
 
     def _check_lost(self) -> None:
         gone = self._watch()
@@ -333,7 +334,7 @@ class Series:
         self.waited_s = 0.0
         self._clients, self._compose, self._what, self._place = clients, compose, what, place
         self._asked_to, self._stop, self._ahead = start, stop, ahead
-        self._is_interrupted = False
+        self._over = Event()
 
     @property
     def bytes_received(self) -> int:
@@ -342,15 +343,17 @@ class Series:
 
     def take(self) -> Message | None:
         """The answer to the next number; None once `interrupt` was called."""
+        if self._over.is_set():
+            return None
         assert self._stop is None or self.next < self._stop, f"there is no {self._what(self.next)}"
         self._ask_ahead()
-        if self._is_interrupted:  # then nothing may be under way
+        if self._over.is_set():  # then nothing may be under way
             return None
         began = time.monotonic()
         try:
             message = self.client(self.next).receive()
         except PipelineError:
-            if self._is_interrupted:
+            if self._over.is_set():
                 return None
             raise
         self.waited_s += time.monotonic() - began
@@ -364,28 +367,26 @@ class Series:
 
     def interrupt(self) -> None:
         """From another thread: end the wait in `take`."""
-        self._is_interrupted = True
+        self._over.set()
         for client in self._clients:
-            client.interrupt("nothing more is wanted")
+            client.interrupt(PipelineError("nothing more is wanted"))
 
     def close(self) -> None:
-        """Let go of the connections; a second call does nothing."""
+        """Let go of the connections; nothing is taken any more. A second call does nothing."""
+        self._over.set()
         for client in self._clients:
             client.close()
 
     def _ask_ahead(self) -> None:
         end = self.next + self._ahead if self._stop is None else min(self.next + self._ahead, self._stop)
-        while self._asked_to < end and not self._is_interrupted:
+        while self._asked_to < end and not self._over.is_set():
             number, self._asked_to = self._asked_to, self._asked_to + 1
             self.client(number).send(lambda number=number: (self._compose(number), ()), self._what(number))  # type: ignore[misc]
 
 
 def named_error(failed: Failed, name: str, otherwise: type[BagpipeError] = PipelineError) -> BagpipeError:
-    """The error that another process reports, as the type that it names; `otherwise` where that is none of ours."""
-    kind = getattr(errors, failed.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, BagpipeError)):
-        kind = otherwise
-    return kind(f"{name}: {failed.message}")
+    """The error that a peer of this name reports; `otherwise` where it names none of ours."""
+    return errors.named_error(failed.error, f"{name}: {failed.message}", failed.fields, otherwise)
 
 
 def unexpected(answer: Body, due: str) -> WireError:

@@ -184,7 +184,7 @@ class Visitor:
             self._send(request, body, buffers)
         except WireError as error:
             _log.warning("%s can't be sent as an answer: %s", type(body).__name__, error)
-            self._send(request, Failed(type(error).__name__, str(error)))
+            self._send(request, Failed.of(error))
 
     def _answer(self, handler: Handler, request: Message) -> None:
         """What it takes is let go of on return, and not only when there is another request."""
@@ -372,7 +372,7 @@ def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | N
     except PeerGoneError:
         raise
     except BagpipeError as error:
-        return Failed(type(error).__name__, _short(error)), ()
+        return Failed.of(error), ()
     except MemoryError:
         return Failed("StoreError", "there is no memory for this request: ask for fewer rows at once"), ()
     except Exception:
@@ -380,8 +380,6 @@ def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | N
         return Failed(BagpipeError.__name__, "the server failed inside: its log says how"), ()
 
 
-def _short(error: BagpipeError) -> str:
-    return str(error)[: LIMITS.body_bytes // 8]  # letters take up to four bytes
 
 
 def _bound(address: Address) -> socket.socket:

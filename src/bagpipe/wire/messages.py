@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from bagpipe.errors import BagpipeError
 from bagpipe.wire.plan_messages import PlanBody
 from bagpipe.wire.records import NO_ITERATION as NO_ITERATION
 from bagpipe.wire.records import Count, Iteration, Positive, Record
 from bagpipe.wire.recovery_messages import RecoveryBody
 
+MESSAGE_LETTERS_MAX = 32_768
+"""Of an error that travels: each may take four bytes."""
 ALL_COLUMNS = 0
 """Of a part."""
 
@@ -146,6 +149,9 @@ class NotYet(Record, frozen=True):
     """There is no room to wait here: ask again after a while."""
 
 
+ErrorFields: TypeAlias = Annotated[dict[Annotated[str, msgspec.Meta(max_length=32)], Count], msgspec.Meta(max_length=4)]
+
+
 class Failed(Record, frozen=True):
     """The request was refused and changed nothing, or what it has begun has failed."""
 
@@ -156,6 +162,13 @@ class Failed(Record, frozen=True):
     """A write was refused for good, and its number is used up; else the number is still to be used."""
     begun: bool = False
     """Rows may have changed: what was begun in order has failed."""
+    fields: ErrorFields = msgspec.field(default_factory=dict)
+    """Of the error: what the peer may decide by, as it does by the name."""
+
+    @classmethod
+    def of(cls, error: BagpipeError, *, decided: bool = False) -> Failed:
+        """What goes to the peer of an error."""
+        return cls(type(error).__name__, str(error)[:MESSAGE_LETTERS_MAX], decided, fields=error.fields)
 
 
 Body: TypeAlias = (

@@ -1,8 +1,7 @@
-"""What data processors, the oracle and trainers say to each other; arrays travel beside it as raw buffers.
+"""What data processors, the oracle and trainers say to each other.
 
-A message with a batch or a plan has three buffers, one a type of number: float32, int32, int64. Which array lies where
-follows from the record (`bagpipe.data.batch_wire`, `bagpipe.oracle.plan_wire`). All requests may be asked again: the
-answer is the same.
+A batch or a plan travels in the buffers of its message: the body that `bagpipe.wire.codec` packs it to, then its
+arrays. All requests may be asked again: the answer is the same.
 """
 
 from __future__ import annotations
@@ -14,30 +13,8 @@ import msgspec
 from bagpipe.wire.records import Count, Iteration, Positive, Record, Value
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
-Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Slots: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 Fingerprint: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
-
-
-class FeatureHead(Value, frozen=True):
-    """The ids of one feature in one batch."""
-
-    name: Name
-    width: Size | None
-    """Ids a sample; None: bags of any number, with offsets."""
-    num_ids: Size
-    bits: Literal[0, 32, 64]
-    """Of each id; 0: they do not travel, the plan has what stands for them."""
-    weighted: bool
-
-
-class BatchHead(Value, frozen=True):
-    """A batch, but for its numbers."""
-
-    number: Count
-    num_samples: Size
-    num_dense: Size
-    features: list[FeatureHead]
 
 
 class GetBatch(Record, frozen=True):
@@ -49,9 +26,9 @@ class GetBatch(Record, frozen=True):
 
 
 class GotBatch(Record, frozen=True):
-    """Here it is."""
+    """Here it is: a `SentBatch` of `bagpipe.data.samples`."""
 
-    head: BatchHead
+    number: Count
 
 
 class PlannedTable(Value, frozen=True):
@@ -107,42 +84,10 @@ class NextPlan(Record, frozen=True):
 
 
 class Planned(Record, frozen=True):
-    """The plan of an iteration, and its batches without the ids."""
+    """The plan of an iteration with its batches: a `SentPlan` or `SentPart` of `bagpipe.oracle.sent_plan`."""
 
     iteration: Count
     fingerprint: Fingerprint
-    lookahead: Positive
-    hits: Count
-    evict_after: Iteration
-    num_rows: Size
-    """Of the batches; then those of the lists of rows that move."""
-    num_fetch: Size
-    num_evict: Size
-    num_victims: Size
-    capacity: list[Positive]
-    """The slots of each row width from here on; empty: as before."""
-    batches: list[BatchHead]
-
-
-class SyncHead(Value, frozen=True):
-    """What one trainer exchanges with the others, but for the lists (`bagpipe.oracle.sync_wire`)."""
-
-    rank: Count
-    samples: Annotated[list[list[Size]], msgspec.Meta(max_length=1 << 16)]
-    """Of each batch those of each trainer."""
-    fetched_after: Iteration
-    """Whose evictions must have left before vectors are received; then the same of the other vectors."""
-    values_after: Iteration
-    later_after: Iteration
-    sizes: Annotated[list[Size], msgspec.Meta(min_length=20, max_length=20)]
-    """Entries of each list, of all trainers and tables."""
-
-
-class PlannedPart(Record, frozen=True):
-    """One trainer's part of a plan: as a plan, and what it exchanges with the others."""
-
-    plan: Planned
-    sync: SyncHead
 
 
 class NoMorePlans(Record, frozen=True):
@@ -152,6 +97,4 @@ class NoMorePlans(Record, frozen=True):
     """How many plans there were."""
 
 
-PlanBody: TypeAlias = (
-    GetBatch | GotBatch | DescribePlans | PlansDescribed | NextPlan | Planned | NoMorePlans | PlannedPart
-)
+PlanBody: TypeAlias = GetBatch | GotBatch | DescribePlans | PlansDescribed | NextPlan | Planned | NoMorePlans

@@ -16,7 +16,7 @@ from bagpipe.cluster.request import Request
 from bagpipe.cluster.settings import Wiring
 from bagpipe.cluster.spare import SETTLE_S, Spare
 from bagpipe.config import parse_config
-from bagpipe.errors import ConfigError
+from bagpipe.errors import ConfigError, GenerationOverError
 from bagpipe.resuming import Resumed
 
 
@@ -128,12 +128,14 @@ def test_an_attempt_ends_once_and_tells_all_also_those_who_come_later_or_fail():
 
     for end in (failing, told.append):
         attempt.on_end(end)
-    assert attempt.gone(0) is None
-    attempt.abandon("generation 3 is over")
-    attempt.abandon("another reason")
+    attempt.gone(0)
+    attempt.abandon(3)
+    attempt.abandon(4)
     attempt.on_end(told.append)
-    assert told == ["generation 3 is over"] * 2
-    assert "generation 3 is over" in attempt.gone(1)
+    assert [(str(error), error.generation) for error in told] == [("generation 3 is over", 3)] * 2
+    with pytest.raises(GenerationOverError, match="server 1 is not waited for, since generation 3 is over") as ended:
+        attempt.gone(1)
+    assert ended.value.generation == 3
 
 
 def test_every_generation_has_a_name_of_its_own_for_its_sessions():

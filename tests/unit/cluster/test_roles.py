@@ -10,7 +10,7 @@ import pytest
 
 from bagpipe.checkpoint.directory import complete_points
 from bagpipe.checkpoint.point import START
-from bagpipe.cluster import context, trainer_role
+from bagpipe.cluster import context, oracle_role, trainer_role
 from bagpipe.cluster.oracle_role import OracleRole
 from bagpipe.cluster.processor_role import ProcessorRole
 from bagpipe.cluster.server_role import ServerRole
@@ -20,8 +20,8 @@ from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError
 from bagpipe.job import Job, prepare
 from bagpipe.results import joined_summary
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.process import ServerOptions
-from bagpipe.store.remote import RemoteStore
 from bagpipe.together import run_threads
 from bagpipe.training import train
 from bagpipe.wire.keys import new_keys
@@ -180,6 +180,24 @@ def test_a_server_that_can_not_start_says_why(servers):
     assert isinstance(failure, Failure)
     assert failure.kind == "WireError"
     assert "in use" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("address", "compressed"), [(HERE, False), ("tcp://[::1]:0", False), ("tcp://10.0.0.7:0", True)]
+)
+def test_plans_are_compressed_for_trainers_on_other_machines_only(address, compressed, monkeypatch):
+    made, wiring = {}, Wiring(bytes(range(16)), *new_keys())
+
+    def service(listen, batches, settings, **options):
+        made.update(options)
+        return SimpleNamespace(start=lambda: address, close=lambda: None)
+
+    monkeypatch.setattr(oracle_role, "OracleService", service)
+    monkeypatch.setattr(oracle_role, "RemoteBatches", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    role = OracleRole("oracle")
+    assert role.start(address, [], None, SimpleNamespace(first_needed=lambda done: done), wiring) == address
+    role.stop()
+    assert made["compress"] == compressed
 
 
 def test_a_role_keeps_word_of_another_until_it_is_asked():

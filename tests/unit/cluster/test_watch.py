@@ -247,20 +247,20 @@ BROKE = "trainer {} can't exchange gradients of iteration 40: the connection to 
 
 def broke(here, there):
     """What one of two trainers says of the connection between them."""
-    return Failure("PeerLostError", BROKE.format(here, there), there)
+    return Failure("PeerLostError", BROKE.format(here, there), {"rank": there})
 
 
-OVER = "server 0 is not waited for, since generation 3 is over"
+OVER = Failure("GenerationOverError", "server 0 is not waited for", {"generation": 3})
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("other", ["PeerLostError", "StoreError", "PipelineError"])
+@pytest.mark.parametrize("other", ["PeerLostError", "GenerationOverError"])
 def test_where_only_the_connection_of_two_trainers_broke_the_one_that_is_missed_is_lost(watch, first, other):
     quiet_trainers(watch, 2)
     last = 1 - first
     calls = {
         f"trainer {first}": Call(broke(first, last), after=3),
-        f"trainer {last}": Call(broke(last, first) if other == "PeerLostError" else Failure(other, OVER), after=9),
+        f"trainer {last}": Call(broke(last, first) if other == "PeerLostError" else OVER, after=9),
     }
     actor = watch.members[f"trainer {last}"].actor
     with pytest.raises(RolesLost, match=rf"^trainer {last} was lost: its connection to another trainer broke .*439"):
@@ -274,6 +274,8 @@ def test_where_only_the_connection_of_two_trainers_broke_the_one_that_is_missed_
     [
         (Failure("ClusterError", "trainer 1 failed with ValueError: odd"), r"^trainer 1 failed with ValueError"),
         (Failure("GradientError", "iteration 4: not finite"), r"^trainer 1: iteration 4"),
+        (Failure("GenerationOverError", "an earlier one", {"generation": 2}), r"^trainer 1: an earlier one"),
+        (Failure("StoreError", "generation 3 is over"), r"^trainer 1: generation 3 is over"),
         (Failure("PipelineError", "the fetch-0 thread failed: KeyError: 3"), r"^trainer 0: trainer 0 can't exchange"),
         (Failure("PipelineError", "trainer 1 left the training loop after iteration 4 and did not meet the others: " +
                  BROKE.format(1, 0)), r"^trainer 0: trainer 0 can't exchange"),

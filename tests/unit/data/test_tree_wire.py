@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagpipe.adapt import Adapter
-from bagpipe.data.tree_wire import pack_trees, types_in, unpack_trees
+from bagpipe.data.tree_wire import Again, Numbers, Parts, Trees, pack_trees, types_in, unpack_trees
 from bagpipe.errors import BatchError, WireError
 from bagpipe.types import Ids
-from bagpipe.wire import tree_messages as nodes
+from bagpipe.wire.codec import pack, unpack
 from harness.examples import examples
 from harness.fake_kjt import KeyedJagged
 from harness.shapes import BATCHES, A, fields
@@ -30,7 +31,8 @@ from harness.shapes import BATCHES, A, fields
 def sent(batch, types=None):
     """What arrives."""
     known = types_in(batch) if types is None else types
-    return unpack_trees(pack_trees([batch], (), known), known)[0]
+    trees = unpack(*pack(pack_trees([batch], (), known)), Trees)
+    return unpack_trees(trees, known)[0]
 
 
 def same(left, right):
@@ -87,7 +89,7 @@ def test_ids_that_the_plan_has_travel_as_their_shape_only(kind):
     expected = adapter.replace(batch, {name: torch.from_numpy(ids.copy()) for name, ids in found.items()})
     assert same(expected, again)
     long = adapter.replace(batch, {name: torch.from_numpy(ids.copy()) for name, ids in found.items()})
-    assert buffer.nbytes < pack_trees([long], (), types).nbytes
+    assert buffer.num_bytes < pack_trees([long], (), types).num_bytes
 
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
@@ -218,54 +220,73 @@ def test_nesting_has_a_limit():
 
 
 def raw(parts, tail=b""):
-    body = msgspec.msgpack.encode(parts)
-    return memoryview(len(body).to_bytes(4, "little") + body + tail)
+    """A description of these nodes, below a list of one batch."""
+    return described([Parts("list", 1), *parts], tail)
+
+
+def described(nodes, tail=b""):
+    return Trees(*(np.frombuffer(part, np.uint8) for part in (msgspec.msgpack.encode(nodes), tail)))
+
+
+PAIR, KEYED = "harness.shapes.Pair", "harness.fake_kjt.KeyedJagged"
+VALUES, LENGTHS = Numbers("tensor", "int64", [2]), Numbers("tensor", "int64", [2])
+LONG = np.ones(2, np.int64).tobytes()
 
 
 @pytest.mark.parametrize(
-    "buffer",
+    ("trees", "reason"),
     [
-        memoryview(b""),
-        memoryview(b"\xff\xff\xff\x7f"),
-        memoryview(b"\x01\x00\x00\x00\xc1"),
-        raw([]),
-        raw([nodes.Plain(1)]),
-        raw([nodes.Items(2, False), nodes.Plain(1)]),
-        raw([nodes.Items(2**62, False)]),
-        raw([nodes.Items(0, False), nodes.Plain(1)]),
-        raw([nodes.Items(0, False)], b"more"),
-        raw([nodes.Items(1, False), nodes.TensorNode("float32", [2])], b"1234"),
-        raw([nodes.Items(1, False), nodes.TensorNode("float32", [2**30, 2**30])]),
-        raw([nodes.Items(1, False), nodes.TensorNode("float32", [0, 2**30, 2**30])]),
-        raw([nodes.Items(1, False), nodes.TensorNode("object", [1])], b"12345678"),
-        raw([nodes.Items(1, False), nodes.TensorNode("bool", [1])], b"\x02"),
-        raw([nodes.Items(1, False), nodes.ArrayNode("|O8", [1], False)], b"12345678"),
-        raw([nodes.Items(1, False), nodes.ArrayNode("<f3", [1], False)], b"123"),
-        raw([nodes.Items(1, False), nodes.ArrayNode("<M8[zz]", [1], False)], b"12345678"),
-        raw([nodes.Items(1, False), nodes.ArrayNode("<U1", [1], False)], b"\xff\xff\xff\x7f"),
-        raw([nodes.Items(1, False), nodes.ArrayNode("|b1", [1], False)], b"\x07"),
-        raw([nodes.Items(1, False), nodes.ArrayNode("<f4", [1], True)], b"1234"),
-        raw([nodes.Items(1, False), nodes.LeftOut("int64", [2**30, 2**10])]),
-        raw([nodes.Items(1, False), nodes.LeftOut("float32", [3])]),
-        raw([nodes.Items(1, False), nodes.LeftOut("object", [3])]),
-        raw([nodes.Items(1, False), nodes.Again(0)]),
-        raw([nodes.Items(1, False), nodes.Entries(["a", "a"], None), nodes.Plain(1), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Entries(["a"], "os.environ"), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Fields("shapes.Pair", ["sparse"]), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Fields("builtins.type", ["a"]), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Entries(["a"], "shapes.Pair"), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Fields("keyed.KeyedJagged", ["a"]), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Keyed("shapes.Pair", ["a"], False), nodes.Plain(1), nodes.Plain(1)]),
-        raw([nodes.Items(1, False), nodes.Keyed("keyed.KeyedJagged", ["a"], False), *[nodes.Plain(1)] * 2]),
-        raw([nodes.Items(1, False), nodes.Keyed("keyed.KeyedJagged", ["a"], False), *[nodes.LeftOut("int8", [3])] * 2]),
-        raw([nodes.Items(1, False)] * 200 + [nodes.Plain(1)]),
-        raw([[77, 1]]),
+        (Trees(np.empty(0, np.uint8), np.empty(0, np.uint8)), "the description of batches is none"),
+        (Trees(np.frombuffer(b"\xc1", np.uint8), np.empty(0, np.uint8)), "the description of batches is none"),
+        (described(77), "Expected `array`"),
+        (described([[77, 1]]), "Invalid value"),
+        (described([]), "too few of them"),
+        (described([1]), "a int came where a list of batches was due"),
+        (described([Parts("tuple", 0)]), "a tuple came where a list"),
+        (described([Parts("list", 2), 1]), "a container of 2 parts where 1 are left"),
+        (described([Parts("list", 2**62)]), "where 0 are left"),
+        (described([Parts("list", 0), 1]), "batches of 2 parts and 0 bytes: 1 and 0"),
+        (described([Parts("list", 0)], b"more"), "batches of 1 parts and 4 bytes: 1 and 0"),
+        (raw([Parts("dict", 1), 1]), "a dict of 1 parts without names"),
+        (raw([Parts("list", ["a"]), 1]), "trainer 0 has a batch with a list"),
+        (raw([Numbers("tensor", "float32", [2])], b"1234"), "a tensor of 8 bytes where 4 are left"),
+        (raw([Numbers("tensor", "float32", [2**30, 2**30])]), "they are too many"),
+        (raw([Numbers("tensor", "float32", [0, 2**30, 2**30])]), "they are too many"),
+        (raw([Numbers("tensor", "float32", [2**31])]), "the description of batches is none"),
+        (raw([Numbers("tensor", "float32", [1] * 17)]), "the description of batches is none"),
+        (raw([Numbers("tensor", "object", [1])], b"12345678"), "a tensor of 'object', which is not known"),
+        (raw([Numbers("tensor", "bool", [1])], b"\x02"), "a tensor of truth values has others"),
+        (raw([Numbers("array", "|O8", [1])], b"12345678"), "an array of '|O8'"),
+        (raw([Numbers("array", "<f3", [1])], b"123"), "an array of '<f3'"),
+        (raw([Numbers("array", "<M8[zz]", [1])], b"12345678"), "an array of '<M8"),
+        (raw([Numbers("array", "<U1", [1])], b"\xff\xff\xff\x7f"), "letters that do not exist"),
+        (raw([Numbers("array", "|b1", [1])], b"\x07"), "an array of truth values has others"),
+        (raw([Numbers("number", "<f4", [1])], b"1234"), "shape .1., which does not travel"),
+        (raw([Numbers("some", "<f4", [1])], b"1234"), "the description of batches is none"),
+        (raw([Numbers("left out", "int64", [2**30, 2**10])]), "they are too many"),
+        (raw([Numbers("left out", "float32", [3])]), "no type of ids"),
+        (raw([Numbers("left out", "object", [3])]), "not known"),
+        (raw([Again(0)]), "object 0 of 0 is named again"),
+        (raw([Parts("dict", ["a", "a"]), 1, 1]), "a name twice"),
+        (raw([Parts("os.environ", ["a"]), 1]), "trainer 0 has a batch with a os.environ"),
+        (raw([Parts("builtins.type", ["a"]), 1]), "trainer 0 has a batch with a builtins.type"),
+        (raw([Parts(PAIR, ["sparse"]), 1]), "a harness.shapes.Pair of .'sparse'., which has"),
+        (raw([Parts(PAIR, [0, 1]), 1, 1]), "a harness.shapes.Pair of .0, 1., which has"),
+        (raw([Parts(PAIR, 2), 1, 1]), "of 2 parts without names"),
+        (raw([Parts(KEYED, ["a"]), 1, 1, 1]), "has parts that are no tensors"),
+        (raw([Parts(KEYED, ["a"]), LENGTHS, None, Numbers("tensor", "int64", [1])], LONG + LONG[:8]), "of others"),
+        (raw([Parts(KEYED, ["a"]), Numbers("tensor", "float64", [2]), None, VALUES], LONG * 2), "of others"),
+        (raw([Parts(KEYED, []), LENGTHS, None], LONG), "of others"),
+        (raw([Parts(KEYED, ["a"]), Numbers("left out", "int64", [2**30]), None, VALUES], LONG), "of others"),
+        (raw([Parts(KEYED, ["a"]), LENGTHS, Numbers("tensor", "int64", [1]), VALUES], LONG * 3), "with weights of"),
+        (raw([Parts(KEYED, ["a"]), *[Numbers("left out", "int8", [3])] * 3]), "of others"),
+        (raw([Parts("list", 1)] * 200 + [1]), "nested too deep"),
     ],
-)
-def test_bytes_that_are_no_batches_are_one_typed_error(buffer):
+)  # fmt: skip
+def test_bytes_that_are_no_batches_are_one_typed_error(trees, reason):
     types = types_in([BATCHES["a named tuple"][0], BATCHES["a keyed jagged tensor"][0]])
-    with pytest.raises(WireError):
-        unpack_trees(buffer, types)
+    with pytest.raises(WireError, match=re.escape(reason) if reason.startswith("an array of '|") else reason):
+        unpack_trees(trees, types)
 
 
 @examples(300)
@@ -273,9 +294,12 @@ def test_bytes_that_are_no_batches_are_one_typed_error(buffer):
 def test_damaged_bytes_never_do_more_than_raise_a_typed_error(data):
     batch = [BATCHES[kind][0] for kind in ("a named tuple", "a keyed jagged tensor", "a batch", "an ordered dict")]
     types = types_in(batch)
-    damaged = bytearray(pack_trees([batch], (), types))
+    trees = pack_trees([batch], (), types)
+    parts = [bytearray(trees.description.tobytes()), bytearray(trees.raw.tobytes())]
     for _ in range(data.draw(st.integers(1, 4))):
+        damaged = parts[data.draw(st.sampled_from([0, 0, 0, 1]))]
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    cut = damaged[: data.draw(st.integers(0, len(damaged)))] if data.draw(st.booleans()) else damaged
+    if data.draw(st.booleans()):
+        del parts[0][data.draw(st.integers(0, len(parts[0]))) :]
     with suppress(WireError, BatchError):
-        unpack_trees(memoryview(cut), types)
+        unpack_trees(Trees(*(np.frombuffer(part, np.uint8) for part in parts)), types)

@@ -20,7 +20,7 @@ from bagpipe.errors import (
     ValueRangeError,
     WireError,
 )
-from bagpipe.oracle.outbox import AHEAD_MAX, DESCRIPTION, Answer, Outbox
+from bagpipe.oracle.outbox import AHEAD_MAX, Answer, Outbox
 from bagpipe.oracle.service import OracleService, PlanSettings
 from bagpipe.store import MemoryStore
 from bagpipe.trainer.pipeline import Counters
@@ -28,11 +28,12 @@ from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.training import train_configured, train_in, train_reference
 from bagpipe.types import Table
 from bagpipe.wire.frames import encode
-from bagpipe.wire.listening import on_socket
-from bagpipe.wire.messages import AskStats, Failed, Message
-from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, NotYet, Planned, PlansDescribed
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.listener import on_socket
+from bagpipe.wire.messages import AskStats
+from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, Planned, PlansDescribed
+from bagpipe.wire.stream import SocketNetwork
 from benchmarks.simulated import SimulatedNetwork
+from harness.calls import Connection, ask_once, until
 from harness.served import FAULTS, LONG, RUN, Served, make_job, quiet
 
 
@@ -54,30 +55,6 @@ def expected_long(tmp_path_factory):
     """The ground truth of more epochs."""
     state, _ = train_reference(make_job(tmp_path_factory.mktemp("run") / "reference", *LONG), quiet)
     return state
-
-
-class Asking:
-    """A client by hand: asks a service and keeps its answers."""
-
-    def __init__(self, service):
-        self.service = service
-        self.answers = []
-        self.arrived = threading.Condition()
-
-    def ask(self, body, run=RUN, request=1):
-        """Sends a request; raises what the service refuses."""
-        self.service.handle(b"peer", Message(run, 0, request, body), self._reply)
-
-    def _reply(self, message):
-        with self.arrived:
-            self.answers.append(message)
-            self.arrived.notify_all()
-
-    def wait(self, count):
-        """Returns when so many answers have come."""
-        with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.answers) >= count, 30)
-        return self.answers
 
 
 @pytest.mark.parametrize(
@@ -221,51 +198,42 @@ def test_a_failure_inside_the_oracle_is_told_without_its_details(tmp_path, caplo
 def test_the_same_iteration_asked_again_gets_the_same_bytes(tmp_path):
     job = make_job(tmp_path / "run")
     with Served(job) as served:
-        client = Asking(served.oracle)
-        for count in range(1, 4):
-            client.ask(NextPlan(0, 2, 1))
-            first, *others = client.wait(count)
+        first, *others = [ask_once(served.oracle.handle, NextPlan(0, 2, 1), RUN) for _ in range(3)]
     assert isinstance(first.body, Planned)
     assert first.body.iteration == 2
     assert all(list(map(bytes, encode(other))) == list(map(bytes, encode(first))) for other in others)
 
 
-def test_plans_wait_until_they_are_received_and_no_more_are_made_than_have_room(tmp_path):
+def test_no_more_plans_are_made_than_have_room_and_what_is_asked_for_always_has(tmp_path):
     job = make_job(tmp_path / "run", "lookahead=2")
     read = []
     batches = (read.append(batch.number) or batch for batch in job.batches())
     with Served(job, batches=batches, room=3) as served:
-        client = Asking(served.oracle)
-        client.ask(NextPlan(0, 2, -1))
-        client.wait(1)
-        client.ask(NextPlan(0, 3, -1))  # there is no room for it before one is received
-        client.ask(NextPlan(0, 3, -1))
-        assert isinstance(client.wait(2)[1].body, NotYet)
-        assert served.oracle.status().ready == 3
-        assert len(read) <= 3 + 2 + 2  # plans, the window, the plan that waits for room with what was read for it
-        client.ask(NextPlan(0, 3, 0))
-        assert {getattr(message.body, "iteration", 3) for message in client.wait(4)[2:]} == {3}
-        assert isinstance(client.answers[-1].body, Planned)
+        one, other = (Connection(served.oracle.handle, run=RUN) for _ in range(2))
+        one.ask(NextPlan(0, 0, -1))
+        until(lambda: served.oracle.status().planned == 4)
+        assert served.oracle.status().ready == 4
+        assert len(read) <= 4 + 2 + 2  # plans, the window, the plan that waits for room with what was read for it
+        for connection in (one, other):
+            body = connection.ask(NextPlan(0, 5, 0))  # which may be made as soon as it is asked for
+            assert isinstance(body, Planned)
+            assert body.iteration == 5
         with pytest.raises(WireError, match="asks for plan 0, which it has received"):
-            client.ask(NextPlan(0, 0, -1))
+            ask_once(served.oracle.handle, NextPlan(0, 0, -1), RUN)
         assert served.oracle.status().received == 0
 
 
 def test_after_the_last_plan_everyone_who_asks_is_told_so(tmp_path):
     job = make_job(tmp_path / "run")
     with Served(job, room=40) as served:
-        client = Asking(served.oracle)
-        client.ask(NextPlan(0, 26, 1))
-        client.ask(NextPlan(0, 30, 1))
-        assert [message.body for message in client.wait(2)] == [NoMorePlans(26), NoMorePlans(26)]
+        found = [ask_once(served.oracle.handle, NextPlan(0, number, 1), RUN).body for number in (26, 30)]
+    assert found == [NoMorePlans(26), NoMorePlans(26)]
 
 
 def test_plans_are_described(tmp_path):
     job = make_job(tmp_path / "run", "cache=300")
     with Served(job) as served:
-        client = Asking(served.oracle)
-        client.ask(DescribePlans(0))
-        body = client.wait(1)[0].body
+        body = ask_once(served.oracle.handle, DescribePlans(0), RUN).body
     assert isinstance(body, PlansDescribed)
     assert [table.name for table in body.tables] == ["user", "item", "city", "device"]
     assert sum(body.capacity) <= 300
@@ -284,18 +252,7 @@ def test_plans_are_described(tmp_path):
 )
 def test_an_oracle_refuses_what_it_can_not_answer(body, run, reason, tmp_path):
     with Served(make_job(tmp_path / "run")) as served, pytest.raises(WireError, match=reason):
-        Asking(served.oracle).ask(body, run)
-
-
-def test_nothing_is_parked_twice_and_the_newest_connection_is_answered():
-    outbox, sent = Outbox(1, 4), []
-    message = Message(RUN, 0, 9, NextPlan(0, 0, -1))
-    outbox.ask(0, 0, -1, message, lambda answer: sent.append(("old", answer.body)))
-    outbox.ask(0, 0, -1, message, lambda answer: sent.append(("new", answer.body)))
-    assert [kind for kind, _ in sent] == ["new"]
-    assert isinstance(sent.pop()[1], NotYet)
-    outbox.put(0, [Answer(NoMorePlans(7))])
-    assert sent == [("new", NoMorePlans(7))]
+        ask_once(served.oracle.handle, body, run)
 
 
 def test_a_closed_outbox_answers_nobody_and_lets_its_maker_go():
@@ -306,14 +263,13 @@ def test_a_closed_outbox_answers_nobody_and_lets_its_maker_go():
     outbox.close()
     waiting.join(30)
     assert sent == [False]
-    outbox.finish(Answer(Failed("PipelineError", "closed")))
-    outbox.ask(0, DESCRIPTION, DESCRIPTION, Message(RUN, 0, 1, DescribePlans(0)), sent.append)
-    assert sent == [False]
+    with pytest.raises(ConnectionAbortedError, match="nothing is answered any more"):
+        Outbox.answer(outbox, None, 0, 5, -1)
 
 
 def test_an_oracle_that_does_not_answer_is_named_with_the_time_that_passed():
     network = SimulatedNetwork(0)
-    with pytest.raises(DeadlineError, match=r"waited 60 s for .* from nowhere, which gave no sign of life"):
+    with pytest.raises(DeadlineError, match=r"nowhere did not answer for 6\d.\d s, .*: see that it runs"):
         RemotePlans(network, "nowhere", run=RUN)
 
 
@@ -356,7 +312,6 @@ def test_services_answer_over_sockets_too_and_their_ports_are_free_afterwards(ex
     oracle.close()
     processor.close()
     processor.close()
-    network.close()
     again = DataProcessorService(on_socket(processor.address), job.data_order(), run=RUN)
     assert again.start() == processor.address
     again.close()

@@ -5,23 +5,22 @@ from __future__ import annotations
 import random
 from dataclasses import fields, replace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 from bagpipe.cache import group_by_width, num_bytes
-from bagpipe.data.batch_wire import pack_batch, unpack_batch
+from bagpipe.data.samples import Column, SentBatch
 from bagpipe.errors import BagpipeError, BatchError, WireError
 from bagpipe.oracle.capacity import make_oracle
-from bagpipe.oracle.plan import Plan
-from bagpipe.oracle.plan_wire import PlanShape, pack_plan, unpack_plan
+from bagpipe.oracle.plan_shape import PlanShape, first_outside
+from bagpipe.oracle.sent_plan import SentPlan, pack_plan, unpack_plan
 from bagpipe.trainer.source import Source
 from bagpipe.types import Batch, Ids
-from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.wire.codec import pack, unpack
 from bagpipe.wire.frames import decode, encode
 from bagpipe.wire.messages import Message
-from bagpipe.wire.plan_messages import GotBatch, Planned, PlannedTable, PlansDescribed
+from bagpipe.wire.plan_messages import Planned, PlannedTable, PlansDescribed
 from harness.world import TABLES, make_batches
 
 RUN = bytes(range(16))
@@ -78,13 +77,14 @@ def test_plans_and_batches_come_back_to_the_last_bit(policy, accumulate):
 def test_the_ids_of_a_batch_do_not_travel_beside_the_plan():
     (plan, group), *_ = planned(make_batches(2, size=2000))[0]
     message = sent(plan, group)
-    floats, int32s, int64s = (buffer.nbytes for buffer in message.buffers)
     rows = sum(len(part) for part in (plan.rows, plan.fetch, plan.evict, plan.victims))
     num_ids = sum(len(inverse) for inverse in plan.inverse)
-    assert int64s == 0
-    assert num_ids // 4 < int32s - 4 * 2000 < num_ids + 16 * rows, "places take as many bits as the number of rows has"
-    assert floats == 4 * (2000 * 4 + len(plan.inverse[FEATURES.index("words")]))
-    assert {feature.bits for feature in message.body.batches[0].features} == {0}
+    floats = 4 * (2000 * 4 + len(plan.inverse[FEATURES.index("words")]))
+    integers = sum(buffer.nbytes for buffer in message.buffers[1:]) - floats
+    offsets = 2 * 2001
+    assert num_ids <= integers - offsets < 2 * num_ids + 16 * rows, "places take the bytes that the number of rows has"
+    came = unpack(message.buffers[0], message.buffers[1:], SentPlan)
+    assert {column.values.size for column in came.batches[0].samples.columns.values()} == {0}
 
 
 def test_a_plan_that_divides_the_cache_anew_says_so_and_stays_within_its_bytes():
@@ -117,54 +117,62 @@ def test_features_that_no_table_has_keep_their_ids():
         assert not found.sparse["user"].values.any()
 
 
+def there_and_back(batch):
+    return unpack(*pack(SentBatch.of(batch)), SentBatch).batch()
+
+
 @pytest.mark.parametrize("number", range(12))
-def test_batches_come_back_to_the_last_bit_with_ids_of_32_bits_where_they_fit(number):
+def test_batches_come_back_to_the_last_bit(number):
     batch = make_batches(12)[number]
-    packing = Packing()
-    head = pack_batch(batch, packing)
-    message = decode(encode(Message(RUN, 0, 0, GotBatch(head), packing.buffers())))
-    unpacking = Unpacking("a batch", message.buffers)
-    assert flat_batch(unpack_batch(message.body.head, unpacking)) == flat_batch(batch)
-    unpacking.finish()
-    assert {feature.name: feature.bits for feature in head.features} == {
-        "user": 32, "shown": 32, "clicked": 32, "words": 64 if batch.sparse["words"].values.any() else 32,
-    }  # fmt: skip
+    assert flat_batch(there_and_back(batch)) == flat_batch(batch)
 
 
-@pytest.mark.parametrize("ids", [[-(2**31), 2**31 - 1], [2**31], [-(2**31) - 1], [-(2**63), 2**63 - 1], []])
-def test_ids_at_the_borders_of_32_bits_come_back(ids):
+@pytest.mark.parametrize(
+    ("ids", "num_bytes"),
+    [
+        ([-(2**31), 2**31 - 1], 4),
+        ([2**31], 1),
+        ([-(2**31), 2**31], 5),
+        ([-(2**63), 2**63 - 1], 8),
+        ([-1, 254], 1),
+        ([], 0),
+    ],
+)
+def test_ids_at_the_borders_of_types_come_back_in_as_few_bytes_as_hold_them(ids, num_bytes):
     values = torch.tensor(ids, dtype=torch.int64).reshape(1, -1)
     batch = Batch(torch.zeros(1, 0), {"user": Ids(values)}, torch.zeros(1))
-    packing = Packing()
-    head = pack_batch(batch, packing)
-    assert torch.equal(unpack_batch(head, Unpacking("a batch", packing.buffers())).sparse["user"].values, values)
-    assert head.features[0].bits == (32 if all(-(2**31) <= each < 2**31 for each in ids) else 64)
+    assert torch.equal(there_and_back(batch).sparse["user"].values, values)
+    assert sum(buffer.nbytes for buffer in pack(SentBatch.of(batch))[1]) == 4 + num_bytes * len(ids)
 
 
 def test_a_batch_without_samples_travels():
     batch = make_batches(1)[0].part(0, 0)
-    packing = Packing()
-    head = pack_batch(batch, packing)
-    assert flat_batch(unpack_batch(head, Unpacking("a batch", packing.buffers()))) == flat_batch(batch)
+    assert flat_batch(there_and_back(batch)) == flat_batch(batch)
 
 
 def test_numbers_that_are_no_float32_are_refused_when_sent():
     batch = make_batches(1)[0]
     words = batch.sparse["words"]
     with pytest.raises(BatchError, match=r"batch 0: the weights of feature 'words' is torch.float64"):
-        pack_batch(
-            Batch(batch.dense, {"words": Ids(words.values, words.offsets, words.weights.double())}, batch.labels),
-            Packing(),
+        SentBatch.of(
+            Batch(batch.dense, {"words": Ids(words.values, words.offsets, words.weights.double())}, batch.labels)
         )
     with pytest.raises(BatchError, match=r"batch 0: labels is torch.int64"):
-        pack_batch(Batch(batch.dense, {}, batch.labels.long()), Packing())
+        SentBatch.of(Batch(batch.dense, {}, batch.labels.long()))
 
 
-def edited(record: Planned, plan: Plan, group, what):
-    """A message in which one thing is wrong; fields of the plan are replaced before it is packed."""
-    if "record" in what:
-        return msgspec.structs.replace(record, **what["record"]), pack_plan(plan, group.batches, FEATURES, "these")[1]
-    return pack_plan(replace(plan, **what["plan"](plan)), group.batches, FEATURES, "these")
+def edited(plan, group, what):
+    """The same message, after a change of what is packed: of the plan, or of the first batch's samples."""
+    batch = SentBatch.of(group.batches[0], FEATURES)
+    if "plan" in what:
+        plan = replace(plan, **what["plan"](plan))
+    if "samples" in what:
+        batch = replace(batch, samples=replace(batch.samples, **what["samples"](batch.samples)))
+    body, buffers = pack(SentPlan(plan, (batch,)[: what.get("batches", 1)]))
+    return Planned(what.get("iteration", plan.iteration), what.get("fingerprint", "these")), [
+        memoryview(body),
+        *buffers,
+    ]
 
 
 def with_value(rows, name, position, value):
@@ -173,13 +181,49 @@ def with_value(rows, name, position, value):
     return replace(rows, **{name: values})
 
 
+def without_rows(rows):
+    """The same without those of the first table."""
+    first = rows.bounds[1]
+    return replace(rows, ids=rows.ids[first:], slots=rows.slots[first:], bounds=np.maximum(rows.bounds - first, 0))
+
+
+def with_bound(rows, position, value):
+    bounds = rows.bounds.copy()
+    bounds[position] = value
+    return replace(rows, bounds=bounds)
+
+
 WRONG = {
-    "another iteration": ({"record": {"iteration": 9}}, "iteration 9 came where 4 was due"),
-    "other settings": ({"record": {"fingerprint": "those"}}, "is for settings those"),
-    "no batch": ({"record": {"batches": []}}, "has 0 batches: 1 to 1"),
-    "fewer rows": ({"record": {"num_rows": 3}}, "rows: 3 rows, by table"),
-    "more rows to evict": ({"record": {"num_evict": 10**6}}, "evict: 1000000 rows, by table"),
-    "a late victim": ({"record": {"evict_after": 4}}, "has evict_after 4"),
+    "another iteration": ({"iteration": 9}, "iteration 9 came where 4 was due"),
+    "another one inside": ({"plan": lambda plan: {"iteration": 9}, "iteration": 4}, "iteration 9 came where 4 was due"),
+    "other settings": ({"fingerprint": "those"}, "is for settings those"),
+    "no batch": ({"batches": 0}, "has 0 batches: 1 to 1"),
+    "fewer rows": ({"plan": lambda plan: {"rows": with_bound(plan.rows, -1, 3)}}, "rows: .* entries, and bounds"),
+    "more rows to evict": (
+        {"plan": lambda plan: {"evict": with_bound(plan.evict, -1, 10**6)}}, "evict: .* entries, and bounds",
+    ),
+    "bounds that fall": (
+        {"plan": lambda plan: {"rows": with_bound(plan.rows, 1, -(2**63))}}, "rows: .* entries, and bounds",
+    ),
+    "bounds of other tables": (
+        {"plan": lambda plan: {"rows": replace(plan.rows, bounds=plan.rows.bounds[:-1])}}, "rows: .* entries",
+    ),
+    "fewer slots than ids": (
+        {"plan": lambda plan: {"rows": replace(plan.rows, slots=plan.rows.slots[1:])}}, "rows: ids of shape",
+    ),
+    "fewer waits": (
+        {"plan": lambda plan: {"fetch": replace(plan.fetch, after=plan.fetch.after[1:])}}, "fetch|after: shape",
+    ),
+    "flags of rows to fetch": (
+        {"plan": lambda plan: {"fetch": replace(plan.fetch, whole=np.ones(len(plan.fetch), bool))}},
+        "rows to fetch whole: .* where there must be none",
+    ),
+    "no window": ({"plan": lambda plan: {"lookahead": 0}}, "has lookahead 0"),
+    "fewer hits than none": ({"plan": lambda plan: {"hits": -1}}, "-1 hits"),
+    "what no trainer is told": ({"plan": lambda plan: {"guests": (1,)}}, "what no trainer is told"),
+    "a late victim": (
+        {"plan": lambda plan: {"victims": replace(plan.victims, evict_after=4)}}, "has evict_after 4",
+    ),
     "a slot beyond the cache": (
         {"plan": lambda plan: {"rows": with_value(plan.rows, "slots", -1, 10**6)}},
         "slots of table 'word': 1000000 is there",
@@ -204,45 +248,79 @@ WRONG = {
         {"plan": lambda plan: {"inverse": (plan.inverse[0] + np.int32(len(plan.rows)), *plan.inverse[1:])}},
         "places of feature 'user'",
     ),
-    "too few places": ({"plan": lambda plan: {"inverse": plan.inverse[:-1]}}, "places of ids: widths"),
-    "too many places": (
-        {"plan": lambda plan: {"inverse": (*plan.inverse, plan.inverse[0])}},
-        "more bits than of|accounted for",
+    "places in a table of which no row is used": (
+        {"plan": lambda plan: {"rows": without_rows(plan.rows)}}, "places of feature 'user': 0 is there, 0 to -1",
     ),
-}
+    "places in two dimensions": (
+        {"plan": lambda plan: {"inverse": (plan.inverse[0].reshape(1, -1), *plan.inverse[1:])}},
+        "places of feature 'user'",
+    ),
+    "too few places": ({"plan": lambda plan: {"inverse": plan.inverse[:-1]}}, "places of ids: .* by feature"),
+    "too many places": (
+        {"plan": lambda plan: {"inverse": (*plan.inverse, plan.inverse[0])}}, "places of ids: .* by feature",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("what", "reason"), WRONG.values(), ids=WRONG)
 def test_a_plan_that_can_not_be_is_refused(what, reason):
     plans, shape = planned(make_batches(12))
-    plan, group = plans[4]
-    record, buffers = edited(sent(plan, group).body, plan, group, what)
     with pytest.raises(WireError, match=reason):
-        unpack_plan(record, buffers, shape, 4)
+        unpack_plan(*edited(*plans[4], what), shape, 4)
+
+
+def user(**changes):
+    """Another column of feature 'user', which has one id a sample and is left out."""
+    return lambda samples: {"columns": {**samples.columns, "user": replace(samples.columns["user"], **changes)}}
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("change", "reason"),
     [
-        ({"name": "users"}, "without feature 'user'"),
-        ({"name": "clicked"}, "without feature 'user'"),
-        ({"num_ids": 7}, "7 ids of feature 'user'|numbers|is there|accounted"),
-        ({"width": 2}, "6 ids of feature 'user': 6 samples of 2"),
-        ({"bits": 32}, "ids of 32 bits of feature 'user'"),
-        ({"weighted": True}, "numbers: weights needs|accounted"),
-        ({"width": None}, "numbers: offsets needs|not in order|is there|accounted"),
+        (
+            lambda samples: {"columns": {f"{n}s": column for n, column in samples.columns.items()}},
+            "without feature 'user'",
+        ),
+        (user(values=np.zeros((0, 2), np.int64)), "places of ids: .* where batches have"),
+        (user(values=np.zeros((6, 1), np.int64)), "feature 'user': ids of shape .6, 1., where none are due"),
+        (user(values=np.zeros(0, np.int64)), "feature 'user': ids of shape .0,. of 6 samples"),
+        (user(values=np.zeros((0, 2**30), np.int64)), "feature 'user': ids of shape"),
+        (user(weights=np.zeros((5, 1), np.float32)), "feature 'user': weights of shape .5, 1. for ids of shape .6, 1."),
+        (user(offsets=np.arange(7)), "feature 'user': ids of shape .0, 1. of 6 samples"),
+        (user(offsets=np.arange(8), values=np.zeros(0, np.int64)), "feature 'user': offsets of 6 samples"),
+        (user(offsets=np.array([0, 1, 2, 9, 4, 5, 6]), values=np.zeros(0, np.int64)), "feature 'user': offsets of 6"),
+        (user(offsets=np.arange(1, 8), values=np.zeros(0, np.int64)), "feature 'user': offsets of 6"),
+        (lambda samples: {"labels": samples.labels[1:]}, "has dense of shape .6, .* and labels of shape .5,"),
+        (lambda samples: {"dense": samples.dense[0]}, "has dense of shape"),
     ],
 )
-def test_a_batch_that_does_not_fit_its_numbers_is_refused(what, reason):
+def test_a_batch_that_does_not_fit_its_numbers_is_refused(change, reason):
     plans, shape = planned(make_batches(12))
-    plan, group = plans[4]
-    message = sent(plan, group)
-    (head,) = message.body.batches
-    user, *others = head.features
-    assert user.name == "user"
-    head = msgspec.structs.replace(head, features=[msgspec.structs.replace(user, **what), *others])
     with pytest.raises(WireError, match=reason):
-        unpack_plan(msgspec.structs.replace(message.body, batches=[head]), message.buffers, shape, 4)
+        unpack_plan(*edited(*plans[4], {"samples": change}), shape, 4)
+
+
+def test_ids_that_no_plan_has_must_be_there():
+    sent = SentBatch.of(make_batches(1)[0], FEATURES)
+    with pytest.raises(WireError, match=r"feature 'user': ids of shape .0, 1., where .6, 1. are due"):
+        sent.batch()
+    with pytest.raises(WireError, match="batch -1 has"):
+        replace(sent, number=-1).batch(FEATURES)
+    wrong = replace(sent.samples, columns={"user": Column(np.zeros((5, 1), np.int64))})
+    with pytest.raises(WireError, match=r"feature 'user': ids of shape .5, 1."):
+        replace(sent, samples=wrong).batch()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_numbers_outside_are_found(seed):
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, 12, 4)
+    bounds, ends = np.cumsum([0, *counts]), random.integers(0, 2**40, 4)
+    numbers = (random.random(bounds[-1]) * np.repeat(ends, counts)).astype(np.int64)
+    if seed % 3 and len(numbers):
+        numbers[random.integers(len(numbers))] = random.choice([-1, 2**41])
+    wrong = [i for i, number in enumerate(numbers.tolist()) if not 0 <= number < np.repeat(ends, counts)[i]]
+    assert first_outside(numbers, bounds, ends) == min(wrong, default=-1)
 
 
 def test_a_description_that_contradicts_itself_is_refused():

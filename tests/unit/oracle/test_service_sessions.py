@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from bagpipe.data.service import DataProcessorService, RemoteBatches
-from bagpipe.errors import ConfigError, PipelineError, WireError
+from bagpipe.errors import ConfigError, GenerationOverError, WireError
 from bagpipe.oracle.service import OracleService
 from bagpipe.trainer.pipeline import Counters
 from harness.served import HASTY, RUN, Served, make_job
@@ -101,8 +101,8 @@ def test_plans_that_are_abandoned_end_with_an_error_and_not_as_if_there_were_no_
         reading = plans.epoch(Counters())
         next(reading)
         served.oracle.close()  # it will never answer again
-        threading.Timer(0.2, plans.abandon, ["generation 1 is over"]).start()
-        with pytest.raises(PipelineError, match="generation 1 is over"):
+        threading.Timer(0.2, plans.abandon, [GenerationOverError("generation 1 is over", 1)]).start()
+        with pytest.raises(GenerationOverError, match="generation 1 is over"):
             list(reading)
         plans.close()
 
@@ -113,11 +113,11 @@ def test_who_waits_for_an_oracle_that_never_describes_its_plans_can_be_told_to_l
         later = []
 
         def abandon_soon(plans):
-            later.append(threading.Timer(0.2, plans.abandon, ["generation 1 is over"]))
+            later.append(threading.Timer(0.2, plans.abandon, [GenerationOverError("generation 1 is over", 1)]))
             later[0].start()
 
-        with pytest.raises(PipelineError, match="generation 1 is over"):
+        with pytest.raises(GenerationOverError, match="generation 1 is over"):
             served.plans(on_connect=abandon_soon)
-        with pytest.raises(PipelineError, match="it was over before"):
-            served.plans(on_connect=lambda plans: plans.abandon("it was over before"))
+        with pytest.raises(GenerationOverError, match="it was over before"):
+            served.plans(on_connect=lambda plans: plans.abandon(GenerationOverError("it was over before", 1)))
         later[0].join()

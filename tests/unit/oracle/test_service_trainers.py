@@ -14,8 +14,8 @@ from bagpipe.results import joined_summary
 from bagpipe.trainer.pipeline import Counters
 from bagpipe.training import train_configured, train_reference
 from bagpipe.types import Table
-from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DividedBy, NextPlan, NoMorePlans
+from harness.calls import ask_once
 from harness.served import FAULTS, LONG, RUN, Served, make_job, quiet
 
 
@@ -133,17 +133,17 @@ def test_one_trainer_refuses_the_plans_of_several_and_the_other_way_round(tmp_pa
 def test_who_is_none_of_the_trainers_is_refused(tmp_path):
     refused = pytest.raises(WireError, match="trainer 2 asks for plans: there are 2")
     with Served(make_job(tmp_path / "run", "trainers=2")) as served, refused:
-        served.oracle.handle(b"", Message(RUN, 0, 1, NextPlan(2, 0, -1)), lambda _: None)
+        ask_once(served.oracle.handle, NextPlan(2, 0, -1), RUN)
 
 
 def test_each_trainer_is_given_its_own_answer():
-    outbox, sent = Outbox(2, 1), []
-    for rank in (0, 1):
-        outbox.ask(
-            rank, 0, -1, Message(RUN, 0, rank, NextPlan(rank, 0, -1)), lambda m: sent.append((m.request, m.body))
-        )
+    outbox = Outbox(2, 1)
     outbox.put(0, [Answer(NoMorePlans(7)), Answer(NoMorePlans(8))])
-    assert sent == [(0, NoMorePlans(7)), (1, NoMorePlans(8))]
+    found = [
+        ask_once(lambda peer, _, rank=rank: outbox.answer(peer, rank, 0, -1), NextPlan(rank, 0, -1), RUN).body
+        for rank in (0, 1)
+    ]
+    assert found == [NoMorePlans(7), NoMorePlans(8)]
 
 
 def test_the_division_is_described_and_one_trainer_has_none(tmp_path):

@@ -50,14 +50,14 @@ def test_a_recovery_lets_nothing_of_the_past_in(server, tmp_path: Path) -> None:
     waiting.append(other.begin(Mark(0, old.sequence + 3, 5, "")))
     server.recover(2, point)
     for call in waiting:
-        assert "this is generation 2" in refused(call.answer()[0], "WireError"), "who waits is told"
+        assert "this is generation 2" in refused(call.answer()[0], "GenerationOverError"), "who waits is told"
     place, number = str(point.checkpoint), old.sequence + 1
     for body in (
         *(Open(0, 2, [1], "writes"), Read([]), Write(0, number, -1, []), Scan(0, 0, 1), AskMarks(), Confirm()),
         *(Mark(0, number, 5, ""), Save(0, number, 4, place, NAMES, None), Saved(0, number, 4, place)),
         *(Load(0, number, 4, place, point.checksum, NAMES), Recover(0, None, "")),
     ):
-        assert "this is generation 2" in refused(old.ask(body), "WireError")
+        assert "this is generation 2" in refused(old.ask(body), "GenerationOverError")
     new = Peer(server, b"b", generation=2)
     assert new.opened.sequence == 0, "writes are counted anew"
     assert new.read(1) == {1: 1.0}
@@ -78,7 +78,7 @@ def test_between_the_end_of_a_generation_and_its_recovery_everybody_waits(server
     old = Peer(server)
     point = old.save(Checkpoints(tmp_path / "all"), 1)
     server.abandon(1)
-    assert "this is generation 1" in refused(old.ask(Read([])), "WireError")
+    assert "this is generation 1" in refused(old.ask(Read([])), "GenerationOverError")
     early = Peer(server, b"b", generation=1, opens=False)
     opening = early.begin(Open(0, 1, [1], "writes"))
     assert opening.words[0][0] == "has its rows replaced: they go back to a checkpoint"
@@ -125,7 +125,7 @@ def test_what_was_ordered_when_a_generation_ended_does_nothing_in_the_next(tmp_p
         new = Peer(server, b"n", generation=1, opens=False)
         opening = new.begin(Open(0, 1, [1], "writes"))
         go_on.set()
-        assert "this is generation 1" in refused(ordering.result(30), "WireError")
+        assert "this is generation 1" in refused(ordering.result(30), "GenerationOverError")
     assert isinstance(opening.answer()[0], Opened)
     new.sequence = 0
     new.write([1], 5.0)
@@ -219,7 +219,7 @@ class Writer:
                 self.wrote[generation].set()
                 continue
             if isinstance(answer, Failed):
-                assert f"generation {generation}: this is generation" in refused(answer, "WireError")
+                assert f"generation {generation}: this is generation" in refused(answer, "GenerationOverError")
                 generation, acknowledged = generation + 1, 0
             else:
                 pytest.fail(str(answer))
@@ -329,7 +329,7 @@ def test_a_server_in_the_place_of_a_dead_one_reads_its_share_of_the_checkpoint(t
     for number in range(3):
         share = made(server=number, servers=3, generation=4, safety=Safety(checkpoints=(tmp_path,)))
         assert share.birth != whole.birth
-        assert "this is generation 4" in refused(Peer(share).opened, "WireError"), "who knew the dead one is refused"
+        assert "this is generation 4" in refused(Peer(share).opened, "GenerationOverError"), "who knew the dead one is refused"
         share.recover(4, point)
         part = Peer(share, generation=4).read(*ids)
         assert share.stats().num_rows == [len(part)]

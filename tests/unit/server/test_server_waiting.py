@@ -126,9 +126,9 @@ def test_a_new_generation_leaves_the_old_one_behind(peer: Peer) -> None:
     assert not parked.answers
     assert late.open().sequence == 1
     for call in (parked, early):
-        assert "this is generation 2" in refused(call.answer()[0], "WireError")
+        assert "this is generation 2" in refused(call.answer()[0], "GenerationOverError")
     for body in (Open(0, 1, WIDTHS, "writes"), Read([]), Write(0, 2, -1, [])):
-        assert "this is generation 2" in refused(peer.ask(body), "WireError")
+        assert "this is generation 2" in refused(peer.ask(body), "GenerationOverError")
     assert late.read([1]) == {1: 1.0}
     assert late.ask(Read([], after=3)) == Rows(0)
     assert late.write(2, [1], 2.0) == Written(2)

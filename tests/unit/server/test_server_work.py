@@ -43,7 +43,7 @@ def test_a_save_goes_on_beside_writes_and_is_stopped_by_a_recovery(tmp_path: Pat
     pending = checkpoints.begin(2, token="bb")
     saving = peer.begin_order(Save, 2, str(pending.directory), NAMES, 1)
     server.recover(1, point)
-    assert "this is generation 1" in refused(saving.answer()[0], "WireError")
+    assert "this is generation 1" in refused(saving.answer()[0], "GenerationOverError")
     waiting.pop()()
     assert list(pending.directory.iterdir()) == [], "it was never begun"
     assert server._held._versions._pins == 0
@@ -194,7 +194,7 @@ def test_a_load_that_a_recovery_stops_in_the_middle_leaves_nothing_behind(tmp_pa
         recovery.result(30)
     assert "was stopped" in work.failed.message
     for call in (asked, reading, later):
-        assert "this is generation 1" in refused(call.answer()[0], "WireError")
+        assert "this is generation 1" in refused(call.answer()[0], "GenerationOverError")
     assert Peer(server, generation=1).read(1, 2, 3) == {1: 1.0, 2: 1.0}
     server.close()
 
@@ -298,7 +298,7 @@ def test_a_recovery_waits_again_for_what_did_not_stop_in_time(tmp_path: Path, mo
     monkeypatch.setattr("bagpipe.server.work.STOP_S", 30.0)
     go_on.set()
     server.recover(1)
-    assert "this is generation 1" in refused(telling.answer()[0], "WireError")
+    assert "this is generation 1" in refused(telling.answer()[0], "GenerationOverError")
     server.close()
 
 

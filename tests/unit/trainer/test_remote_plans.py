@@ -22,7 +22,7 @@ from bagpipe.store import MemoryStore
 from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.types import Table
-from bagpipe.wire.messages import AskStats, Message
+from bagpipe.wire.messages import AskStats
 from bagpipe.wire.plan_messages import DescribePlans, NextPlan, NoMorePlans, Planned
 from benchmarks.simulated import SimulatedNetwork
 from harness.flat import prepare
@@ -182,11 +182,10 @@ class Impostor:
     def __init__(self, oracle, answer):
         self.oracle, self.answer = oracle, answer
 
-    def handle(self, peer, message, reply):
+    def handle(self, peer, message):
         if isinstance(message.body, DescribePlans):
-            self.oracle.handle(peer, message, reply)
-        else:
-            self.answer(message, reply)
+            return self.oracle.handle(peer, message)
+        return self.answer(peer, message)
 
 
 @pytest.mark.parametrize(
@@ -194,12 +193,12 @@ class Impostor:
     [
         (AskStats(), "AskStats came where plan 0 was due"),
         (NoMorePlans(3), "NoMorePlans came where plan 0 was due"),
-        (Planned(0, "", 1, 0, -1, 0, 0, 0, 0, [], []), "settings"),
+        (Planned(0, ""), "settings"),
     ],
 )
 def test_an_answer_that_is_none_is_refused(body, reason, tmp_path):
     with Served(make_job(tmp_path / "run")) as served:
-        impostor = Impostor(served.oracle, lambda m, reply: reply(Message(m.run, m.generation, m.request, body)))
+        impostor = Impostor(served.oracle, lambda *_: (body, ()))
         served.network.listen("impostor", impostor.handle)
         plans = RemotePlans(served.network, "impostor", run=RUN, patience=HASTY)
         with pytest.raises(WireError, match=reason):
@@ -211,9 +210,9 @@ def test_requests_say_what_has_been_received(tmp_path):
     seen = []
     with Served(make_job(tmp_path / "run")) as served:
 
-        def note(message, reply):
+        def note(peer, message):
             seen.append(message.body)
-            served.oracle.handle(b"", message, reply)
+            served.oracle.handle(peer, message)
 
         impostor = Impostor(served.oracle, note)
         served.network.listen("impostor", impostor.handle)

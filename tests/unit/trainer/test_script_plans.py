@@ -11,11 +11,12 @@ import torch
 
 from bagpipe.cluster.context import Launch
 from bagpipe.config import load_config
-from bagpipe.data.tree_wire import pack_trees, types_in
+from bagpipe.data.tree_wire import Trees, pack_trees, types_in
 from bagpipe.errors import ConfigError, PipelineError, WireError
 from bagpipe.oracle.assign import Assigner
 from bagpipe.oracle.capacity import make_oracle
 from bagpipe.oracle.partition import Partition
+from bagpipe.oracle.sent_plan import SentPart
 from bagpipe.oracle.service import PlanSettings
 from bagpipe.together import run_threads
 from bagpipe.trainer.agreement import check_same, tell_all
@@ -24,9 +25,11 @@ from bagpipe.trainer.pipeline import Counters
 from bagpipe.trainer.script_plans import ScriptPlans, ServedPlans, SharedLoader
 from bagpipe.trainer.stages import Threads
 from bagpipe.types import Table
+from bagpipe.wire.codec import pack, unpack
 from bagpipe.wire.messages import Message
-from bagpipe.wire.plan_messages import DescribePlans, GetBatch, NextPlan, PlannedPart
+from bagpipe.wire.plan_messages import DescribePlans, GetBatch, NextPlan, Planned
 from benchmarks.simulated import SimulatedNetwork
+from harness.calls import ask_once
 
 RUN = bytes(range(16))
 TABLE = Table("user", 50, ("user",))
@@ -38,6 +41,21 @@ def make_batches(count=5):
         {"user": torch.randint(50, (6, 2), generator=random), "y": torch.rand(6, generator=random)}
         for _ in range(count)
     ]
+
+
+class Tampered:
+    """A peer that gets other answers than it is given."""
+
+    def __init__(self, peer, message, tamper):
+        self._peer, self._message, self._tamper = peer, message, tamper
+
+    def __getattr__(self, name):
+        return getattr(self._peer, name)
+
+    def reply(self, body, buffers=()):
+        asked = self._message
+        answer = self._tamper(Message(asked.run, asked.generation, asked.request, body, buffers))
+        self._peer.reply(answer.body, answer.buffers)
 
 
 class Served:
@@ -54,10 +72,7 @@ class Served:
         partition = Partition(2, oracle.tables, oracle.places.capacity, oracle.places.guests)
 
         def listen(handler):
-            return self.network.listen("first", lambda peer, message, reply: handler(peer, message, tampered(reply)))
-
-        def tampered(reply):
-            return lambda message: reply(tamper(message))
+            return self.network.listen("first", lambda peer, message: handler(Tampered(peer, message, tamper), message))
 
         self.served = ServedPlans(
             listen, self.source, oracle, partition, settings.described(list(oracle.places.capacity)), run=RUN
@@ -116,18 +131,33 @@ def test_a_trainer_that_asks_after_the_first_one_has_left_is_told_so():
         other.close()
 
 
-def changed(message, **parts):
-    """The same plan with other batches."""
-    if not isinstance(message.body, PlannedPart):
+def changed(change):
+    """Does so to what is sent of a plan."""
+
+    def tamper(message):
+        if not isinstance(message.body, Planned):
+            return message
+        sent = change(unpack(message.buffers[0], message.buffers[1:], SentPart))
+        body, buffers = pack(sent)
+        return Message(message.run, message.generation, message.request, message.body, [memoryview(body), *buffers])
+
+    return tamper
+
+
+def without_buffers(message):
+    if not isinstance(message.body, Planned):
         return message
-    fields = {"buffers": message.buffers} | parts
-    return Message(message.run, message.generation, message.request, parts.get("body", message.body), fields["buffers"])
+    return Message(message.run, message.generation, message.request, message.body, [])
 
 
 def with_batches(batches):
     example = make_batches(1)[0]
     packed = pack_trees(batches, [("user",)], types_in(example))
-    return lambda message: changed(message, buffers=[*message.buffers[:3], packed])
+    return changed(lambda sent: replace(sent, batches=packed))
+
+
+def with_sizes(**parts):
+    return changed(lambda sent: replace(sent, sizes=(replace(sent.sizes[0], **parts),)))
 
 
 GOOD = {"user": torch.zeros(3, 2, dtype=torch.int64), "y": torch.ones(3)}
@@ -136,8 +166,14 @@ GOOD = {"user": torch.zeros(3, 2, dtype=torch.int64), "y": torch.ones(3)}
 @pytest.mark.parametrize(
     ("tamper", "said"),
     [
-        (lambda message: changed(message, buffers=message.buffers[:3]), "has 3 buffers: it needs 4"),
-        (lambda message: changed(message, buffers=[*message.buffers[:3], memoryview(b"")]), "batches in 0 bytes"),
+        (without_buffers, "has no buffers: it needs at least 1"),
+        (
+            changed(lambda sent: replace(sent, batches=Trees(sent.batches.description[:0], sent.batches.raw))),
+            "the description of batches is none",
+        ),
+        (with_sizes(num_ids=(5,)), r"places of ids: \[6\] by feature, where batches have \[5\]"),
+        (with_sizes(num_ids=()), "places of ids"),
+        (with_sizes(num_samples=4), "has a batch of 4 samples, and says that trainer 1 has 3"),
         (with_batches([]), "is for 1 batches, and 0 came"),
         (with_batches([GOOD, GOOD]), "is for 1 batches, and 2 came"),
         (with_batches([{"y": torch.ones(3)}]), "has no ids of feature 'user'"),
@@ -163,7 +199,7 @@ def test_batches_that_do_not_fit_their_plan_are_refused(tamper, said):
 )
 def test_the_first_trainer_refuses_what_is_no_request_of_another(run, body, said):
     with Served() as world, pytest.raises(WireError, match=said):
-        world.served.handle(b"", Message(run, 0, 0, body), lambda _: None)
+        ask_once(world.served.handle, body, run)
 
 
 def test_trainers_tell_each_other_texts_of_any_length():

@@ -28,7 +28,7 @@ def work(channel: Channel) -> None:
     try:
         serve(channel, job, [Slot(slot) for slot in job["slots"]])
     except BagpipeError as error:
-        channel.send({"error": type(error).__name__, "message": str(error)})
+        channel.send({"error": type(error).__name__, "message": str(error), "fields": error.fields})
     except Exception as error:
         channel.send({"failure": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
 

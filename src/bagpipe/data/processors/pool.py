@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bagpipe
-from bagpipe import errors
 from bagpipe.data.dataset import Dataset, cut, group_samples, group_size
 from bagpipe.data.described import Description, describe
 from bagpipe.data.order import BatchOrder
 from bagpipe.data.processors.channel import Channel, Message
 from bagpipe.data.processors.slot import Slot
 from bagpipe.data.samples import Samples
-from bagpipe.errors import BagpipeError, ConfigError, DeadlineError, PipelineError
+from bagpipe.errors import BagpipeError, ConfigError, DeadlineError, PipelineError, named_error
 
 if TYPE_CHECKING:
     from bagpipe.types import Batch
@@ -185,9 +184,7 @@ class Processor:
     def _explain(self, message: Message | None, group: int) -> BagpipeError:
         """Why there is no group: raises what the processor reports as an error of the data."""
         if message is not None and "error" in message:
-            kind = getattr(errors, message["error"], PipelineError)
-            assert issubclass(kind, BagpipeError)
-            raise kind(message["message"])
+            raise named_error(message["error"], message["message"], message["fields"])
         if message is not None:
             failure = PipelineError(f"{self._named(group)} failed: {message['failure']}")
             failure.__cause__ = RuntimeError(message["trace"])

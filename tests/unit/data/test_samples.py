@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from bagpipe.data.batch_wire import pack_batch, unpack_batch
-from bagpipe.data.samples import Column, Samples
-from bagpipe.data.samples_wire import pack_samples
-from bagpipe.wire.arrays import Packing, Unpacking
+from bagpipe.data.samples import Column, Samples, SentBatch
+from bagpipe.wire.codec import pack, unpack
 
 SIZE = 7
 
@@ -28,12 +26,13 @@ def make_samples(seed=0):
 
 @pytest.mark.parametrize(("start", "stop"), [(0, SIZE), (2, 5), (3, 3), (SIZE - 1, SIZE)])
 def test_samples_are_packed_to_the_bytes_of_their_batch(start, stop):
-    samples, packed, expected = make_samples(), Packing(), Packing()
+    samples = make_samples()
     batch = samples.batch(start, stop, 5)
-    head = pack_samples(samples.part(start, stop), 5, packed)
-    assert head == pack_batch(batch, expected)
-    assert [bytes(buffer) for buffer in packed.buffers()] == [bytes(buffer) for buffer in expected.buffers()]
-    came = unpack_batch(head, Unpacking("batch 5", packed.buffers()))
+    body, buffers = pack(SentBatch(5, samples.part(start, stop)))
+    expected, others = pack(SentBatch.of(batch))
+    assert body == expected
+    assert [bytes(buffer) for buffer in buffers] == [bytes(buffer) for buffer in others]
+    came = unpack(body, buffers, SentBatch).batch()
     assert came.dense.numpy().tobytes() == samples.dense[start:stop].tobytes()
     assert came.labels.numpy().tobytes() == samples.labels[start:stop].tobytes()
     for name, ids in batch.sparse.items():
