@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bagpipe.errors import ConfigError, DeadlineError, WireError
 from bagpipe.failpoints import reach
 from bagpipe.waits import Waits
-from bagpipe.wire.connection import Buffers, Connection, Handler, Network
+from bagpipe.wire.connection import Admit, Buffers, Connection, DroppedError, Handler, Network, PeerGoneError
 from bagpipe.wire.frames import HEADER_BYTES, decode, encode, read_head
 from bagpipe.wire.limits import LIMITS, Limits
 from bagpipe.wire.listener import answered
-from bagpipe.wire.messages import Body, Message, NotYet
+from bagpipe.wire.messages import Body, Failed, Message, NotYet
 
 STEP_S = 60.0
 """How long a handler may run from one wait to the next."""
@@ -65,7 +66,12 @@ class SimulatedConnection(Connection):
         self._check()
         self._network.post(self.other, letter)
 
-    def receive(self, timeout_s: float | None, admit: Callable[[int], None] = lambda _: None) -> Message:
+    def receive(
+        self,
+        timeout_s: float | None,
+        admit: Admit = lambda _: True,
+        whole_s: float = math.inf,  # noqa: ARG002
+    ) -> Message:
         """The next message; None waits for an hour."""
         self._network.wait_for(self, 3600.0 if timeout_s is None else timeout_s)
         if not self.arrived:
@@ -115,9 +121,14 @@ class SimulatedPeer:
         request = self._request
         assert request is not None, "there is a request to answer"
         self._is_answered = not isinstance(body, NotYet) or body.again
-        letter = _letter(Message(request.run, request.generation, request.request, body, buffers), self._network.limits)
+        answer = Message(request.run, request.generation, request.request, body, buffers)
+        try:
+            letter = _letter(answer, self._network.limits)
+        except WireError as error:
+            failed = Failed(type(error).__name__, str(error))
+            letter = _letter(replace(answer, body=failed, buffers=()), self._network.limits)
         if self.other.is_broken:
-            raise ConnectionResetError("the connection broke")
+            raise PeerGoneError("the connection broke")
         self._network.post(self.other, letter)
 
     def answer_next(self, handler: Handler) -> None:
@@ -325,7 +336,7 @@ class SimulatedNetwork(Network):
         for connection in connections:
             self.cut(connection)
         for task in list(self._tasks):
-            task.end(ConnectionAbortedError("the network is closed"))
+            task.end(PeerGoneError("the network is closed"))
         self._tasks.clear()
         if self._real_time:
             self._postman.join()
@@ -478,10 +489,11 @@ def _letter(message: Message, limits: Limits) -> bytes:
     return b"".join(encode(message, limits))  # copied: the sender may write over its buffers
 
 
-def _read(letter: bytes, limits: Limits, admit: Callable[[int], None] = lambda _: None) -> Message:
+def _read(letter: bytes, limits: Limits, admit: Admit = lambda _: True) -> Message:
     view = memoryview(bytearray(letter))
     head = read_head(view[:HEADER_BYTES], limits)
-    admit(head.num_bytes)
+    if not admit(head):
+        raise DroppedError(head)
     at = HEADER_BYTES + head.body_bytes
     buffers = []
     for length in head.buffer_bytes:

@@ -1,52 +1,48 @@
-"""A peer that speaks ZeroMQ's protocol (ZMTP 3.0, no security) byte by byte, and so can also speak it wrongly."""
+"""A peer that speaks the wire byte by byte, and so can also speak it wrongly."""
 
 from __future__ import annotations
 
 import socket
-from urllib.parse import urlparse
+import struct
+from collections.abc import Sequence
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-MORE, LONG, COMMAND = 1, 2, 4
+from bagpipe.wire.frames import HEADER_BYTES, MAGIC, VERSION, decode, encode, read_head
+from bagpipe.wire.keys import parse_address
+from bagpipe.wire.messages import Message
+from bagpipe.wire.stream import unix_name
+
+READ = 2
+"""The type of a read."""
 
 
 def connect(address: str) -> socket.socket:
     """A plain TCP connection."""
-    where = urlparse(address)
-    return socket.create_connection((where.hostname, where.port), timeout=10)
+    where = parse_address(address)
+    return socket.create_connection((where.host, where.port), timeout=10)
 
 
-def greet(address: str) -> socket.socket:
-    """A connection to a listener whose handshake is done."""
-    return _shake_hands(connect(address), READY)
+def connect_at_home(address: str) -> socket.socket:
+    """A Unix socket to the same listener."""
+    name = unix_name(parse_address(address))
+    assert name is not None
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.settimeout(10)
+    connected.connect(name)
+    return connected
 
 
-def welcome(server: socket.socket) -> socket.socket:
-    """The next connection of a client to a plain server socket, its handshake done."""
-    peer, _ = server.accept()
-    peer.settimeout(10)
-    return _shake_hands(peer, READY.replace(b"DEALER", b"ROUTER"))
+def header(
+    magic: bytes = MAGIC, version: int = VERSION, kind: int = READ, buffers: int = 1, generation: int = 0,
+    body: int = 10, request: int = 7, run: bytes = bytes(16), lengths: Sequence[int] = (8,),
+) -> bytes:  # fmt: skip
+    """The header of a message, right or wrong."""
+    packed = struct.pack("<4sBBHIIQ16s", magic, version, kind, buffers, generation, body, request, run)
+    return packed + struct.pack("<4Q", *lengths, *[0] * (4 - len(lengths)))
 
 
-def _shake_hands(peer: socket.socket, ready: bytes) -> socket.socket:
-    peer.sendall(GREETING)
-    receive(peer, len(GREETING))
-    peer.sendall(bytes([COMMAND, len(ready)]) + ready)
-    _, size = receive(peer, 2)
-    receive(peer, size)
-    return peer
-
-
-def frame(content: bytes, more: bool = False, length: int | None = None) -> bytes:
-    """A frame; one that lies about its length if told so."""
-    length = len(content) if length is None else length
-    return bytes([LONG | (MORE if more else 0)]) + length.to_bytes(8, "big") + content
-
-
-def send(peer: socket.socket, *frames: bytes) -> None:
-    """A message of these frames."""
-    last = len(frames) - 1
-    peer.sendall(b"".join(frame(content, more=each < last) for each, content in enumerate(frames)))
+def frames_of(message: Message) -> bytes:
+    """All bytes of a message."""
+    return b"".join(map(bytes, encode(message)))
 
 
 def receive(peer: socket.socket, num_bytes: int) -> bytes:
@@ -58,6 +54,13 @@ def receive(peer: socket.socket, num_bytes: int) -> bytes:
             raise ConnectionError(f"closed after {len(got)} of {num_bytes} bytes")
         got += more
     return got
+
+
+def receive_message(peer: socket.socket) -> Message:
+    """The next message."""
+    head = read_head(receive(peer, HEADER_BYTES))
+    body = receive(peer, head.body_bytes)
+    return decode(head, body, [memoryview(receive(peer, length)) for length in head.buffer_bytes])
 
 
 def is_closed(peer: socket.socket, timeout_s: float = 10) -> bool:

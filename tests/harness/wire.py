@@ -1,4 +1,4 @@
-"""Listeners, networks and messages for the tests of the wire."""
+"""Listeners, connections and messages for the tests of the wire."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-from bagpipe.wire.channel import Channel, Network
-from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.errors import BagpipeError
+from bagpipe.wire.connection import Connection
 from bagpipe.wire.keys import Security
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.listener import Listener
 from bagpipe.wire.messages import AskStats, Failed, Message, Part, Read, Rows, Written
 from bagpipe.wire.recovery_messages import Confirm, Confirmed
+from bagpipe.wire.stream import SocketNetwork
 
 RUN = bytes(16)
+MB = 1 << 20
 SHORT = Limits(
-    body_bytes=4096, buffer_bytes=1 << 20, message_bytes=1 << 20, handshake_s=0.5, heartbeat_s=0.1, silence_s=0.5
-)
+    body_bytes=4096, buffer_bytes=MB, message_bytes=MB, stranger_bytes=16 << 10, strangers=8, stranger_s=0.5,
+    stall_s=0.5, send_s=0.5, memory_bytes=4 * MB, memory_wait_s=0.5,
+)  # fmt: skip
 """Limits that are reached within a test."""
 
 
@@ -36,34 +38,44 @@ def a_read(*ids, request=1):
     return ask(Read([Part(0, len(ids))]), np.array(ids, np.int64), request=request)
 
 
-def answer(to, body, *buffers):
-    return Message(to.run, to.generation, to.request, body, [memoryview(buffer) for buffer in buffers])
-
-
-def doubling(peer, message, reply):
+def doubling(peer, message):
     """A server of rows of one number, twice the id, that can also fail."""
+    if peer.state is None:
+        peer.state = "admitted"
+        peer.admit()
     if isinstance(message.body, Read):
         ids = np.frombuffer(message.buffers[0], np.int64)
-        reply(answer(message, Rows(len(ids)), np.ones(len(ids), np.uint8), (2 * ids).astype(np.float32)))
-    elif isinstance(message.body, Confirm):
-        reply(answer(message, Confirmed()))
-    elif isinstance(message.body, AskStats):
+        return Rows(len(ids)), [memoryview(bytes(b"\1" * len(ids))), memoryview((2 * ids).astype(np.float32))]
+    if isinstance(message.body, Confirm):
+        return Confirmed(), ()
+    if isinstance(message.body, AskStats):
         raise BagpipeError("no statistics today")
-    elif isinstance(message.body, Failed):
+    if isinstance(message.body, Failed):
         raise KeyError("a secret of memory")
-    else:
-        reply(answer(message, Written(0)))
+    return Written(0), ()
 
 
-def get(network: Network, channel: Channel, timeout_s: float = 10.0) -> Message:
-    """The next message on a channel; fails after the time."""
-    deadline = network.now() + timeout_s
-    while True:
-        found = channel.receive()
-        if found is not None:
-            return found
-        assert network.now() < deadline, f"nothing came: {channel.trouble}"
-        network.wait([channel], deadline - network.now())
+def admitted(handler):
+    """The same handler, for peers who need not introduce themselves."""
+
+    def handle(peer, message):
+        if peer.state is None:
+            peer.state = "admitted"
+            peer.admit()
+        return handler(peer, message)
+
+    return handle
+
+
+def get(connection: Connection, timeout_s: float = 10.0) -> Message:
+    """The next message."""
+    return connection.receive(timeout_s)
+
+
+def call(connection: Connection, message: Message) -> Message:
+    """The answer to a message."""
+    connection.send(message, 10.0)
+    return get(connection)
 
 
 def values(message: Message) -> list[float]:
@@ -72,7 +84,7 @@ def values(message: Message) -> list[float]:
     return np.frombuffer(message.buffers[1], np.float32).tolist()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0, describe=lambda: "it never became true") -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 20.0, describe=lambda: "it never became true") -> None:
     """Wait for something to become true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -81,9 +93,9 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0, describe=lambd
 
 
 @contextmanager
-def listening(handler=doubling, security: Security = None, limits: Limits = SHORT, threads: int = 2):
+def listening(handler=doubling, security: Security = None, limits: Limits = SHORT, host: str = "127.0.0.1"):
     """A listener on a port of the system's choice."""
-    listener = Listener("127.0.0.1:0", handler, threads, security, limits)
+    listener = Listener(f"{host}:0", handler, security, limits)
     try:
         yield listener
     finally:
@@ -91,18 +103,19 @@ def listening(handler=doubling, security: Security = None, limits: Limits = SHOR
 
 
 @contextmanager
-def connected(address: str, security: Security = None, limits: Limits = SHORT) -> Iterator[tuple[Network, Channel]]:
-    """A network and a channel of its own."""
-    network = SocketNetwork(security, limits)
-    channel = network.connect(address)
+def connected(
+    address: str, security: Security = None, limits: Limits = SHORT, *, local: bool = False
+) -> Iterator[Connection]:
+    """A connection, by TCP unless it may stay `local`."""
+    connection = SocketNetwork(security, limits, local=local).connect(address, 10.0)
     try:
-        yield network, channel
+        yield connection
     finally:
-        channel.close()
-        network.close()
+        connection.close()
 
 
-def _open_files() -> dict[str, str]:
+def open_files() -> dict[str, str]:
+    """Descriptors of this process, and what they are."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the one that reads the directory
@@ -112,16 +125,17 @@ def _open_files() -> dict[str, str]:
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Fails when a thread or an open file survives; the one thread that ZeroMQ's buffers share may."""
-    threads, files = set(threading.enumerate()), _open_files()
+    """Fails when a thread or an open file survives."""
+    threads, files = set(threading.enumerate()), open_files()
     yield
-    left = [each.name for each in threading.enumerate() if each not in threads and "Garbage" not in type(each).__name__]
-    assert left == []
-    if "Garbage" not in "".join(type(each).__name__ for each in set(threading.enumerate()) - threads):
-        until(
-            lambda: _open_files().keys() <= files.keys(),
-            describe=lambda: f"still open: {_open_files().items() - files.items()}",
-        )
+    until(
+        lambda: not set(threading.enumerate()) - threads,
+        describe=lambda: f"threads that stay: {set(threading.enumerate()) - threads}",
+    )
+    until(
+        lambda: open_files().keys() <= files.keys(),
+        describe=lambda: f"still open: {open_files().items() - files.items()}",
+    )
 
 
 def resident_bytes() -> int:

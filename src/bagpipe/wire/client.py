@@ -23,6 +23,7 @@ AHEAD = 4
 """Requests that readers of plans and batches have under way."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5
 RETRY_GROWTH_MAX = 8
+CONNECT_S = 5.0
 LOOK_S = 0.2
 """How soon an interruption, or the loss of the other side, is noticed."""
 
@@ -48,6 +49,8 @@ class _Request:
     compose: Compose
     what: str
     progress: int = -1
+    why: str = ""
+    """What the other side waits for, as far as it has said so."""
     since: float = 0.0
     """When it last made progress, as far as anybody listened."""
 
@@ -77,7 +80,7 @@ class Client:
         self.name = name
         self.bytes_received = 0
         self.failed: Failed | None = None
-        """The last answer, if it was that the request has failed."""
+        """What `poll` was told last, if it has raised because the request has failed."""
         self._network, self._address, self._run, self._generation = network, address, run, generation
         self._hello, self._patience, self._watch = hello, patience or Patience(), watch
         self._lost, self._otherwise = lost, otherwise
@@ -108,7 +111,11 @@ class Client:
         request = _Request(self._number, compose, what)
         self._under_way.append(request)
         if self._connection is not None:
-            self._try(lambda: self._send(request))
+            try:
+                self._try(lambda: self._send(request))
+            except BaseException:
+                self.forget()
+                raise
 
     def receive(self) -> Message:
         """The answer to the oldest request; errors of the other side are raised as the type that they name."""
@@ -157,45 +164,61 @@ class Client:
             try:
                 answer = connection.receive(min(LOOK_S, self._patience.deadline_s))
             except TimeoutError:
-                if self._network.now() - heard >= self._patience.retry_s:
+                if self._network.now() - heard >= self._retry_s:
+                    self._retry_s = min(2 * self._retry_s, RETRY_GROWTH_MAX * self._patience.retry_s)
                     raise ConnectionResetError("it did not answer") from None
                 self._check_lost()
                 continue
             heard = self._heard = self._network.now()
             self._check_answer(request, answer)
+            if isinstance(answer.body, Failed):  # of what is under way nothing is known by that
+                raise named_error(answer.body, self.name, self._otherwise)
             if not isinstance(answer.body, NotYet):
-                return self._accepted(answer).body
+                return answer.body
             self._take_word(request, answer.body)
 
     def _poll(self, timeout_s: float) -> Message | None:
         assert not self._closed, f"the client of {self.name} is closed"
+        self.failed = None
+        self._check_interrupted()
+        assert self._under_way, f"nothing was asked of {self.name}"
         request = self._under_way[0]
         if request is not self._waited_for:
             self._begin_waiting(request)
-        self._check_interrupted()
         answer = self._try(lambda: self._opened().receive(timeout_s))
         now = self._network.now()
         if answer is None:
             self._check_lost()
+            self._check_work(request)
             self._try_anew(now)
             return None
         self._heard, self._pause_s, self._trouble = now, PAUSE_S_MIN, ""
         self._check_answer(request, answer)
         if isinstance(answer.body, NotYet):
             self._take_word(request, answer.body)
-            self._network.pause(self._pause_s if answer.body.again else 0.0)
             if answer.body.again:
-                self._try(lambda: self._send(request))
+                self._send_again(request)
             return None
         self._under_way.popleft()
         self._waited_for = None
         self.bytes_received += sum(buffer.nbytes for buffer in answer.buffers)
-        return self._accepted(answer)
+        if isinstance(answer.body, Failed):
+            self.failed = answer.body
+            raise named_error(answer.body, self.name, self._otherwise)
+        return answer
 
     def _begin_waiting(self, request: _Request) -> None:
         """While nobody listened, nobody could be late."""
         self._waited_for, self._retry_s = request, self._patience.retry_s
         self._heard = self._asked = request.since = self._network.now()
+
+    def _send_again(self, request: _Request) -> None:
+        """After a pause; those behind it have been sent already, and would be answered first on this connection."""
+        self._network.pause(self._pause_s)
+        if len(self._under_way) > 1:
+            self.disconnect()
+        else:
+            self._try(lambda: self._send(request))
 
     def _try_anew(self, now: float) -> None:
         """Nothing came: make another connection, after a pause where there is none, or where this one says nothing."""
@@ -223,7 +246,11 @@ class Client:
 
     def _opened(self) -> Connection:
         if self._connection is None:
-            connection = self._network.connect(self._address, min(LOOK_S * 25, self._patience.deadline_s))
+            timeout_s = min(CONNECT_S, self._patience.deadline_s)
+            try:
+                connection = self._network.connect(self._address, timeout_s)
+            except TimeoutError as error:
+                raise ConnectionAbortedError(f"no connection was made within {timeout_s:g} s") from error
             try:
                 self._hello(self, connection)
             except BaseException:
@@ -260,6 +287,8 @@ class Client:
             )
 
     def _check_answer(self, request: _Request, answer: Message) -> None:
+        if answer.request == 0 and isinstance(answer.body, Failed):  # it cuts the connection, and says why
+            raise named_error(answer.body, self.name, self._otherwise)
         if answer.run != self._run:
             raise WireError(f"{self.name} answered for another run: check the addresses")
         if answer.request != request.number:
@@ -270,17 +299,16 @@ class Client:
         now = self._network.now()
         if word.progress > request.progress:
             request.progress, request.since = word.progress, now
-        if now - request.since >= self._patience.work_s:
-            raise DeadlineError(
-                f"waited {now - request.since:.0f} s for {request.what} from {self.name}, which {word.why}: see what "
-                "holds it up"
-            )
+        request.why = word.why
+        self._check_work(request)
 
-    def _accepted(self, answer: Message) -> Message:
-        self.failed = answer.body if isinstance(answer.body, Failed) else None
-        if self.failed is not None:
-            raise named_error(self.failed, self.name, self._otherwise)
-        return answer
+    def _check_work(self, request: _Request) -> None:
+        waited_s = self._network.now() - request.since
+        if waited_s >= self._patience.work_s:
+            raise DeadlineError(
+                f"waited {waited_s:.0f} s for {request.what} from {self.name}, which {request.why or 'says nothing'}"
+                f"{f' ({self._trouble})' if self._trouble else ''}: see what holds it up"
+            )
 
     def _what(self) -> str:
         return self._under_way[0].what if self._under_way else "a first sign of life"
@@ -319,6 +347,8 @@ class Series:
             return None
         assert self._stop is None or self.next < self._stop, f"there is no {self._what(self.next)}"
         self._ask_ahead()
+        if self._over.is_set():  # then nothing may be under way
+            return None
         began = time.monotonic()
         try:
             message = self.client(self.next).receive()

@@ -6,6 +6,7 @@ way; whoever asked makes another and asks again (`bagpipe.wire.client`).
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,12 +14,27 @@ from typing import Protocol, TypeAlias
 
 from bagpipe.errors import DeadlineError
 from bagpipe.waits import Waits
+from bagpipe.wire.frames import Head
 from bagpipe.wire.messages import Body, Message
 
 TICK_S = 2.0
 """How often a handler that waits tells its peer so."""
 
 Buffers: TypeAlias = Sequence[memoryview]
+Admit: TypeAlias = Callable[[Head], bool]
+"""Whether there is room for a message; raises if there never will be."""
+
+
+class DroppedError(Exception):
+    """A message came that there was no room for; the connection is as good as before."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(f"a message of {head.num_bytes:,} B was dropped")
+        self.head = head
+
+
+class PeerGoneError(ConnectionAbortedError):
+    """Nobody hears the answer to a request. Other errors of the system that a handler meets are not of its peer."""
 
 
 class Connection(ABC):
@@ -39,10 +55,11 @@ class Connection(ABC):
         """
 
     @abstractmethod
-    def receive(self, timeout_s: float | None, admit: Callable[[int], None] = lambda _: None) -> Message:
-        """The next message, which begins within `timeout_s`; None: whenever it comes.
+    def receive(self, timeout_s: float | None, admit: Admit = lambda _: True, whole_s: float = math.inf) -> Message:
+        """The next message, which begins within `timeout_s` (None: whenever it comes) and has come after `whole_s`.
 
-        `admit` is called with the bytes that it will take before there is memory for them, and raises if there is not.
+        A TimeoutError means that none has begun. `admit` is called before there is memory for it; where that finds no
+        room, its bytes are read and forgotten, and a DroppedError says so.
         """
 
     @property
@@ -87,10 +104,10 @@ class Peer(Protocol):
         """It belongs to the run. From now on its requests count as those of this kind for the memory they take."""
 
     def reply(self, body: Body, buffers: Buffers = ()) -> None:
-        """Answer its request; OSError once it is gone."""
+        """Answer its request; PeerGoneError once it is gone."""
 
     def still_waiting(self, why: str, progress: int = 0) -> None:
-        """Tell it that it was heard, and what is waited for; OSError once it is gone."""
+        """Tell it that it was heard, and what is waited for; PeerGoneError once it is gone."""
 
     def give_back(self) -> None:
         """Its request takes no memory from now on."""

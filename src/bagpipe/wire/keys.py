@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -34,6 +34,7 @@ VERSION = 2
 FILE_BYTES_MAX = 8192
 DAYS = 365
 """How long new keys are good for."""
+DAYS_MAX = 100 * 365
 _EARLY = timedelta(days=1)
 """Clocks differ."""
 
@@ -76,7 +77,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificate: str
     secret: str
     peer: str
-    expires: int
+    expires: Annotated[int, msgspec.Meta(ge=0, lt=1 << 36)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def tls_context(keys: Keys) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cadata=keys.peer)
         with _as_file(f"{keys.secret}\n{keys.certificate}") as path:
-            context.load_cert_chain(path)
+            context.load_cert_chain(path, password="")  # else it would ask for one on the terminal
     except (ssl.SSLError, ValueError):
         # from None: what was read may be a secret
         raise WireError(
@@ -184,7 +185,7 @@ def _new_pair(name: str, expires: datetime) -> tuple[str, str]:
 @contextmanager
 def _as_file(text: str) -> Iterator[str]:
     """A secret where OpenSSL, which reads files alone, finds it: in memory, or in a file that is ours alone."""
-    if not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):  # noqa: PTH110
         with tempfile.NamedTemporaryFile("w", prefix="bagpipe-") as file:  # mode 0600
             file.write(text)
             file.flush()
@@ -205,8 +206,8 @@ def key_paths(name: Path) -> tuple[Path, Path]:
 
 def write_keys(name: Path, days: int = DAYS) -> tuple[Path, Path]:
     """Make keys and write NAME.server and NAME.client, readable by their owner only; never over a file."""
-    if days < 1:
-        raise ConfigError(f"keys for {days} days: give at least 1")
+    if not 1 <= days <= DAYS_MAX:
+        raise ConfigError(f"keys for {days} days: give 1 to {DAYS_MAX}")
     paths, pair = key_paths(name), new_keys(days)
     written: list[Path] = []
     try:

@@ -10,55 +10,97 @@ from __future__ import annotations
 
 import errno
 import logging
+import select
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from bagpipe.errors import BagpipeError, DeadlineError, WireError
 from bagpipe.failpoints import reach
 from bagpipe.waits import Waits
-from bagpipe.wire.connection import Answer, Buffers, Connection, Handler, Listen
+from bagpipe.wire.connection import (
+    TICK_S,
+    Answer,
+    Buffers,
+    Connection,
+    DroppedError,
+    Handler,
+    Listen,
+    PeerGoneError,
+)
+from bagpipe.wire.frames import Head
 from bagpipe.wire.keys import Address, Keys, Security, check_security, parse_address, tls_context
 from bagpipe.wire.limits import LIMITS, Limits
 from bagpipe.wire.messages import Body, Failed, Message, NotYet
-from bagpipe.wire.stream import SocketConnection, is_ours, shake_hands, unix_name
+from bagpipe.wire.stream import SocketConnection, is_ours, unix_name
 
 LOOPBACK = "tcp://127.0.0.1:0"
 _BACKLOG = 256
+_FAREWELL_S = 1.0
+"""How long one that is cut is told why."""
 _log = logging.getLogger(__name__)
 
 
 class Budget:
-    """Bytes of requests that may be in memory at once."""
+    """Bytes of requests that may be in memory at once; who came first has room first, however much it needs."""
 
     def __init__(self, num_bytes: int, waits: Waits) -> None:
         self.num_bytes, self._free = num_bytes, num_bytes
         self._waits, self._lock = waits, threading.Lock()
+        self._queue: deque[object] = deque()
+        self._first: object = None
+        """Of the queue."""
 
-    def take(self, num_bytes: int, deadline_s: float) -> None:
-        """Once there is room; DeadlineError if there is none for too long."""
-        while not self.try_take(num_bytes):
-            self._waits.until(
-                f"room for {num_bytes:,} B among {self.num_bytes:,} B of requests",
-                lambda: self._free >= min(num_bytes, self.num_bytes), deadline_s,
-            )  # fmt: skip
+    def take(self, num_bytes: int, deadline_s: float, tell: Callable[[], None] = lambda: None) -> None:
+        """Once there is room; DeadlineError if there is none for too long. `tell` is called now and then meanwhile.
 
-    def try_take(self, num_bytes: int) -> bool:
-        """Whether there was room. What is larger than all of it has room when nothing else is there."""
-        with self._lock:
-            if self._free < min(num_bytes, self.num_bytes):
-                return False
-            self._free -= num_bytes
-            return True
+        What is larger than all of it has room when nothing else is there.
+        """
+        place, needed, waited_s = object(), min(num_bytes, self.num_bytes), 0.0
+        self._line_up(place)
+        try:
+            while not self._try_take(place, needed, num_bytes):
+                if waited_s >= deadline_s:
+                    raise DeadlineError(f"waited {deadline_s:g} s for {self._what(num_bytes)}")
+                tick_s = min(TICK_S, deadline_s - waited_s)
+                try:
+                    self._waits.until(
+                        self._what(num_bytes), lambda: self._first is place and self._free >= needed, tick_s
+                    )
+                except DeadlineError:
+                    waited_s += tick_s
+                    tell()
+        finally:
+            self._leave(place)
 
     def give(self, num_bytes: int) -> None:
         """Have so much of it back."""
         with self._lock:
             self._free += num_bytes
         self._waits.changed()
+
+    def _try_take(self, place: object, needed: int, num_bytes: int) -> bool:
+        with self._lock:
+            if self._first is not place or self._free < needed:
+                return False
+            self._free -= num_bytes
+            return True
+
+    def _line_up(self, place: object) -> None:
+        with self._lock:
+            self._queue.append(place)
+            self._first = self._queue[0]
+
+    def _leave(self, place: object) -> None:
+        with self._lock:
+            self._queue.remove(place)
+            self._first = self._queue[0] if self._queue else None
+        self._waits.changed()
+
+    def _what(self, num_bytes: int) -> str:
+        return f"room for {num_bytes:,} B among {self.num_bytes:,} B of requests"
 
 
 class Budgets:
@@ -118,15 +160,17 @@ class Visitor:
         """Answer one request after the other; raises when the connection ends, or is to be cut."""
         until = time.monotonic() + first_s
         while True:
-            self._request = self._connection.receive(
-                None if self.is_admitted else max(until - time.monotonic(), 0.0), self._make_room
-            )
-            self._is_answered = False
-            reach("wire.received")
+            left_s = max(until - time.monotonic(), 0.0)
             try:
-                answer = answered(handler, self, self._request)
-                if answer is not None and not self._is_answered:  # else what failed came after the answer
-                    self.reply(*answer)
+                if self.is_admitted:
+                    self._request = self._connection.receive(None, self._make_room)
+                else:
+                    self._request = self._connection.receive(left_s, self._make_room, left_s)
+                self._is_answered = False
+                reach("wire.received")
+                self._answer(handler, self._request)
+            except DroppedError as dropped:
+                self._send(dropped.head, NotYet("has no room for requests", again=True))
             finally:
                 self._request = None
                 self.give_back()
@@ -136,26 +180,43 @@ class Visitor:
         request = self._request
         assert request is not None, "there is a request to answer"
         self._is_answered = not isinstance(body, NotYet) or body.again
+        try:
+            self._send(request, body, buffers)
+        except WireError as error:
+            _log.warning("%s can't be sent as an answer: %s", type(body).__name__, error)
+            self._send(request, Failed.of(error))
+
+    def _answer(self, handler: Handler, request: Message) -> None:
+        """What it takes is let go of on return, and not only when there is another request."""
+        answer = answered(handler, self, request)
+        if answer is not None and not self._is_answered:  # else what failed came after the answer
+            self.reply(*answer)
+
+    def _send(self, request: Message | Head, body: Body, buffers: Buffers = ()) -> None:
         answer = Message(request.run, request.generation, request.request, body, buffers)
         try:
             self._connection.send(answer, self._limits.send_s)
-        except WireError as error:
-            _log.warning("%s can't be sent as an answer: %s", type(body).__name__, error)
-            failed = Failed.of(error)
-            self._connection.send(
-                Message(request.run, request.generation, request.request, failed), self._limits.send_s
-            )
+        except OSError as error:
+            raise PeerGoneError(str(error) or type(error).__name__) from error
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, head: Head) -> bool:
+        num_bytes = head.num_bytes
         if self._budget is None:
             if num_bytes > self._limits.stranger_bytes:
                 raise WireError(
                     f"{num_bytes:,} B came of a peer that has not said who it is: "
                     f"{self._limits.stranger_bytes:,} are allowed"
                 )
-            return
-        self._budget.take(num_bytes, self._limits.memory_wait_s)
+            return True
+        try:
+            self._budget.take(
+                num_bytes, self._limits.memory_wait_s, lambda: self._send(head, NotYet("has no room for requests"))
+            )
+        except DeadlineError as error:
+            _log.warning("%s is asked to come again: %s", self.name, error)
+            return False
         self._taken = num_bytes
+        return True
 
 
 class Listener:
@@ -169,129 +230,134 @@ class Listener:
         self._budgets = Budgets(limits.memory_bytes, Waits())
         self.refused = 0
         """Connections that were cut, or never admitted."""
-        self._closing = False
+        self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._open: dict[SocketConnection | socket.socket, None] = {}
-        self._strangers: OrderedDict[SocketConnection | socket.socket, None] = OrderedDict()
-        self._threads: set[threading.Thread] = set()
+        self._open: dict[SocketConnection, threading.Thread] = {}
+        self._strangers: OrderedDict[SocketConnection, None] = OrderedDict()
         front = _bound(where)
         where = where._replace(port=front.getsockname()[1])
         self.address = str(where)
         """Where it listens, with the port that the system chose if it was left to it."""
         self._fronts = [front, *_beside(where)]
-        self._accepting = [
-            threading.Thread(target=self._accept, args=(each,), name="bagpipe-accept", daemon=True)
-            for each in self._fronts
-        ]
-        for thread in self._accepting:
-            thread.start()
+        self._wake, self._woken = socket.socketpair()
+        self._accepting = threading.Thread(target=self._accept, name="bagpipe-accept", daemon=True)
+        self._accepting.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Finish what is being answered, cut all connections and free the port; a second call does nothing."""
-        self._closing = True
+        """Cut all connections, free the port and wait for handlers to end; a second call does nothing more."""
         until = time.monotonic() + timeout_s
-        for front in self._fronts:
-            with suppress(OSError):
-                front.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-        for thread in self._accepting:
-            thread.join(max(until - time.monotonic(), 0.0))
         with self._lock:
-            open_ones, threads = list(self._open), list(self._threads)
-        for each in open_ones:
-            _interrupt(each)
-        for thread in threads:
+            self._closing.set()
+        self._wake.close()  # a shut listening socket would not wake who waits for it on every system
+        self._accepting.join(max(until - time.monotonic(), 0.0))
+        if not self._accepting.is_alive():
+            for each in (*self._fronts, self._woken):
+                each.close()
+        with self._lock:
+            peers = list(self._open.items())
+        for connection, _ in peers:
+            connection.interrupt()
+        for _, thread in peers:
             if thread is not threading.current_thread():
                 thread.join(max(until - time.monotonic(), 0.0))
-                if thread.is_alive():
-                    raise DeadlineError(
-                        f"{thread.name} of {self.address} still handles a message after {timeout_s:g} s"
-                    )
-        for front in self._fronts:
-            front.close()
+        if busy := [
+            thread.name for _, thread in peers if thread.is_alive() and thread is not threading.current_thread()
+        ]:
+            raise DeadlineError(
+                f"{len(busy)} requests at {self.address} are still being handled after {timeout_s:g} s: {busy[0]}"
+            )
 
-    def _accept(self, front: socket.socket) -> None:
-        while not self._closing:
-            try:
-                connected, where = front.accept()
-            except OSError as error:
-                if self._closing or front.fileno() < 0:
-                    return
-                _log.warning("%s can't accept a connection: %s", self.address, error)
-                time.sleep(0.1)  # descriptors may have run out
-                continue
-            if front.family == socket.AF_UNIX and not is_ours(connected):
-                connected.close()
-                self.refused += 1
-                continue
-            name = "a process of this host" if front.family == socket.AF_UNIX else f"{where[0]}:{where[1]}"
-            self._begin(connected, name)
+    def _accept(self) -> None:
+        poll = select.poll()
+        fronts = {each.fileno(): each for each in self._fronts}
+        for descriptor in (*fronts, self._woken.fileno()):
+            poll.register(descriptor, select.POLLIN)
+        while not self._closing.is_set():
+            for descriptor, _ in poll.poll():
+                if descriptor in fronts:
+                    self._accept_from(fronts[descriptor])
 
-    def _begin(self, connected: socket.socket, name: str) -> None:
-        """Serve a new connection in a thread; where there are too many strangers, the first of them goes."""
-        thread = threading.Thread(target=self._serve, args=(connected, name), name="bagpipe-peer", daemon=True)
-        with self._lock:
-            if self._closing or len(self._open) >= self._limits.connections:
-                connected.close()
-                self.refused += 1
-                _log.warning("%s: refused %s, as there are %d connections", self.address, name, len(self._open))
-                return
-            oldest = next(iter(self._strangers)) if len(self._strangers) >= self._limits.strangers else None
-            self._open[connected] = self._strangers[connected] = None
-            self._threads.add(thread)
-            if oldest is not None:
-                del self._strangers[oldest]
-        if oldest is not None:
-            _interrupt(oldest)
-        thread.start()
-
-    def _serve(self, connected: socket.socket, name: str) -> None:
-        held: SocketConnection | socket.socket = connected  # what this thread lets go of in the end
-        visitor: Visitor | None = None
+    def _accept_from(self, front: socket.socket) -> None:
         try:
-            until = time.monotonic() + self._limits.stranger_s
-            secured = connected
-            if self._context is not None and connected.family != socket.AF_UNIX:
+            connected, where = front.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it has left again
+            return
+        except OSError as error:
+            _log.warning("%s can't accept a connection: %s", self.address, error)
+            self._closing.wait(0.1)  # descriptors may have run out
+            return
+        try:
+            is_local = front.family == socket.AF_UNIX
+            if is_local and not is_ours(connected):
+                raise PermissionError("it is a process of another user")
+            name = "a process of this host" if is_local else str(Address(*where[:2])).removeprefix("tcp://")
+            self._begin(SocketConnection(connected, name, self._limits), is_local)
+        except (OSError, RuntimeError) as error:  # also where no thread can be started
+            connected.close()
+            self._count_refused()
+            _log.warning("%s: refused a connection: %s", self.address, error)
+
+    def _begin(self, connection: SocketConnection, is_local: bool) -> None:
+        """Serve a new connection in a thread; where there are too many strangers, the first of them goes."""
+        thread = threading.Thread(target=self._serve, args=(connection, is_local), daemon=True)
+        thread.name = f"bagpipe-peer {connection.peer}"
+        oldest = None
+        with self._lock:
+            if self._closing.is_set():
+                raise ConnectionAbortedError("it is closing")
+            if len(self._open) >= self._limits.connections:
+                raise ConnectionAbortedError(f"there are {len(self._open)} connections")
+            if len(self._strangers) >= self._limits.strangers:
+                oldest, _ = self._strangers.popitem(last=False)
+            thread.start()  # it takes this lock before it ends
+            self._open[connection] = thread
+            self._strangers[connection] = None
+        if oldest is not None:
+            oldest.interrupt()
+
+    def _serve(self, connection: SocketConnection, is_local: bool) -> None:
+        name, limits = connection.peer, self._limits
+        visitor = Visitor(connection, limits, self._budgets, lambda: self._admit(connection))
+        try:
+            until = time.monotonic() + limits.stranger_s
+            if self._context is not None and not is_local:
                 assert isinstance(self._security, Keys)
-                secured = shake_hands(connected, self._security, self._context, name, self._limits.stranger_s)
-            connection = SocketConnection(secured, name, self._limits)
-            self._replace(connected, connection)
-            held = connection
-            visitor = Visitor(connection, self._limits, self._budgets, lambda: self._admit(connection))
+                connection.secure(self._security, self._context, limits.stranger_s)
             visitor.serve(self._handler, max(until - time.monotonic(), 0.0))
-        except (WireError, DeadlineError) as error:
-            self.refused += 1
+        except WireError as error:
+            self._count_refused()
             _log.warning("%s: cut the connection of %s: %s", self.address, name, error)
+            connection.hang_up(str(error), _FAREWELL_S)
         except OSError as error:  # it has left, was silent in the middle of a message, or takes no answer
-            if not self._closing and (visitor is None or not visitor.is_admitted):
-                self.refused += 1
-                _log.info("%s: %s left before it said who it is: %s", self.address, name, error)
+            if visitor.is_admitted:
+                _log.info("%s: the connection of %s has ended: %s", self.address, name, error)
+            elif not self._closing.is_set():
+                self._count_refused()
+                _log.warning("%s: %s has not said who it is: %s", self.address, name, error)
         except Exception:  # a defect of ours, which must not cost more than this connection
             _log.exception("the connection of %s to %s was lost", name, self.address)
         finally:
-            if visitor is not None:
-                visitor.give_back()
-                close = getattr(visitor.state, "close", None)
-                if close is not None:
-                    close()
-            held.close()
-            with self._lock:
-                self._open.pop(held, None)
-                self._strangers.pop(held, None)
-                self._threads.discard(threading.current_thread())
+            self._let_go(connection, visitor)
 
-    def _replace(self, before: socket.socket, now: SocketConnection) -> None:
+    def _let_go(self, connection: SocketConnection, visitor: Visitor) -> None:
+        try:
+            connection.close()
+            close = getattr(visitor.state, "close", None)
+            if close is not None:
+                close()
+        except Exception:
+            _log.exception("the connection of %s to %s did not end well", visitor.name, self.address)
         with self._lock:
-            self._open[now] = None
-            del self._open[before]
-            if before in self._strangers:
-                del self._strangers[before]
-                self._strangers[now] = None
-                return
-        raise ConnectionAbortedError("too many others came before it said who it is")
+            self._open.pop(connection, None)
+            self._strangers.pop(connection, None)
 
     def _admit(self, connection: SocketConnection) -> None:
         with self._lock:
             self._strangers.pop(connection, None)
+
+    def _count_refused(self) -> None:
+        with self._lock:
+            self.refused += 1
 
 
 def on_socket(address: str = LOOPBACK, *, security: Security = None, limits: Limits = LIMITS) -> Listen:
@@ -303,10 +369,8 @@ def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | N
     """What the handler answers, or that it failed."""
     try:
         return handler(visitor, request)
-    except (ConnectionError, TimeoutError) as error:
-        if isinstance(error, BagpipeError):
-            return Failed.of(error), ()
-        raise  # its own connection: nobody hears an answer
+    except PeerGoneError:
+        raise
     except BagpipeError as error:
         return Failed.of(error), ()
     except MemoryError:
@@ -316,25 +380,22 @@ def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | N
         return Failed(BagpipeError.__name__, "the server failed inside: its log says how"), ()
 
 
-def _interrupt(connected: SocketConnection | socket.socket) -> None:
-    if isinstance(connected, SocketConnection):
-        connected.interrupt()
-    else:
-        with suppress(OSError):
-            socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 def _bound(address: Address) -> socket.socket:
     host = "127.0.0.1" if address.host == "localhost" else address.host
-    front = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise WireError(f"{address} can't be listened on: {host!r} is no address of this machine") from error
+    front = socket.socket(family, socket.SOCK_STREAM)
     try:
         front.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        front.bind(socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0][4])
+        front.bind(where)
         front.listen(_BACKLOG)
+        front.setblocking(False)
     except OSError as error:
         front.close()
-        if isinstance(error, socket.gaierror):
-            raise WireError(f"{address} can't be listened on: {host!r} is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise WireError(f"{address} is in use: choose another port, or 0 for any that is free") from error
         raise WireError(f"{address} can't be listened on: {(error.strerror or str(error)).lower()}") from error
@@ -349,6 +410,7 @@ def _beside(address: Address) -> list[socket.socket]:
     try:
         beside.bind(name)
         beside.listen(_BACKLOG)
+        beside.setblocking(False)
     except OSError:  # the name is taken: everybody can take the front
         beside.close()
         return []

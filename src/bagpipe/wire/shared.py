@@ -72,7 +72,7 @@ def attach(descriptor: int, num_bytes: int) -> memoryview | None:
     Without the seals a client could make it shorter, and reading what is gone would end this process.
     """
     try:
-        if not _LINE <= num_bytes <= NUM_BYTES_MAX or os.fstat(descriptor).st_size != num_bytes:
+        if not _SEALS or not _LINE <= num_bytes <= NUM_BYTES_MAX or os.fstat(descriptor).st_size != num_bytes:
             return None
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             return None

@@ -1,29 +1,36 @@
-"""Channels, listeners and networks: one contract for sockets, with and without keys, and for the simulation."""
+"""Connections and listeners: one contract for TCP, TLS and Unix sockets, and for the simulation."""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
+import time
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from bagpipe.wire.endpoint import parse_address
-from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.errors import ConfigError, DeadlineError, WireError
-from bagpipe.wire.keys import new_keys
-from bagpipe.wire.limits import Limits
+from bagpipe.wire import stream
+from bagpipe.wire.connection import PeerGoneError
+from bagpipe.wire.keys import new_keys, parse_address
+from bagpipe.wire.limits import LIMITS, Limits
 from bagpipe.wire.listener import Listener
-from bagpipe.wire.messages import AskStats, Failed, Message, Rows, Write
+from bagpipe.wire.messages import AskStats, Failed, Message, NotYet, Rows, Write, Written
 from bagpipe.wire.recovery_messages import Confirm, Confirmed
+from bagpipe.wire.stream import SocketConnection, SocketNetwork
 from benchmarks.simulated import SimulatedNetwork
 from harness.wire import (
+    MB,
     RUN,
     SHORT,
     a_read,
-    answer,
+    admitted,
     ask,
+    call,
     connected,
     doubling,
     get,
@@ -34,7 +41,7 @@ from harness.wire import (
 )
 
 SERVER, CLIENT = new_keys()
-LIMITS = Limits(buffer_bytes=1 << 20, message_bytes=1 << 20)
+ROOMY = Limits(buffer_bytes=MB, message_bytes=MB)
 
 
 @pytest.fixture(autouse=True)
@@ -44,36 +51,39 @@ def _nothing_left_behind():
 
 
 @contextmanager
-def sockets(handler, keys=(None, None)):
-    with listening(handler, keys[0], LIMITS) as listener:
-        network = SocketNetwork(keys[1], LIMITS)
-        channels = []
+def sockets(handler, keys=(None, None), local=False):
+    with listening(handler, keys[0], ROOMY) as listener:
+        network, connections = SocketNetwork(keys[1], ROOMY, local=local), []
 
         def connect():
-            channels.append(network.connect(listener.address))
-            return channels[-1]
+            connections.append(network.connect(listener.address, 10.0))
+            assert connections[-1].shares_host == local
+            return connections[-1]
 
-        yield network, connect, listener
-        for channel in channels:
-            channel.close()
-        network.close()
+        try:
+            yield connect, listener
+        finally:
+            for connection in connections:
+                connection.close()
 
 
 @contextmanager
 def simulation(handler, real_time=False):
-    network = SimulatedNetwork(real_time=real_time, limits=LIMITS)
+    network = SimulatedNetwork(real_time=real_time, limits=ROOMY)
     listener = network.listen("server", handler)
-    yield network, lambda: network.connect("server"), listener
+    yield lambda: network.connect("server", 10.0), listener
     listener.close()
     network.close()
 
 
 KINDS = {
-    "sockets": sockets,
-    "curve": lambda handler: sockets(handler, (SERVER, CLIENT)),
+    "tcp": sockets,
+    "tls": lambda handler: sockets(handler, (SERVER, CLIENT)),
+    "unix": lambda handler: sockets(handler, local=True),
     "simulated": simulation,
     "simulated in real time": lambda handler: simulation(handler, real_time=True),
 }
+ON_SOCKETS = ["tcp", "tls", "unix"]
 
 
 @pytest.fixture(params=KINDS)
@@ -81,235 +91,201 @@ def transport(request):
     return KINDS[request.param]
 
 
+@pytest.fixture(params=ON_SOCKETS)
+def on_sockets(request):
+    return KINDS[request.param]
+
+
 def test_requests_are_answered(transport):
-    with transport(doubling) as (network, connect, _):
-        channel = connect()
-        assert network.wait([channel], 0) == []
-        assert channel.receive() is None
-        channel.send(a_read(1, 2, 3, request=5))
-        got = get(network, channel)
+    with transport(doubling) as (connect, _):
+        connection = connect()
+        with pytest.raises(TimeoutError):
+            connection.receive(0.0)
+        got = call(connection, a_read(1, 2, 3, request=5))
         assert (got.run, got.request, values(got)) == (RUN, 5, [2, 4, 6])
 
 
-def test_large_buffers_travel_unaltered(transport):
-    with transport(doubling) as (network, connect, _):
-        channel = connect()
-        ids = np.arange(100_000)
-        channel.send(a_read(*ids))
-        assert values(get(network, channel)) == (2 * ids).tolist()
+@pytest.mark.parametrize("count", [0, 1, 1000, 2047, 2048, 4096, 5000, 100_000])
+def test_buffers_of_every_size_travel_unaltered(transport, count):
+    with transport(doubling) as (connect, _):
+        connection, ids = connect(), np.arange(count)
+        call(connection, ask(Confirm()))  # it says who it is, before it sends much
+        for request in range(3):
+            assert values(call(connection, a_read(*ids, request=request))) == (2 * ids).tolist()
 
 
-def test_several_requests_are_in_flight_and_each_answer_has_its_number(transport):
-    with transport(doubling) as (network, connect, _):
-        channel = connect()
+def test_requests_sent_ahead_are_answered_in_order(transport):
+    with transport(doubling) as (connect, _):
+        connection = connect()
         for request in range(20):
-            channel.send(a_read(request, request=request))
-        answers = [get(network, channel) for _ in range(20)]
-        assert {each.request: values(each) for each in answers} == {each: [2 * each] for each in range(20)}
+            connection.send(a_read(request, request=request), 10.0)
+        answers = [get(connection) for _ in range(20)]
+        assert [(each.request, values(each)) for each in answers] == [(each, [2 * each]) for each in range(20)]
 
 
-def test_only_channels_with_something_to_receive_are_named(transport):
-    with transport(doubling) as (network, connect, _):
-        silent, asking = connect(), connect()
-        asking.send(a_read(4))
-        assert network.wait([silent, asking], 10) == [asking]
-        assert network.wait([silent], 0.05) == []
+def test_each_connection_is_a_peer_of_its_own_whose_state_ends_with_it(transport):
+    closed = []
 
+    class State:
+        def close(self):
+            closed.append(self)
 
-def test_each_connection_is_a_peer_of_its_own_also_after_a_fresh_start(transport):
-    peers = []
+    def note(peer, message):
+        if peer.state is None:
+            peer.state = State()
+            peer.admit()
+        states.append(peer.state)
+        return Confirmed(), ()
 
-    def note(peer, message, reply):
-        peers.append(peer)
-        reply(answer(message, Confirmed()))
-
-    with transport(note) as (network, connect, _):
+    states = []
+    with transport(note) as (connect, _):
         one, other = connect(), connect()
-        for channel in (one, one, other):
-            channel.send(ask(Confirm()))
-            get(network, channel)
-        one.reconnect()
-        one.send(ask(Confirm()))
-        get(network, one)
-    assert peers[0] == peers[1]
-    assert len(set(peers)) == 3
+        for connection in (one, one, other):
+            call(connection, ask(Confirm()))
+        assert states[0] is states[1] is not states[2]
+        one.close()
+        until(lambda: closed == [states[0]])
 
 
-def test_what_was_under_way_is_lost_with_a_fresh_start(transport):
-    parked = []
+def test_a_handler_that_waits_holds_up_nobody_else_and_tells_its_peer_why(transport):
+    gate = []
 
-    def park(peer, message, reply):
-        parked.append((message, reply)) if message.request == 1 else reply(answer(message, Confirmed()))
-
-    with transport(park) as (network, connect, _):
-        channel = connect()
-        channel.send(ask(Confirm(), request=1))
-        network.wait([channel], 0.1)
-        until(lambda: bool(parked))
-        channel.reconnect()
-        message, reply = parked[0]
-        reply(answer(message, Confirmed()))
-        channel.send(ask(Confirm(), request=2))
-        assert get(network, channel).request == 2
-
-
-def test_an_answer_may_come_later_and_from_the_thread_of_another_request(transport):
-    parked = []
-
-    def park(peer, message, reply):
+    def wait(peer, message):
         if message.request == 1:
-            parked.append((message, reply))
-            return
-        reply(answer(message, Confirmed()))
-        for waiting, late_reply in parked:
-            late_reply(answer(waiting, Confirmed()))
+            peer.still_waiting("waits for a gate", 3)
+            peer.give_back()
+            peer.reply(Confirmed())
+            return None
+        return Confirmed(), ()
 
-    with transport(park) as (network, connect, _):
-        reader, writer = connect(), connect()
-        reader.send(ask(Confirm(), request=1))
-        assert network.wait([reader], 0.1) == []
-        until(lambda: bool(parked))
-        writer.send(ask(Confirm(), request=2))
-        assert get(network, writer).request == 2
-        assert get(network, reader).request == 1
-
-
-def test_what_a_handler_raises_on_purpose_is_told(transport):
-    with transport(doubling) as (network, connect, _):
-        channel = connect()
-        channel.send(ask(AskStats()))
-        assert get(network, channel).body == Failed("BagpipeError", "no statistics today")
+    with transport(admitted(wait)) as (connect, _):
+        waiting, other = connect(), connect()
+        waiting.send(ask(Confirm(), request=1), 10.0)
+        assert call(other, ask(Confirm(), request=2)).body == Confirmed()
+        gate.append(1)
+        assert get(waiting).body == NotYet("waits for a gate", 3)
+        assert get(waiting).body == Confirmed()
 
 
-def test_what_goes_wrong_inside_is_logged_and_not_told(transport, caplog):
-    with transport(doubling) as (network, connect, _), caplog.at_level(logging.ERROR):
-        channel = connect()
-        channel.send(ask(Failed("", "")))
-        got = get(network, channel).body
-        assert got.error == "BagpipeError"
-        assert "failed inside" in got.message
-        assert "secret" not in got.message
-        assert "a secret of memory" in caplog.text
-        channel.send(a_read(1))
-        assert values(get(network, channel)) == [2]
-
-
-def test_an_answer_that_is_too_long_fails_for_its_own_request_only(transport, caplog):
-    parked = []
-
-    def park(peer, message, reply):
-        if message.request == 1:
-            parked.append((message, reply))
-            return
-        for waiting, late_reply in parked:
-            late_reply(answer(waiting, Rows(0), bytes(2 << 20)))
-        reply(answer(message, Confirmed()))
-
-    with transport(park) as (network, connect, _):
-        reader, writer = connect(), connect()
-        reader.send(ask(Confirm(), request=1))
-        network.wait([reader], 0.1)
-        until(lambda: bool(parked))
-        writer.send(ask(Confirm(), request=2))
-        assert get(network, writer).body == Confirmed()
-        got = get(network, reader).body
-        assert got.error == "WireError"
-        assert "buffer 0 has 2097152 bytes" in got.message
-
-
-def test_a_message_that_is_too_long_is_not_sent(transport):
-    with transport(doubling) as (_, connect, _listener), pytest.raises(WireError, match="ask for fewer rows"):
-        connect().send(ask(Rows(0), bytes(2 << 20)))
-
-
-def test_a_second_close_does_nothing(transport):
-    with transport(doubling) as (_, connect, listener):
-        channel = connect()
-        channel.close()
-        channel.close()
-        listener.close()
-        listener.close()
-
-
-@pytest.mark.parametrize(("server", "client"), [(None, None), (SERVER, CLIENT)], ids=["plain", "curve"])
-def test_a_buffer_of_exactly_the_allowed_length_travels_both_ways(server, client):
-    limits = Limits(buffer_bytes=1 << 20, message_bytes=2 << 20)
-    echo = lambda peer, message, reply: reply(answer(message, Rows(0), message.buffers[0]))  # noqa: E731
-    with listening(echo, server, limits) as listener, connected(listener.address, client, limits) as (network, channel):
-        channel.send(ask(Rows(0), bytes(1 << 20)))
-        assert get(network, channel).buffers[0].nbytes == 1 << 20
-
-
-def test_all_threads_of_a_listener_work_at_once_and_the_free_one_takes_the_next():
+def test_handlers_of_different_connections_run_at_once(on_sockets):
     both, release = threading.Barrier(2), threading.Event()
 
-    def handler(peer, message, reply):
+    def handler(peer, message):
         if message.request < 2:
             both.wait(10)
         if message.request == 0:
             release.wait(10)
-        reply(answer(message, Confirmed()))
+        return Confirmed(), ()
 
-    with listening(handler) as listener, connected(listener.address) as (network, channel):
-        for request in range(10):
-            channel.send(ask(Confirm(), request=request))
-        assert sorted(get(network, channel).request for _ in range(9)) == list(range(1, 10))
+    with on_sockets(admitted(handler)) as (connect, _):
+        held, free = connect(), connect()
+        held.send(ask(Confirm(), request=0), 10.0)
+        assert call(free, ask(Confirm(), request=1)).request == 1
+        assert call(free, ask(Confirm(), request=2)).request == 2
         release.set()
-        assert get(network, channel).request == 0
+        assert get(held).request == 0
 
 
-def test_a_busy_listener_reads_no_more_than_its_queue_so_that_clients_wait():
-    release = threading.Event()
+def test_what_a_handler_raises_on_purpose_is_told(transport):
+    with transport(doubling) as (connect, _):
+        assert call(connect(), ask(AskStats())).body == Failed("BagpipeError", "no statistics today")
 
-    def handler(peer, message, reply):
-        release.wait(20)
-        reply(answer(message, Confirmed()))
 
-    limits = Limits(queue_messages=2, send_wait_s=0.3, buffer_bytes=8 << 20, message_bytes=8 << 20)
-    rows = bytes(7 << 20)
-    with listening(handler, limits=limits, threads=1) as listener, connected(listener.address, limits=limits) as ends:
-        network, channel = ends
-        sent = 0
+def test_what_goes_wrong_inside_is_logged_and_not_told(transport, caplog):
+    with transport(doubling) as (connect, _), caplog.at_level(logging.ERROR):
+        connection = connect()
+        got = call(connection, ask(Failed("", ""))).body
+        assert got.error == "BagpipeError"
+        assert "failed inside" in got.message
+        assert "a secret of memory" in caplog.text
+        assert values(call(connection, a_read(1))) == [2]
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, BrokenPipeError, TimeoutError, FileNotFoundError])
+def test_an_error_of_another_connection_of_the_handler_is_a_failure_and_not_its_peer_gone(transport, error, caplog):
+    """Else it would ask for ever, on one new connection after the other."""
+
+    def handler(peer, message):
+        raise error("a store far away")
+
+    with transport(admitted(handler)) as (connect, _), caplog.at_level(logging.ERROR):
+        got = call(connect(), ask(Confirm())).body
+    assert "failed inside" in got.message
+    assert "a store far away" in caplog.text
+
+
+def test_who_answers_one_that_is_gone_is_told(on_sockets):
+    told, begun, gone = [], threading.Event(), threading.Event()
+
+    def handler(peer, message):
+        begun.set()
+        gone.wait(10.0)
         try:
-            while sent < 50:
-                channel.send(ask(Write(0, 1, 0, []), b"", rows, request=sent))
-                sent += 1
-        except DeadlineError as error:
-            refusal = str(error)
-        release.set()
-        assert get(network, channel).request == 0
-    assert sent < 20  # sockets buffer some, as the kernel sees fit
-    assert "2 messages to tcp://" in refusal
-    assert "were not taken within 0.3 s" in refusal
+            while True:
+                peer.reply(Rows(0), [memoryview(bytes(MB // 2))] * 2)
+        except PeerGoneError:
+            told.append(1)
+            raise
+
+    with on_sockets(admitted(handler)) as (connect, listener):
+        connection = connect()
+        connection.send(ask(Confirm(), request=1), 10.0)
+        begun.wait(10)
+        connection.close()
+        gone.set()
+        until(lambda: told == [1])
+        assert listener.refused == 0
 
 
-def test_a_reply_from_any_thread_arrives_and_wakes_whoever_waits():
-    replies = []
-    keep = lambda peer, message, reply: replies.append((message, reply))  # noqa: E731
-    with listening(keep) as listener, connected(listener.address) as (network, channel):
-        for request in range(200):
-            channel.send(ask(Confirm(), request=request))
-            until(lambda: bool(replies))
-            message, reply = replies.pop()
-            sender = threading.Thread(target=reply, args=(answer(message, Confirmed()),))
-            sender.start()
-            sender.join()
-            assert get(network, channel).request == request
+def test_an_answer_that_is_too_long_fails_for_its_own_request_only(transport):
+    def handler(peer, message):
+        return (Rows(0), [memoryview(bytes(2 << 20))]) if message.request == 1 else (Confirmed(), ())
+
+    with transport(admitted(handler)) as (connect, _):
+        connection = connect()
+        got = call(connection, ask(Confirm(), request=1)).body
+        assert got.error == "WireError"
+        assert "buffer 0 has 2097152 bytes" in got.message
+        assert call(connection, ask(Confirm(), request=2)).body == Confirmed()
 
 
-def test_many_clients_in_threads_of_their_own_are_answered():
+def test_a_message_that_is_too_long_is_not_sent(transport):
+    with transport(doubling) as (connect, _):
+        connection = connect()
+        with pytest.raises(WireError, match="ask for fewer rows"):
+            connection.send(ask(Rows(0), bytes(2 << 20)), 10.0)
+        assert values(call(connection, a_read(1))) == [2]
+
+
+def test_a_second_close_does_nothing(transport):
+    with transport(doubling) as (connect, listener):
+        connection = connect()
+        connection.close()
+        connection.close()
+        listener.close()
+        listener.close()
+
+
+@pytest.mark.parametrize(("server", "client"), [(None, None), (SERVER, CLIENT)], ids=["plain", "tls"])
+def test_a_buffer_of_exactly_the_allowed_length_travels_both_ways(server, client):
+    echo = admitted(lambda peer, message: (Rows(0), message.buffers))
+    limits = Limits(buffer_bytes=MB, message_bytes=2 * MB)
+    with listening(echo, server, limits) as listener, connected(listener.address, client, limits) as connection:
+        call(connection, ask(Rows(0)))
+        assert call(connection, ask(Rows(0), bytes(MB))).buffers[0].nbytes == MB
+
+
+def test_many_clients_in_threads_of_their_own_are_answered(on_sockets):
     failures = []
+    with on_sockets(doubling) as (connect, _):
 
-    def client(address, first):
-        with connected(address, limits=LIMITS) as (network, channel):
+        def client(connection, first):
             for each in range(first, first + 100):
-                channel.send(a_read(each, request=each))
-                got = get(network, channel)
+                got = call(connection, a_read(each, request=each))
                 if (got.request, values(got)) != (each, [2 * each]):
                     failures.append(each)
 
-    with listening(limits=LIMITS) as listener:
-        threads = [threading.Thread(target=client, args=(listener.address, 1000 * each)) for each in range(6)]
+        threads = [threading.Thread(target=client, args=(connect(), 1000 * each)) for each in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -317,96 +293,301 @@ def test_many_clients_in_threads_of_their_own_are_answered():
     assert failures == []
 
 
-def test_replies_after_the_end_go_nowhere():
-    replies = []
-    keep = lambda peer, message, reply: replies.append((message, reply))  # noqa: E731
-    with listening(keep) as listener, connected(listener.address) as (_, channel):
-        channel.send(ask(Confirm()))
-        until(lambda: bool(replies))
-    message, reply = replies[0]
-    reply(answer(message, Confirmed()))
+def test_message_numbers_reach_their_ends(transport):
+    with transport(doubling) as (connect, _):
+        got = call(connect(), Message(b"\xff" * 16, (1 << 32) - 1, (1 << 64) - 1, Confirm()))
+        assert (got.run, got.generation, got.request) == (b"\xff" * 16, (1 << 32) - 1, (1 << 64) - 1)
 
 
-def test_a_listener_that_can_not_end_in_time_says_which_thread_is_busy():
+# What is slow, and what stops
+
+
+def a_pair(limits=SHORT):
+    """Two ends of a connection."""
+    one, other = socket.socketpair()
+    return SocketConnection(one, "one", limits), other
+
+
+def test_a_message_that_stops_in_the_middle_breaks_the_connection_and_is_no_silence():
+    """Whoever took it for silence would read the rest of it as the beginning of the next one."""
+    letter = b"".join(map(bytes, stream.encode(a_read(1, 2))))
+    for end in (1, 50, 88, 90, len(letter) - 1):
+        connection, other = a_pair()
+        other.sendall(letter[:end])
+        with pytest.raises(ConnectionAbortedError, match="stopped in the middle"):
+            connection.receive(0.0)
+        connection.close()
+        other.close()
+
+
+def drip(other, letter, pieces, pause_s):
+    """Send it in so many pieces, with pauses."""
+    size = -(-len(letter) // pieces)
+    for start in range(0, len(letter), size):
+        time.sleep(pause_s)
+        try:
+            other.sendall(letter[start : start + size])
+        except OSError:
+            return
+
+
+def dripped(limits, pieces, pause_s):
+    """The outcome of a message that comes so."""
+    connection, other = a_pair(limits)
+    letter = b"".join(map(bytes, stream.encode(a_read(*range(2000)))))
+    sender = threading.Thread(target=drip, args=(other, letter, pieces, pause_s))
+    sender.start()
+    try:
+        return connection.receive(10.0)
+    finally:
+        connection.close()
+        sender.join()
+        other.close()
+
+
+def test_who_keeps_to_the_rate_is_not_cut_however_long_it_takes():
+    began = time.monotonic()
+    got = dripped(Limits(stall_s=0.5, bytes_per_second=10_000), 15, 0.1)
+    assert np.frombuffer(got.buffers[0], np.int64).tolist() == list(range(2000))
+    assert time.monotonic() - began > 1.0  # more than the grace
+
+
+def test_who_sends_a_little_now_and_then_is_cut_long_before_the_whole_would_be_due():
+    """16 KB at a rate that would allow 160 s: each pause is short enough, all of them are not."""
+    with pytest.raises(ConnectionAbortedError, match="stopped in the middle"):
+        dripped(Limits(stall_s=0.5, bytes_per_second=100_000), 1000, 0.2)
+
+
+def test_room_that_comes_late_does_not_make_a_message_late():
+    """While there is no memory for a message its bytes can't come."""
+    connection, other = a_pair(Limits(stall_s=0.2, bytes_per_second=1 << 20))
+    letter = b"".join(map(bytes, stream.encode(ask(Write(0, 1, 0, []), b"", bytes(4 * MB)))))
+    sender = threading.Thread(target=other.sendall, args=(letter,))
+    sender.start()
+    got = connection.receive(10.0, lambda _: time.sleep(0.6) or True)
+    assert got.buffers[1].nbytes == 4 * MB
+    sender.join()
+    connection.close()
+    other.close()
+
+
+def test_a_message_without_room_is_dropped_and_the_next_one_is_read():
+    connection, other = a_pair(LIMITS)
+    sender = threading.Thread(
+        target=lambda: [
+            other.sendall(b"".join(map(bytes, stream.encode(message))))
+            for message in (ask(Write(0, 1, 0, []), b"", bytes(MB), request=1), a_read(3, request=2))
+        ]
+    )
+    sender.start()
+    with pytest.raises(stream.DroppedError) as dropped:
+        connection.receive(10.0, lambda head: head.request != 1)
+    assert (dropped.value.head.request, dropped.value.head.num_bytes > MB) == (1, True)
+    assert connection.receive(10.0).request == 2
+    sender.join()
+    connection.close()
+    other.close()
+
+
+def test_who_takes_nothing_is_given_up_in_time():
+    connection, other = a_pair()
+    send = lambda: [connection.send(ask(Rows(0), bytes(MB - 100)), 0.1) for _ in range(100)]  # noqa: E731
+    with pytest.raises(TimeoutError, match="nothing was taken"):
+        send()
+    connection.close()
+    other.close()
+
+
+def test_an_interrupt_from_another_thread_ends_the_wait(on_sockets):
+    with on_sockets(doubling) as (connect, _):
+        connection = connect()
+        timer = threading.Timer(0.05, connection.interrupt)
+        timer.start()
+        with pytest.raises(ConnectionError):
+            connection.receive(None)
+        timer.join()
+
+
+# Listeners
+
+
+def test_a_listener_that_can_not_end_in_time_says_so_and_frees_its_port():
     release, busy = threading.Event(), threading.Event()
 
-    def handler(peer, message, reply):
+    def handler(peer, message):
         busy.set()
         release.wait(20)
 
-    with listening(handler, threads=1) as listener, connected(listener.address) as (_, channel):
-        channel.send(ask(Confirm()))
+    with listening(admitted(handler)) as listener, connected(listener.address) as connection:
+        connection.send(ask(Confirm()), 10.0)
         busy.wait(10)
-        with pytest.raises(DeadlineError, match="bagpipe-listener-0"):
+        with pytest.raises(DeadlineError, match=r"1 requests at .* are still being handled after 0.05 s: bagpipe-peer"):
             listener.close(timeout_s=0.05)
+        Listener(listener.address, doubling).close()
         release.set()
 
 
-def test_a_server_that_comes_back_is_found_again():
-    with listening() as listener:
-        address = listener.address
-        with connected(address) as (network, channel):
-            channel.send(a_read(1))
-            get(network, channel)
+def test_a_listener_closes_while_peers_shake_hands_and_others_are_idle():
+    with listening(doubling, SERVER) as listener:
+        idle = socket.create_connection(parse_address(listener.address))
+        halfway = socket.create_connection(parse_address(listener.address))
+        halfway.sendall(b"\x16\x03\x01\x02\x00\x01")
+        with connected(listener.address, CLIENT) as connection:
+            call(connection, a_read(1))
             listener.close()
-            until(lambda: channel.receive() is None and channel.trouble != "")
-            again = Listener(address, doubling, limits=SHORT)
-            channel.reconnect()
-            channel.send(a_read(2))
-            assert values(get(network, channel)) == [4]
-            assert channel.trouble == ""
-            again.close()
+            with pytest.raises(OSError):  # noqa: PT011 - however it ended
+                get(connection)
+        idle.close()
+        halfway.close()
 
 
-def test_trouble_says_that_nobody_is_there():
+def test_connections_come_and_go_while_it_closes():
+    """Whoever comes then is served or refused, and nothing of it stays (the fixture looks)."""
+    for _ in range(10):
+        with listening() as listener:
+            stop = threading.Event()
+
+            def knock(listener=listener, stop=stop):
+                while not stop.is_set():
+                    try:
+                        with connected(listener.address) as connection:
+                            call(connection, a_read(1))
+                    except (OSError, WireError):
+                        continue
+
+            threads = [threading.Thread(target=knock) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.02)
+            listener.close()
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_too_many_connections_are_refused(caplog):
+    with listening(limits=Limits(connections=2)) as listener:
+        with connected(listener.address) as one, connected(listener.address) as two:
+            call(one, a_read(1))
+            call(two, a_read(1))
+            with connected(listener.address) as three, pytest.raises(OSError):  # noqa: PT011
+                call(three, a_read(1))
+        until(lambda: "refused a connection: there are 2 connections" in caplog.text)
+        assert listener.refused == 1
+
+
+def test_where_no_thread_can_be_started_the_listener_goes_on(monkeypatch, caplog):
     with listening() as listener:
-        address = listener.address
-    with connected(address) as (network, channel):
-        channel.send(a_read(1))
-        assert network.wait([channel], 0.3) == []
-        assert "is not running, or not at this address" in channel.trouble
+        start = threading.Thread.start
+
+        def fail(thread):
+            if thread.name.startswith("bagpipe-peer"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with connected(listener.address) as connection, pytest.raises(OSError):  # noqa: PT011
+            call(connection, a_read(1))
+        monkeypatch.undo()
+        with connected(listener.address) as connection:
+            assert values(call(connection, a_read(1))) == [2]
+        assert "refused a connection: can't start new thread" in caplog.text
 
 
-def test_a_network_whose_channels_are_open_is_not_closed():
-    network = SocketNetwork()
-    channel = network.connect("127.0.0.1:9")
-    with pytest.raises(WireError, match=r"tcp://127.0.0.1:9 are still open"):
-        network.close()
-    channel.close()
-    network.close()
+def test_what_an_answer_took_is_let_go_of_when_it_has_left():
+    made = []
+
+    def handler(peer, message):
+        rows = np.zeros(1000, np.float32)
+        made.append(weakref.ref(rows))
+        return Rows(0), [memoryview(b""), rows.data]
+
+    with listening(admitted(handler)) as listener, connected(listener.address) as connection:
+        call(connection, ask(Confirm()))
+        until(lambda: made[0]() is None)
+
+
+# Addresses and keys
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "[::]", "example.org"])
 def test_off_this_machine_keys_are_needed_unless_none_is_chosen_by_name(host):
-    network = SocketNetwork()
-    for make in (lambda: Listener(f"{host}:0", doubling), lambda: network.connect(f"{host}:1234")):
+    for make in (lambda: Listener(f"{host}:0", doubling), lambda: SocketNetwork().connect(f"{host}:1234", 1.0)):
         with pytest.raises(ConfigError, match=r"bagpipe keys new.*wire.security = \"none\""):
             make()
-    network.close()
 
 
 def test_all_interfaces_can_be_listened_on_in_the_clear_by_name_or_with_keys():
     for server, client in (("none", None), (SERVER, CLIENT)):
         listener = Listener("0.0.0.0:0", doubling, security=server)
-        with connected(listener.address.replace("0.0.0.0", "127.0.0.1"), client) as (network, channel):
-            channel.send(a_read(3))
-            assert values(get(network, channel)) == [6]
+        with connected(listener.address.replace("0.0.0.0", "127.0.0.1"), client) as connection:
+            assert values(call(connection, a_read(3))) == [6]
         listener.close()
 
 
-@pytest.mark.parametrize("name", ["localhost", "[::1]"])
-def test_this_machine_has_other_names(name):
+def has_ipv6():
     try:
-        listener = Listener(f"{name}:0", doubling)
-    except WireError:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["localhost", "[::1]"])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize(("server", "client"), [(None, None), (SERVER, CLIENT)], ids=["plain", "tls"])
+def test_this_machine_has_other_names(name, local, server, client):
+    if name != "localhost" and not has_ipv6():
         pytest.skip("no IPv6 here")
-    with connected(listener.address) as (network, channel):
-        channel.send(a_read(3))
-        assert values(get(network, channel)) == [6]
-    listener.close()
+    with listening(doubling, server, host=name) as listener:
+        assert listener.address.startswith(f"tcp://{name}:")
+        with connected(listener.address, client, local=local) as connection:
+            assert connection.shares_host == local
+            assert values(call(connection, a_read(3))) == [6]
 
 
-@pytest.mark.parametrize("security", [CLIENT, "plain", False])
+def test_a_name_of_an_ipv6_address_can_be_listened_on(monkeypatch):
+    if not has_ipv6():
+        pytest.skip("no IPv6 here")
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **more: real("::1" if host == "six" else host, *rest, **more)
+    )
+    with listening(doubling, "none", host="six") as listener, connected(listener.address, "none") as connection:
+        assert values(call(connection, a_read(3))) == [6]
+
+
+def test_without_unix_sockets_that_tell_their_user_everybody_takes_tcp(monkeypatch):
+    monkeypatch.delattr(socket, "SO_PEERCRED")
+    with listening() as listener, connected(listener.address, local=True) as connection:
+        assert not connection.shares_host
+        assert values(call(connection, a_read(3))) == [6]
+
+
+def test_a_unix_socket_whose_name_is_taken_by_another_is_not_waited_for():
+    """Whoever holds the name takes nothing from its backlog: TCP does."""
+    with listening() as listener:
+        pass
+    where = parse_address(listener.address)
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(stream.unix_name(where))
+        squatter.listen(0)
+        queue = []
+        for _ in range(4):
+            queue.append(socket.socket(socket.AF_UNIX))
+            queue[-1].setblocking(False)
+            queue[-1].connect_ex(stream.unix_name(where))
+        again = Listener(listener.address, doubling, limits=SHORT)
+        with connected(again.address, local=True) as connection:
+            assert not connection.shares_host
+            assert values(call(connection, a_read(3))) == [6]
+        again.close()
+        for each in queue:
+            each.close()
+
+
+@pytest.mark.parametrize("security", [CLIENT, "plain", "curve", False])
 def test_security_that_makes_no_sense_is_refused(security):
     with pytest.raises(ConfigError, match=r"a client|security is"):
         Listener("127.0.0.1:0", doubling, security=security)
@@ -421,24 +602,34 @@ def test_what_is_no_address_is_refused(text):
 
 
 def test_an_address_needs_a_port_to_connect_to():
-    network = SocketNetwork()
     with pytest.raises(ConfigError, match="has port 0"):
-        network.connect("127.0.0.1:0")
-    network.close()
+        SocketNetwork().connect("127.0.0.1:0", 1.0)
 
 
-def test_a_listener_without_threads_is_refused():
-    with pytest.raises(ConfigError, match="0 threads"):
-        Listener("127.0.0.1:0", doubling, threads=0)
+@pytest.mark.parametrize("host", ["203.0.113.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_ours_is_named(host):
+    with pytest.raises(WireError, match=rf"tcp://{host}:0 can't be listened on"):
+        Listener(f"{host}:0", doubling, security="none")
 
 
-def test_an_address_that_is_not_ours_is_named():
-    with pytest.raises(WireError, match=r"tcp://203.0.113.1:0 can't be used"):
-        Listener("203.0.113.1:0", doubling, security="none")
+def test_descriptors_go_to_processes_of_this_host_only():
+    taken = []
 
+    def take(peer, message):
+        descriptor = peer.take_descriptor()
+        taken.append(None if descriptor is None else os.read(descriptor, 4))
+        if descriptor is not None:
+            assert not os.get_inheritable(descriptor)
+            os.close(descriptor)
+        return Written(0), ()
 
-def test_message_numbers_reach_their_ends():
-    with listening() as listener, connected(listener.address) as (network, channel):
-        channel.send(Message(b"\xff" * 16, (1 << 32) - 1, (1 << 64) - 1, Confirm()))
-        got = get(network, channel)
-        assert (got.run, got.generation, got.request) == (b"\xff" * 16, (1 << 32) - 1, (1 << 64) - 1)
+    for local in (True, False):
+        reading, writing = os.pipe()
+        os.write(writing, b"news")
+        with listening(admitted(take)) as listener, connected(listener.address, local=local) as connection:
+            connection.send(ask(Confirm()), 10.0, descriptor=reading)
+            get(connection)
+            call(connection, ask(Confirm()))
+        os.close(reading)
+        os.close(writing)
+    assert taken == [b"news", None, None, None]
