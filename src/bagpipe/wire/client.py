@@ -49,8 +49,8 @@ class _Request:
     compose: Compose
     what: str
     progress: int = -1
-    why: str = ""
-    """What the other side waits for, as far as it has said so."""
+    word: str = "which says nothing"
+    """The last that was heard of it."""
     since: float = 0.0
     """When it last made progress, as far as anybody listened."""
 
@@ -112,7 +112,7 @@ class Client:
         self._under_way.append(request)
         if self._connection is not None:
             try:
-                self._try(lambda: self._send(request))
+                self._try_send(request)
             except BaseException:
                 self.forget()
                 raise
@@ -185,7 +185,15 @@ class Client:
         request = self._under_way[0]
         if request is not self._waited_for:
             self._begin_waiting(request)
-        answer = self._try(lambda: self._opened().receive(timeout_s))
+        answer = None
+        try:
+            answer = self._opened().receive(timeout_s)
+        except BagpipeError:
+            raise
+        except TimeoutError:
+            pass
+        except OSError as error:
+            self._break(error)
         now = self._network.now()
         if answer is None:
             self._check_lost()
@@ -198,6 +206,8 @@ class Client:
             self._take_word(request, answer.body)
             if answer.body.again:
                 self._send_again(request)
+            else:
+                self._network.pause(0.0)  # under a seed what is waited for may be for others to do
             return None
         self._under_way.popleft()
         self._waited_for = None
@@ -218,7 +228,7 @@ class Client:
         if len(self._under_way) > 1:
             self.disconnect()
         else:
-            self._try(lambda: self._send(request))
+            self._try_send(request)
 
     def _try_anew(self, now: float) -> None:
         """Nothing came: make another connection, after a pause where there is none, or where this one says nothing."""
@@ -231,18 +241,18 @@ class Client:
             self.disconnect()
             self._asked, self._retry_s = now, min(2 * self._retry_s, RETRY_GROWTH_MAX * self._patience.retry_s)
 
-    def _try(self, act: Callable[[], Message | None]) -> Message | None:
-        """What it gives; None where nothing came in time, or the connection broke, which is let go of then."""
+    def _try_send(self, request: _Request) -> None:
+        """Where the connection breaks it is let go of: what is under way is sent on the next one."""
         try:
-            return act()
+            self._send(request)
         except BagpipeError:
             raise
-        except TimeoutError:
-            return None
         except OSError as error:
-            self._trouble = _said(error)
-            self.disconnect()
-            return None
+            self._break(error)
+
+    def _break(self, error: OSError) -> None:
+        self._trouble = _said(error)
+        self.disconnect()
 
     def _opened(self) -> Connection:
         if self._connection is None:
@@ -299,15 +309,15 @@ class Client:
         now = self._network.now()
         if word.progress > request.progress:
             request.progress, request.since = word.progress, now
-        request.why = word.why
+        request.word = f"which {word.why}"
         self._check_work(request)
 
     def _check_work(self, request: _Request) -> None:
         waited_s = self._network.now() - request.since
         if waited_s >= self._patience.work_s:
             raise DeadlineError(
-                f"waited {waited_s:.0f} s for {request.what} from {self.name}, which {request.why or 'says nothing'}"
-                f"{f' ({self._trouble})' if self._trouble else ''}: see what holds it up"
+                f"waited {waited_s:.0f} s for {request.what} from {self.name}, {self._trouble or request.word}: "
+                "see what holds it up"
             )
 
     def _what(self) -> str:

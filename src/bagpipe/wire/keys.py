@@ -134,7 +134,8 @@ def tls_context(keys: Keys) -> ssl.SSLContext:
         context.load_verify_locations(cadata=keys.peer)
         with _as_file(f"{keys.secret}\n{keys.certificate}") as path:
             context.load_cert_chain(path, password="")  # else it would ask for one on the terminal
-    except (ssl.SSLError, ValueError):
+        ssl.PEM_cert_to_DER_cert(keys.peer)  # one certificate, and nothing else
+    except (ssl.SSLError, ValueError, TypeError):
         # from None: what was read may be a secret
         raise WireError(
             f"the secret key of the {keys.role} does not belong to its certificate, or one of them is damaged: "

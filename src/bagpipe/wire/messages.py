@@ -10,7 +10,6 @@ and what lies where follows from the parts (`bagpipe.wire.shared`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -189,8 +188,7 @@ Body: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """A body with what surrounds it."""
 
     run: bytes

@@ -168,9 +168,7 @@ def test_a_read_that_waits_when_a_generation_ends_is_told_so(worlds) -> None:
 def test_who_comes_before_a_recovery_is_over_waits_and_not_for_ever(worlds) -> None:
     world = worlds(1)
     world.servers[0].abandon(1)
-    with pytest.raises(
-        DeadlineError, match=r"waited 3\d s for a first sign of life .* which has its rows replaced"
-    ):
+    with pytest.raises(DeadlineError, match=r"waited 3\d s for a first sign of life .* which has its rows replaced"):
         world.store(generation=1, patience=FAST)
     world.servers[0].recover(1)
     world.store(generation=1)
