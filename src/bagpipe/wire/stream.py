@@ -32,6 +32,8 @@ _AHEAD_BYTES = 32 << 10
 _TICK_S = 0.1
 """How long a system call waits at most: the kernel wakes this thread once for a whole buffer, not for every packet."""
 _TIMEVAL = struct.Struct("@ll")
+_SENT_BYTES = 1 << 20
+"""What one system call is given at most: a Unix socket waits for a tick for every part of it."""
 _RECORD_BYTES = 16 << 10
 """Of TLS. Short buffers leave in one with what is before them."""
 _RECORDS_AT_ONCE = 8
@@ -312,11 +314,12 @@ class SocketConnection(Connection):
     def _send_all(self, frames: Sequence[Frame], pace: _Pace, descriptor: int | None = None) -> None:
         left = sum(map(len, frames))
         while True:
+            given = frames if left <= _SENT_BYTES else _beginning(frames)
             if descriptor is None:
-                sent = self._when_ready(pace.until, self._socket.sendmsg, frames, event=select.POLLOUT)
+                sent = self._when_ready(pace.until, self._socket.sendmsg, given, event=select.POLLOUT)
             else:
                 sent = self._when_ready(
-                    pace.until, socket.send_fds, self._socket, frames, [descriptor], event=select.POLLOUT
+                    pace.until, socket.send_fds, self._socket, given, [descriptor], event=select.POLLOUT
                 )
                 descriptor = None
             left -= sent
@@ -459,6 +462,17 @@ class SocketNetwork(Network):
                 return connected
         connected.close()
         return None
+
+
+def _beginning(frames: Sequence[Frame]) -> list[Frame]:
+    """As much of them as one system call is given."""
+    first, room = list[Frame](), _SENT_BYTES
+    for frame in frames:
+        first.append(memoryview(frame)[:room])
+        room -= len(first[-1])
+        if not room:
+            break
+    return first
 
 
 def _behind(frames: Sequence[Frame], sent: int) -> list[Frame]:

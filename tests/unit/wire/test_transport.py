@@ -398,6 +398,24 @@ def test_who_takes_nothing_is_given_up_in_time():
     other.close()
 
 
+def test_who_takes_it_too_slowly_is_given_up_too():
+    connection, other = a_pair(Limits(bytes_per_second=1 << 40))
+    stop = threading.Event()
+
+    def take():
+        while not stop.wait(0.01):
+            other.recv(MB // 20)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    with pytest.raises(TimeoutError, match="nothing was taken"):
+        connection.send(ask(Rows(0), bytes(60 * MB)), 0.2)  # else it would take some twelve seconds
+    stop.set()
+    taker.join()
+    connection.close()
+    other.close()
+
+
 def test_an_interrupt_from_another_thread_ends_the_wait(on_sockets):
     with on_sockets(doubling) as (connect, _):
         connection = connect()
