@@ -314,7 +314,7 @@ class SocketConnection(Connection):
     def _send_all(self, frames: Sequence[Frame], pace: _Pace, descriptor: int | None = None) -> None:
         left = sum(map(len, frames))
         while True:
-            given = frames if left <= _SENT_BYTES else _beginning(frames)
+            given = _beginning(frames) if self._is_unix and left > _SENT_BYTES else frames
             if descriptor is None:
                 sent = self._when_ready(pace.until, self._socket.sendmsg, given, event=select.POLLOUT)
             else:
