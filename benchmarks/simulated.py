@@ -125,7 +125,7 @@ class SimulatedPeer:
         try:
             letter = _letter(answer, self._network.limits)
         except WireError as error:
-            failed = Failed(type(error).__name__, str(error))
+            failed = Failed.of(error)
             letter = _letter(replace(answer, body=failed, buffers=()), self._network.limits)
         if self.other.is_broken:
             raise PeerGoneError("the connection broke")

@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from bagpipe import optim
+from bagpipe.bounded import DEPTH_MAX, check_settings, first_lines, parse_toml, read_toml, shown
 from bagpipe.errors import ConfigError
 from bagpipe.optim import RowOptimizer
 from bagpipe.policy_options import WAYS_MAX, PolicyOptions
@@ -421,38 +422,31 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
     return parse_config(settings)
 
 
-def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """The settings in a TOML file; `kind` is what messages call it."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read the {kind} {path}: {error.strerror}: check the path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the {kind} {path} is not TOML: {error}") from error
-
-
 def parse_config(settings: dict[str, Any]) -> Config:
     """The configuration of nested settings, checked."""
+    check_settings(settings, "the configuration", ConfigError)
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain_all(error.errors()))) from None
+        raise ConfigError(first_lines(_explain_all(error.errors()))) from None
 
 
 def lay_over(settings: dict[str, Any], override: str) -> None:
     """Set one setting of nested ones as `a.b=c` says."""
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
-    if not equals or not all(names):
-        raise ConfigError(f"--set {override!r} is not of the form a.b=c, for example --set model.name=deepfm")
+    if not equals or not all(names) or len(names) > DEPTH_MAX:
+        raise ConfigError(f"--set {shown(override)} is not of the form a.b=c, for example --set model.name=deepfm")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}", f"--set {names[0]}")["value"]
+    except ConfigError as error:
+        if not isinstance(error.__cause__, tomllib.TOMLDecodeError):
+            raise
         value = text.strip()  # an unquoted string, as people type it in a shell
     for depth, name in enumerate(names[:-1]):
         settings = settings.setdefault(name, {})
         if not isinstance(settings, dict):
-            raise ConfigError(f"--set {override!r}: {'.'.join(names[: depth + 1])} is a value, not a section")
+            raise ConfigError(f"--set {shown(override)}: {'.'.join(names[: depth + 1])} is a value, not a section")
     settings[names[-1]] = value
 
 
@@ -480,7 +474,7 @@ def _explain_all(details: list[Any]) -> list[str]:
             given.setdefault(field, []).append(
                 _TYPES[detail["type"]].format(expected=allowed, first=f"{field}.{first}", least=least)
             )
-            lines[field] = f"{field}: give {' or '.join(given[field])} (it is {detail['input']!r})"
+            lines[field] = f"{field}: give {' or '.join(given[field])} (it is {shown(detail['input'])})"
         else:
             lines[field] = _explain(detail)
     return list(lines.values())
@@ -495,8 +489,8 @@ def _explain(detail: Any) -> str:
         return f"{field}: there is no such setting; {_siblings(detail['loc'])}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     value = detail["input"]
-    shown = "" if isinstance(value, dict | Section) else f" (it is {value!r})"
-    return f"{field}: {message}{shown}" if field else message
+    given = "" if isinstance(value, dict | Section) else f" (it is {shown(value)})"
+    return f"{field}: {message}{given}" if field else message
 
 
 def _fields(location: tuple[str | int, ...]) -> list[str]:

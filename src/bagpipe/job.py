@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagpipe.checkpoint.disk import Disk, make_directories
+from bagpipe.checkpoint.disk import Disk, check_private, make_directories
 from bagpipe.checkpointing import Checkpointing
 from bagpipe.config import DEFAULT_PRESET, DEFAULT_SAMPLES, Config, DenseOptimizerConfig
 from bagpipe.data import Dataset, Loader, Shards, describe, find_preset, generated
@@ -206,6 +206,7 @@ def claim(run_dir: Path | None, config: Config) -> Path:
     if run_dir is not None:
         with _making(run_dir):
             make_directories(disk, run_dir.resolve())
+            check_private(run_dir, "the run directory")
             occupied = any(run_dir.iterdir())
         if occupied:
             raise ConfigError(f"the run directory {run_dir} is not empty: choose another, or remove it first")

@@ -38,7 +38,8 @@ from bagpipe.policies.base import Policy
 from bagpipe.policy_options import DEFAULTS, PolicyOptions, as_options
 from bagpipe.row_parameter import STATE_NAMES, OfLayers, RowParameter, counts_steps, kind_of, translate
 from bagpipe.script import Script
-from bagpipe.trainer.loop import TrainLoop, uninterrupted
+from bagpipe.signals import uninterrupted
+from bagpipe.trainer.loop import TrainLoop
 from bagpipe.trainer.pipeline import DEPTH
 from bagpipe.trainer.reading import Epochs
 from bagpipe.trainer.state import Attachable, Tree

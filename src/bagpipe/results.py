@@ -26,6 +26,8 @@ from bagpipe.whole_file import whole_file
 
 METRICS = "metrics.jsonl"
 METRICS_EVERY_S = 5.0
+LINE_BYTES_MAX = 1 << 16
+"""Of a line there: none of ours is as long."""
 
 _log = logging.getLogger(__name__)
 
@@ -114,9 +116,11 @@ class MetricsLog:
         self._before = Counters()
         self._path = None if directory is None else directory / METRICS
         if self._path is not None and self._path.exists():
-            with self._tolerant():
-                lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-                self._path.write_text("".join(line for line in lines if _iteration(line) <= done), encoding="utf-8")
+            with self._tolerant(), self._path.open("r+b") as file:
+                kept = 0
+                while _iteration(line := file.readline(LINE_BYTES_MAX)) <= done:
+                    kept += len(line)
+                file.truncate(kept)
 
     def tick(self, clock: Clock, traffic: Counters, *, last: bool = False) -> None:
         """An iteration is over; of the `last` one there is a line whenever the one before was written."""
@@ -150,11 +154,11 @@ class MetricsLog:
             self._path = None
 
 
-def _iteration(line: str) -> float:
+def _iteration(line: bytes) -> float:
     """Of a line of metrics; one that a crash has cut belongs to no iteration."""
     try:
         return float(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
 
 

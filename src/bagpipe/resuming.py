@@ -19,7 +19,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from bagpipe.bounded import SETTINGS_BYTES_MAX, read_bounded
 from bagpipe.checkpoint.directory import Checkpoints
+from bagpipe.checkpoint.disk import check_private
 from bagpipe.checkpoint.manifest import MANIFEST, RunFacts
 from bagpipe.checkpoint.point import START, Checkpoint, ResumePoint
 from bagpipe.config import Config, lay_over, parse_config
@@ -62,6 +64,8 @@ def find_resume_point(resume: Resume, directory: str | Path | None) -> ResumePoi
 
     A path is that of a checkpoint, of a directory of them, or of a run. Of several the newest that verifies is taken.
     """
+    if directory is not None:
+        _check_private(Path(directory))
     if resume is None or resume is False:
         _refuse_held(directory, "go on from it with resume=True")
         return START
@@ -124,10 +128,17 @@ def _at(path: Path, purpose: str = "go on from") -> Checkpoint:
             raise CheckpointError(f"{path} is not the name of a checkpoint, which is its number of iterations")
         return Checkpoints(path.resolve().parent).open(int(path.resolve().name))
     within = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    _check_private(within)
     latest = Checkpoints(within).latest(verify=True)
     if latest is None:
         raise CheckpointError(f"{path} holds no checkpoint to {purpose}: check the path")
     return latest
+
+
+def _check_private(directory: Path) -> None:
+    """Runs begin in and go on from directories that nobody else can put a checkpoint into."""
+    if directory.is_dir():
+        check_private(directory, "the directory of checkpoints")
 
 
 def _refuse_held(directory: str | Path | None, remedy: str) -> None:
@@ -211,6 +222,7 @@ def find_run(path: Path | None) -> Path:
 
 def open_run(directory: Path, overrides: Iterable[str]) -> Resumed:
     """A run as it goes on, with settings that may be changed laid over its own."""
+    check_private(directory, "the run directory")
     own = _read(directory / CONFIG_NAME)
     before = parse_config(own)
     settings = before.model_dump(mode="json")
@@ -232,6 +244,7 @@ def open_run(directory: Path, overrides: Iterable[str]) -> Resumed:
         for key, (old, new) in changed.items()
         if _is_in(key, ROUNDING)
     ]
+    _check_private(directory / CHECKPOINTS)
     point, damaged = _newest(directory / CHECKPOINTS)
     if point == START:
         notes.append(f"{directory} has no checkpoint yet: it begins again")
@@ -302,8 +315,10 @@ def _is_stale(config: Config) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = json.loads(read_bounded(path, ConfigError, 4 * SETTINGS_BYTES_MAX))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"can't read the configuration {path}: {error}: restore it, or begin anew") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} is not a configuration: restore it, or begin anew")

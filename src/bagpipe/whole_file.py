@@ -25,12 +25,16 @@ def nothing_left(directory: Path) -> Iterator[None]:
         raise
 
 
+def _not_for_others(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o664)  # whatever the umask, no other user may write there
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A new file, open to read and write, that takes its name when the block ends, and vanishes if the block fails."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        with partial.open("x+b") as file:
+        with open(partial, "x+b", opener=_not_for_others) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

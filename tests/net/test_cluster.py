@@ -81,7 +81,7 @@ def test_three_nodes_give_the_same_and_are_left_as_they_were(three_nodes, tmp_pa
 def test_a_killed_driver_leaves_no_process_and_no_file_of_ray(tmp_path, scratch):
     driver = Driver(tmp_path / "run", *settings("iterations=100000"))
     driver.wait_for("trainer 0: iteration")
-    assert list(scratch.glob("bagpipe-ray-*/session_*"))
+    assert list(scratch.glob("bagpipe-ray-*/r/session_*"))
     driver.end(signal.SIGKILL)
     driver.assert_nothing_is_left()
     assert list(scratch.iterdir()) == []

@@ -16,7 +16,7 @@ import torch
 import bagpipe
 from bagpipe.errors import GradientError
 from bagpipe.failpoints import armed
-from bagpipe.trainer.loop import uninterrupted
+from bagpipe.signals import uninterrupted
 from harness.plain import loss_of, make_batches, make_net, nothing_left, threads_left  # noqa: F401
 
 pytestmark = [
@@ -311,7 +311,7 @@ def count(at, block):
 
     for number in SIGNALS:
         signal.signal(number, handler)
-    calls = Call(at, *SIGNALS, within=("/bagpipe/trainer/loop.py", "contextlib.py", __file__))
+    calls = Call(at, *SIGNALS, within=("/bagpipe/signals.py", "contextlib.py", __file__))
     try:
         with calls:
             block(done)

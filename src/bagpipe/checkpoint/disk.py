@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
+from bagpipe.errors import ConfigError
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -111,7 +113,7 @@ class Disk:
 
     def make_directory(self, path: Path) -> None:
         """A new directory; FileExistsError if there is anything of that name."""
-        path.mkdir()
+        path.mkdir(0o775)  # whatever the umask, no other user may write there
 
     def files(self, path: Path) -> list[str]:
         """Names of the regular files in a directory, sorted."""
@@ -155,5 +157,15 @@ def make_directories(disk: Disk, path: Path) -> None:
         disk.sync_directory(path.parent)
 
 
+def check_private(path: Path, what: str) -> None:
+    """ConfigError if every user may write to a directory: what is found there then is anybody's."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{what} {path} has mode {mode:04o}, so that any user can put files there, which a run would go on from: "
+            f"chmod o-w {path}, or give a directory in it"
+        )
+
+
 def _open(path: Path, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)

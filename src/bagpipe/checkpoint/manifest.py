@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,12 +18,13 @@ import msgspec
 from xxhash import xxh64_hexdigest
 
 from bagpipe._version import __version__
+from bagpipe.bounded import RECORD_BYTES_MAX, check_settings
 from bagpipe.errors import CheckpointError
 
 FORMAT = "bagpipe-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
-MANIFEST_BYTES_MAX = 1 << 28
+MANIFEST_BYTES_MAX = RECORD_BYTES_MAX
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
@@ -227,13 +229,14 @@ def _check_version(path: Path, data: bytes) -> None:
 def _check(path: Path, manifest: Manifest) -> None:
     """What is found here is the fault of whoever wrote the file."""
     remedy = "use another checkpoint"
+    check_settings(manifest.config, str(path), CheckpointError)
     for what, names in (
         ("file", [entry.name for entry in manifest.files]),
         ("table", [table.name for table in manifest.tables]),
     ):
-        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
-            raise CheckpointError(f"{path} names {what} {twice[0]!r} twice: {remedy}")
+            raise CheckpointError(f"{path} names {what} {min(twice)!r} twice: {remedy}")
     if manifest.file(MANIFEST) is not None:
         raise CheckpointError(f"{path} names itself as one of its files: {remedy}")
     if manifest.base is not None and manifest.base.done >= manifest.done:

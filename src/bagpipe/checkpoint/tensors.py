@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, deserialize
 
+from bagpipe.bounded import short
 from bagpipe.errors import CheckpointError
 
 ITEM_BYTES = {
@@ -77,7 +78,9 @@ def decode(what: str, data: bytes) -> tuple[dict[str, Placed], dict[str, str]]:
         # The library checks the metadata too, but gives them only of files that it opens itself.
         metadata = json.loads(header).get(_METADATA) or {}
     except (SafetensorError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not a file of tensors ({error}): use another checkpoint") from error
+        raise CheckpointError(
+            f"{what} is not a file of tensors ({short(str(error))}): use another checkpoint"
+        ) from error
     return found, metadata
 
 

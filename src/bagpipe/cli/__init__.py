@@ -7,14 +7,18 @@ anything else is a defect and keeps its traceback.
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
+import traceback
+from types import TracebackType
 
 import typer
 
 from bagpipe.cli import bench, checkpoint, compare, data, doctor, keys, launch, plan, server, train, verify
 from bagpipe.cli.output import fail
 from bagpipe.errors import BagpipeError
+from bagpipe.visible import VisibleFormatter, visible
 
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -53,8 +57,16 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 def main() -> None:
     """Entry point of the `bagpipe` command."""
+    sys.excepthook = _tell_of_defect
+    if logging.lastResort is not None:  # prints warnings where nothing else was set up
+        logging.lastResort.setFormatter(VisibleFormatter())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # an exception, so that everything is tidied up
     sys.exit(_run(as_json="--json" in sys.argv))
+
+
+def _tell_of_defect(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The traceback of an error that nobody foresaw, whose text may be of strangers."""
+    sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _run(as_json: bool) -> int:

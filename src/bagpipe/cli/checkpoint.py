@@ -91,7 +91,7 @@ def list_checkpoints(place: Place, as_json: AsJson = False) -> None:
         print_json({"directory": str(checkpoints.directory), "checkpoints": rows})
         return
     if not rows:
-        console.print(f"{checkpoints.directory} holds no checkpoints", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{checkpoints.directory} holds no checkpoints", soft_wrap=True)
         return
     print_rows(str(checkpoints.directory), rows)
 
@@ -179,7 +179,7 @@ def export(
         print_json({"done": checkpoint.done, "format": to.value, "files": [str(path) for path in files]})
         return
     for path in files:
-        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+        console.print(str(path), soft_wrap=True)
 
 
 @app.command("import")
@@ -219,7 +219,7 @@ def import_(
         return
     print_rows(str(checkpoint.directory), rows)
     for name in left_out:
-        errors.print(f"left out, since it is no table: {name}", markup=False)
+        errors.print(f"left out, since it is no table: {name}")
 
 
 @app.command("prune")

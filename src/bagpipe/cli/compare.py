@@ -132,13 +132,13 @@ def _print(title: str, rows: list[dict[str, Any]], swept: str | None) -> None:
     )
     _tell_of_speeds(rows, swept)
     for name in dict.fromkeys(row["policy"] for row in rows if not row["promised"]):
-        console.print(f"{name} does not promise the reference's bits with these options", highlight=False)
+        console.print(f"{name} does not promise the reference's bits with these options")
     for row in rows:
         if _is_broken(row):
             console.print(f"{row['policy']} has other bits than the reference, though it promises them: a defect")
         if "reason" in row:
             at = f" at {swept} {row['value']}" if swept else ""
-            console.print(f"{row['policy']} can't run{at}: {row['reason']}", highlight=False, markup=False)
+            console.print(f"{row['policy']} can't run{at}: {row['reason']}")
 
 
 def _tell_of_speeds(rows: list[dict[str, Any]], swept: str | None) -> None:
@@ -149,12 +149,12 @@ def _tell_of_speeds(rows: list[dict[str, Any]], swept: str | None) -> None:
         told += "Speeds are of one run each, and may differ by noise alone: --repeat 3 shows how far they vary."
     elif most:
         told += f"Speeds are medians of {most} runs in turns; spread is from the slowest of these to the fastest."
-    console.print(told, highlight=False)
+    console.print(told)
     for value in dict.fromkeys(row.get("value") for row in rows):
         alike = [row["policy"] for row in rows if row.get("value") == value and row["as_fast_as_any"]]
         if len(alike) > 1:
             at = "" if value is None else f" at {swept} {value}"
-            console.print(f"Not told apart by speed{at}, the fastest among them: {', '.join(alike)}", highlight=False)
+            console.print(f"Not told apart by speed{at}, the fastest among them: {', '.join(alike)}")
 
 
 def _is_broken(row: dict[str, Any]) -> bool:

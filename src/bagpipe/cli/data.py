@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from bagpipe.cli.output import AsJson, console, errors, print_json, print_pairs, print_rows, progress
+from bagpipe.cli.output import TITLE, AsJson, console, errors, print_json, print_pairs, print_rows, progress
 from bagpipe.cli.stats import stats
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def prepare(
 def _bytes_bar(title: str) -> Iterator[Callable[[int, int, int], None]]:
     """A progress bar over bytes that tells of samples; silent where standard error is not a terminal."""
     columns = (
-        TextColumn("[bold]{task.description}"),
+        TITLE,
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[samples]:,} samples, {task.fields[rate]:,.0f}/s"),
@@ -256,7 +256,7 @@ def presets(as_json: AsJson = False) -> None:
         return
     print_rows("presets", [{key: value for key, value in row.items() if key != "summary"} for row in rows])
     for row in rows:
-        console.print(f"{row['preset']}: {row['summary']}", highlight=False)
+        console.print(f"{row['preset']}: {row['summary']}")
 
 
 @app.command("generate")

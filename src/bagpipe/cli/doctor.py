@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from bagpipe.cli.output import AsJson, console, print_json
+from bagpipe.visible import visible
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -17,9 +18,9 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"ok": ok, "checks": [check.as_dict() for check in checks]})
     else:
-        marks = {True: "[green]ok  [/]", False: "[red]bad [/]", None: "[yellow]note[/]"}
+        marks = {True: ("ok  ", "green"), False: ("bad ", "red"), None: ("note", "yellow")}
         for check in checks:
-            console.print(f"{marks[check.ok]} [bold]{check.name}[/]: {escape(check.found)}", highlight=False)
+            console.print(Text.assemble(marks[check.ok], " ", (check.name, "bold"), f": {visible(check.found)}"))
             if check.remedy:
-                console.print(f"     {escape(check.remedy)}", highlight=False)
+                console.print(f"     {check.remedy}")
     raise typer.Exit(0 if ok else 1)

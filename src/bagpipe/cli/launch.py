@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from bagpipe.cli.output import AsJson, Settings, errors, print_json, print_pairs
 from bagpipe.cli.train import InitFrom, RunDirectory, tell_way_on, with_init_from
+from bagpipe.visible import visible
 
 if TYPE_CHECKING:
     from bagpipe.resuming import Resumed
@@ -95,7 +97,7 @@ def launch(
         trainer_cores=trainer_cores,
     )
     with StatusLines(errors, live=not script) as show:
-        launched = launch(request, show, sys.stderr.write if as_json else sys.stdout.write, show.tell)
+        launched = launch(request, show, partial(_echo, sys.stderr if as_json else sys.stdout), show.tell)
     if as_json:
         print_json(launched.summary)
     elif launched.trained is not None:
@@ -103,6 +105,11 @@ def launch(
         print_pairs(f"{chosen.model.name}, {shared_by}{request.servers} servers", launched.summary)
         tell_way_on(launched.summary)
     raise typer.Exit(launched.exit_code)
+
+
+def _echo(out: TextIO, text: str) -> None:
+    """What a script prints, as it is; a terminal gets the lines of it alone, and nothing that it would act on."""
+    out.write(visible("\n".join(text.replace("\r\n", "\n").split("\r"))) if out.isatty() else text)
 
 
 def _refuse_gpus(wanted: float) -> None:
@@ -124,5 +131,5 @@ def _resumed(run: Path, config: Path | None, run_dir: Path | None, given: list[s
             raise ConfigError(f"{name} {value}: a run that is resumed has its own: leave it out")
     resumed = open_run(find_run(run), given)
     for note in resumed.notes:
-        errors.print(f"note: {note}", markup=False)
+        errors.print(f"note: {note}")
     return resumed

@@ -1,4 +1,7 @@
-"""What all commands share: one JSON object on standard output with --json, tables for people without it."""
+"""What all commands share: one JSON object on standard output with --json, tables for people without it.
+
+What people see may hold names and values that strangers chose: none of it is markup, and no terminal acts on it (I8).
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from typing import Annotated, Any, Protocol
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from bagpipe.cluster.display import StatusLines
+from bagpipe.visible import visible
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 Settings = Annotated[
@@ -29,8 +34,27 @@ Settings = Annotated[
 TEXT_WIDTH_MAX = 32
 """Texts longer than this may be broken to fit a column."""
 
-console = Console()
-errors = Console(stderr=True)
+
+class PlainConsole(Console):
+    """Shows texts as they are, whatever is in them: no markup, no names of emoji, no sequences for a terminal."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A text that is about to be laid out, as wide as it will be shown."""
+        return super().render_str(visible(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Everything else that is shown; what moves a cursor is the console's own."""
+        for part in super().render(renderable, options):
+            yield part if part.control else Segment(visible(part.text), part.style)
+
+
+console = PlainConsole()
+errors = PlainConsole(stderr=True)
+TITLE = TextColumn("{task.description}", style="bold", markup=False)
+"""Of a bar of progress."""
 
 
 class Reporter(Protocol):
@@ -80,7 +104,7 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     Where it does not, what all have in common comes first. Mappings of different kinds that follow each other get a
     table for each kind; else lines and columns change places, so that any number of names can be read.
     """
-    console.print(f"[italic]{escape(title)}[/]", highlight=False)
+    console.print(title, style="italic")
     if _fits(rows):
         console.print(_table(rows))
         return
@@ -101,7 +125,7 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show(value: Any, name: str = "") -> str:
-    """A value as people read it; a name such as `disk_bytes` gives it a unit."""
+    """A value as people read it, in one line; a name such as `disk_bytes` gives it a unit."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -114,7 +138,7 @@ def show(value: Any, name: str = "") -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{4 if abs(value) >= 0.001 else 2}g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {show(part, str(key))}" for key, part in value.items())
-    return str(value)
+    return visible(str(value), lines=False)
 
 
 def show_bytes(num_bytes: float) -> str:
@@ -132,7 +156,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         header = textwrap.fill(name.replace("_", " "), _width(name, cells))
         table.add_column(header, justify="right" if all(map(_is_figure, cells)) else "left")
     for line in zip(*_columns(rows).values(), strict=True):
-        table.add_row(*map(escape, line))
+        table.add_row(*line)
     return table
 
 
@@ -144,7 +168,7 @@ def _standing(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(justify="right" if len(rows) > 1 else "left", overflow="fold")
     for number, (name, cells) in enumerate(_columns(rows).items()):
         style = "bold" if number == 0 and len(rows) > 1 else None
-        table.add_row(f"  {escape(name.replace('_', ' '))}", *map(escape, cells), style=style)
+        table.add_row(f"  {name.replace('_', ' ')}", *cells, style=style)
     return table
 
 
@@ -167,7 +191,9 @@ def _common(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """The cells under each name; empty where a mapping does not have it."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [show(row[name], name) if name in row else "" for row in rows] for name in names}
+    return {
+        visible(name, lines=False): [show(row[name], name) if name in row else "" for row in rows] for name in names
+    }
 
 
 def _fits(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -201,7 +227,7 @@ def progress(total: int | None, title: str) -> Iterator[Reporter]:
         yield _Lines(total, title)
         return
     columns = (
-        TextColumn("[bold]{task.description}"),
+        TITLE,
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -227,7 +253,7 @@ class _Bar:
         self._bar.update(self._task, total=total)
 
     def tell(self, line: str) -> None:
-        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(line, soft_wrap=True)
 
 
 class _Lines:
@@ -255,5 +281,4 @@ def fail(error: str, message: str, as_json: bool) -> None:
     if as_json:
         print_json({"error": error, "message": message})
     else:
-        errors.print(f"[bold red]{error}[/]: ", end="")
-        errors.print(message, markup=False, highlight=False, soft_wrap=True)
+        errors.print(Text.assemble((error, "bold red"), f": {visible(message)}"), soft_wrap=True)

@@ -64,7 +64,7 @@ def plan(
     if tables:
         print_rows(f"tables with lookahead {best.lookahead}; rows an iteration, mean", _tables(best))
     for line in _advice(forecasts, best, capacity, row_bytes):
-        console.print(line, highlight=False)
+        console.print(line)
 
 
 def _row(each: Forecast, row_bytes: int, capacity: int | None, best: Forecast) -> dict[str, Any]:

@@ -43,15 +43,15 @@ def server(
     as_json: AsJson = False,
 ) -> None:
     """Hold rows for trainers until SIGTERM or Ctrl-C. With --json one line says when it is ready, and where."""
-    import logging
     import threading
 
     import msgspec
 
     from bagpipe.config import memory_bytes
     from bagpipe.server.process import Ready, ServerOptions, serve, stopped_by_signals
+    from bagpipe.visible import log_to_standard_error
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_standard_error()
     options = ServerOptions(
         address=address,
         server=shard,
@@ -67,7 +67,7 @@ def server(
         if as_json:
             print_json(msgspec.to_builtins(ready))
         else:
-            console.print(f"server {ready.server} of {ready.servers} listens at {ready.address}", highlight=False)
+            console.print(f"server {ready.server} of {ready.servers} listens at {ready.address}")
 
     stop = threading.Event()
     with stopped_by_signals(stop):

@@ -72,7 +72,7 @@ def stats(
         return
     _print(data, found)
     if html is not None:
-        console.print(f"The page with pictures is {html}", highlight=False, markup=False)
+        console.print(f"The page with pictures is {html}")
 
 
 def _print(data: str, found: Stats) -> None:

@@ -94,7 +94,7 @@ def _train(
             if not (
                 chosen is None and isinstance(error, ConfigError)
             ):  # it has not begun: another process may be at it
-                errors.print(f"go on from the last checkpoint with: bagpipe train --resume {job.run_dir}", markup=False)
+                errors.print(f"go on from the last checkpoint with: bagpipe train --resume {job.run_dir}")
         elif chosen is not None:  # else it may be another process's
             discard(job.run_dir)  # training may not have begun
         raise
@@ -107,10 +107,10 @@ def tell_way_on(summary: Mapping[str, Any]) -> None:
         console.print(
             f"weights for PyTorch:    bagpipe checkpoint export {run} model.safetensors\n"
             f"train on with new data: bagpipe train --init-from {run} --set data.path=...",
-            markup=False, highlight=False, soft_wrap=True,
+            soft_wrap=True,
         )  # fmt: skip
     else:
-        console.print("no weights were kept: leave out checkpoint.final=false", markup=False, highlight=False)
+        console.print("no weights were kept: leave out checkpoint.final=false")
 
 
 def with_init_from(settings: list[str] | None, init_from: Path | None) -> list[str]:
@@ -130,5 +130,5 @@ def _resumed(run: Path | None, run_dir: Path | None, overrides: list[str]) -> tu
     directory = find_run(run)
     resumed = open_run(directory, overrides)
     for note in resumed.notes:
-        errors.print(f"note: {note}", markup=False)
+        errors.print(f"note: {note}")
     return open_job(resumed.config, directory), resumed.point.checkpoint

@@ -49,8 +49,8 @@ class Launch(World):
 
     config: Config
     servers: Sequence[str]
-    run: bytes
-    security: Security
+    run: bytes = field(repr=False)
+    security: Security = field(repr=False)
     """Of whoever connects to a server or an oracle."""
     trainer: int = 0
     """Which of the trainers this process is."""
@@ -59,7 +59,7 @@ class Launch(World):
     """The address of each trainer, without a port, on the interface that the user named."""
     meeting: MeetingPoint | str | None = None
     """Where trainers find each other: an address, and for the first one the point itself."""
-    listener: Security = None
+    listener: Security = field(default=None, repr=False)
     """Of a trainer that listens itself, on a port of its own host."""
     recovers: bool = False
     """Whether the run goes on after a loss: trainers make marks, and servers can return to them."""

@@ -52,11 +52,11 @@ class StatusLines:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
         elif self._is_due(role, _words(line)):
-            self._console.print(f"{role}: {line}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(f"{role}: {line}", soft_wrap=True)
 
     def tell(self, line: str) -> None:
         """Say something that stays; on a terminal above the table."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(line, soft_wrap=True)
 
     def _is_due(self, role: str, words: str) -> bool:
         """Whether a plain line says something new, or the last one was long ago."""

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
-LONGEST_TEMP_DIR = 40
-"""Ray puts sockets below it, whose paths have at most 107 characters."""
+LONGEST_TEMP_DIR = 20
+"""Ray puts sockets below it, whose paths have at most 107 characters; 85 of them are names that it and we give."""
 OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes; nothing of ours goes there."""
 
@@ -35,14 +35,15 @@ def main() -> None:
     if not asked:
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # before there is anything to remove
+        signal.signal(number, lambda *_: over.set())
+    # Ray lets every user write to the directory that it is given: it gets one within ours, which nobody else can enter.
     directory = Path(tempfile.mkdtemp(prefix="bagpipe-ray-", dir=_temp_parent()))
     scratch = directory / "tmp"
     scratch.mkdir()
     os.environ["TMPDIR"] = str(scratch)  # of all roles
-    over = threading.Event()
     threading.Thread(target=_await_end, args=(owner, directory), daemon=True).start()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
     try:
         said = {"address": _start_ray(directory, json.loads(asked))}
     except Exception as error:
@@ -101,7 +102,7 @@ def _start_ray(directory: Path, asked: dict[str, Any]) -> str:
         logging_level=logging.ERROR,
         object_store_memory=OBJECT_STORE_BYTES,
         _node_ip_address="127.0.0.1",
-        _temp_dir=str(directory),
+        _temp_dir=str(directory / "r"),
         **asked,
     )
     address: str = ray.get_runtime_context().gcs_address

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import faulthandler
-import logging
+import io
 import os
 import secrets
 import sys
@@ -15,6 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+
+from bagpipe.visible import log_to_standard_error
 
 CHUNK_BYTES = 64 << 10
 
@@ -29,8 +31,9 @@ class LogPlace:
     @classmethod
     def make(cls, directory: Path) -> LogPlace:
         """Make the directory; a run that is gone on with has one."""
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(0o755, parents=True, exist_ok=True)
         mark = secrets.token_hex(8)
+        (directory / ".mark").touch(0o644)
         (directory / ".mark").write_text(mark)
         return cls(directory.resolve(), mark)
 
@@ -48,6 +51,7 @@ class LogPlace:
 
     def ray(self) -> TextIO:
         """The log of what Ray says to the driver."""
+        self.path("ray").touch(0o644)
         return self.path("ray").open("w", buffering=1, encoding="utf-8", errors="replace")
 
     def finish(self) -> None:
@@ -73,12 +77,9 @@ class RoleLog:
         for stream, target in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(descriptor, target)
-        sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+        sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)
         faulthandler.enable(sys.stderr)
-        logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-        )
+        log_to_standard_error(force=True)
 
     def news(self) -> bytes:
         """What was printed since the last call, at most so much at a time; nothing if the driver can see it."""
@@ -87,6 +88,12 @@ class RoleLog:
         printed = os.pread(self._descriptor, CHUNK_BYTES, self._sent)
         self._sent += len(printed)
         return printed
+
+
+def _unbuffered(descriptor: int) -> TextIO:
+    """A stream that keeps nothing back: this process may be killed at any time, also in the middle of a line."""
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", write_through=True)
 
 
 class Tail:

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,12 +24,14 @@ from typing import Any
 
 from bagpipe.cluster.extra import import_ray
 from bagpipe.errors import ClusterError, ConfigError, DeadlineError
+from bagpipe.signals import handled
 from bagpipe.wire.keys import parse_address
 
 KEEPER = Path(__file__).with_name("keeper.py")
 START_S = 90.0
 END_S = 20.0
 REACH_S = 5.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class OwnRay:
@@ -114,46 +115,39 @@ def disconnect() -> None:
 @contextmanager
 def exit_codes_kept() -> Iterator[None]:
     """What a handler of SIGTERM or Ctrl-C raises leaves this block as it is: calls of Ray make SystemExit(1) of it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    raised: list[BaseException] = []
-    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Not the errors themselves: with their frames they would keep this block, and its handlers, alive.
+    raised: list[tuple[type[BaseException], tuple[Any, ...]]] = []
+    found = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in found.items() if callable(handler)}
 
     def handle(number: int, frame: FrameType | None) -> None:
         try:
             before[signal.Signals(number)](number, frame)
         except BaseException as error:
-            raised.append(error)
+            raised.append((type(error), error.args))
             raise
 
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield
-    except SystemExit:
-        if raised:
-            raise raised[0] from None
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled(dict.fromkeys(before, handle)):
+        try:
+            yield
+        except SystemExit:
+            if raised:
+                kind, arguments = raised[0]
+                raise kind(*arguments) from None
+            raise
 
 
 def _connect(ray: ModuleType, address: str) -> None:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
-    except Exception as error:
-        raise ClusterError(
-            f"the Ray cluster at {address} can't be joined: {_first_line(error)}: see that `ray status` works on this "
-            "machine, which must be one of its nodes, and that RAY_AUTH_MODE and the token are those of the cluster"
-        ) from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():  # Ray takes SIGTERM for itself, and ends with another code
-                signal.signal(number, handler)
+    # Ray takes SIGTERM for itself, and ends with another code.
+    with handled({number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not None}):
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+        except Exception as error:
+            raise ClusterError(
+                f"the Ray cluster at {address} can't be joined: {_first_line(error)}: see that `ray status` works on "
+                "this machine, which must be one of its nodes, and that RAY_AUTH_MODE and the token are those of the "
+                "cluster"
+            ) from error
 
 
 def _check_reachable(address: str) -> None:

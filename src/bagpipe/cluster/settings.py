@@ -61,7 +61,7 @@ class Failure:
 class Wiring:
     """What all roles of a run share."""
 
-    run: bytes
+    run: bytes = field(repr=False)
     listener: Security = field(repr=False)
     """Of whoever listens: servers, oracle, data processors."""
     client: Security = field(repr=False)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from bagpipe.checkpoint.disk import Disk, make_directories
 from bagpipe.errors import ClusterError
 from bagpipe.whole_file import whole_file
 
@@ -21,7 +22,8 @@ class Sight:
 
     def __init__(self, directory: Path) -> None:
         self.place, self.token = directory / f".seen-{os.urandom(4).hex()}", os.urandom(16).hex()
-        self.place.mkdir(parents=True)
+        make_directories(Disk(), directory)
+        self.place.mkdir(0o700)
         _leave(self.place, _DRIVER, self.token)
 
     def check(self, roles: Collection[str]) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from bagpipe.bounded import RECORD_BYTES_MAX, read_bounded, shown
 from bagpipe.errors import ShardError
 from bagpipe.table import Table
 
@@ -30,9 +32,10 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}$")
 
 
 class Record(BaseModel):
-    """A checked, unchangeable part of a manifest or header; unknown fields are refused."""
+    """A checked, unchangeable part of a manifest or header; unknown fields are refused, and not told: the file may be
+    another, with a secret."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
 
 class VocabularyEntry(Record):
@@ -143,7 +146,7 @@ class Manifest(Record):
 
 
 class _Version(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)
     format: str
     version: int
 
@@ -152,7 +155,7 @@ def load_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of a directory."""
     path = directory / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, ShardError, RECORD_BYTES_MAX)
     except FileNotFoundError:
         hint = "write the data again, into a new directory" if directory.is_dir() else "check the path"
         raise ShardError(f"{path} does not exist, so {directory} is not a complete data set: {hint}") from None
@@ -175,7 +178,8 @@ def load_manifest(directory: Path) -> Manifest:
 def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "the file"
-    return f"{where}: {first['msg']} (value {str(first['input'])[:80]!r})"
+    value = "" if first["type"] in ("extra_forbidden", "missing") else f" (value {str(first['input'])[:80]!r})"
+    return f"{where}: {first['msg']}{value}"
 
 
 def _check(path: Path, manifest: Manifest) -> None:
@@ -194,12 +198,14 @@ def _check(path: Path, manifest: Manifest) -> None:
         ("part", [part.name for part in manifest.parts]),
         ("vocabulary", [entry.file for entry in manifest.vocabularies().values()]),
     ):
-        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ShardError(f"{path} names {what} {min(twice)!r} twice: write the data again")
     looked_up = [name for table in manifest.tables for name in table.features]
     if sorted(looked_up) != sorted(feature.name for feature in manifest.features):
-        raise ShardError(f"{path}: the features of the tables, {looked_up}, are not those stored: write the data again")
+        raise ShardError(
+            f"{path}: the features of the tables, {shown(looked_up)}, are not those stored: write the data again"
+        )
     total = sum(shard.samples for shard in manifest.shards)
     if total != manifest.samples:
         raise ShardError(f"{path} has {manifest.samples} samples, its shards {total}: write the data again")

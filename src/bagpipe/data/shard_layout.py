@@ -30,6 +30,8 @@ PRELUDE = struct.Struct("<8sIII")
 """Magic, version, bytes of the header, its CRC-32."""
 ALIGNMENT = 64
 CHUNK_BYTES = 1 << 18
+HEADER_BYTES_MAX = 1 << 24
+"""A shard of 300 GB has as much."""
 
 
 class ColumnEntry(Record):
@@ -103,6 +105,11 @@ def map_shard(path: Path, entry: ShardEntry) -> tuple[ShardHeader, Bytes]:
         raise ShardError(
             f"{path} has version {version}, this is version {VERSION}: write the data again, or use the version of "
             "Bagpipe that wrote it"
+        )
+    if size > HEADER_BYTES_MAX:
+        raise ShardError(
+            f"{path} announces a header of {size:,} B, at most {HEADER_BYTES_MAX:,} are read: write the data again, in "
+            "smaller shards"
         )
     text = data[PRELUDE.size : PRELUDE.size + size].tobytes()
     found = zlib.crc32(text)

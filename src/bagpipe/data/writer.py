@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bagpipe.bounded import RECORD_BYTES_MAX
 from bagpipe.data.dataset import Dataset
 from bagpipe.data.manifest import MANIFEST, FeatureEntry, Manifest, ShardEntry, TableEntry
 from bagpipe.data.shard_file import allowed, first_bad
@@ -147,7 +148,13 @@ class ShardWriter:
         manifest = complete(self._manifest()).sealed()
         # The names of the shards must be on disk before the manifest speaks of them.
         _sync_directory(self.path)
-        write_file(self.path / MANIFEST, [manifest.text().encode()], "wb")
+        text = manifest.text().encode()
+        if len(text) > RECORD_BYTES_MAX:
+            raise ShardError(
+                f"{self.path / MANIFEST} would have {len(text):,} B for {len(manifest.shards):,} shards, at most "
+                f"{RECORD_BYTES_MAX:,} are read: write larger shards"
+            )
+        write_file(self.path / MANIFEST, [text], "wb")
         self._finished = True
         _sync_directory(self.path)
         return manifest

@@ -7,10 +7,11 @@ serves light and dark screens; the palette can be told apart with any kind of co
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+
+from bagpipe.visible import visible
 
 Number = int | float
 Point = tuple[Number, Number | None]
@@ -26,7 +27,6 @@ TICKS_MAX = 12
 _LABELS_MAX = 16
 """Characters of a bar's name; the tooltip has all."""
 NUM_COLOURS = 6
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 _LIGHT = ("#0b62a8", "#c8500a", "#0a7f5b", "#a43f86", "#7a6400", "#4a6fe3")
 _DARK = ("#5aaeee", "#f2955a", "#3fc79b", "#e08cc6", "#d9bd4a", "#9db0ff")
@@ -316,12 +316,7 @@ def _tooltip(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return escape(printable(text))
-
-
-def printable(text: str) -> str:
-    """The text with a mark in place of what no page may hold: control characters, halves of surrogate pairs."""
-    return _UNPRINTABLE.sub("\ufffd", text)
+    return escape(visible(text))
 
 
 def _svg(title: str, parts: Sequence[str], height: int) -> str:

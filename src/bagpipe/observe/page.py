@@ -12,7 +12,8 @@ from pathlib import Path
 
 from bagpipe.errors import ConfigError
 from bagpipe.observe import charts
-from bagpipe.observe.charts import Chart, printable
+from bagpipe.observe.charts import Chart
+from bagpipe.visible import visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = (
@@ -131,4 +132,4 @@ def _cell(kind: str, text: str, textual: bool) -> str:
 
 
 def _escaped(text: str) -> str:
-    return escape(printable(text))
+    return escape(visible(text))

@@ -14,7 +14,7 @@ from threading import Lock
 from bagpipe.errors import WireError
 from bagpipe.failpoints import reach
 from bagpipe.waits import Waits
-from bagpipe.wire.connection import Peer, wait_telling
+from bagpipe.wire.connection import Peer, PeerGoneError, wait_telling
 from bagpipe.wire.messages import Body
 from bagpipe.wire.records import NO_ITERATION
 
@@ -107,7 +107,7 @@ class Outbox:
         )  # fmt: skip
         answer = self._find(trainer, iteration)
         if answer is None:
-            raise ConnectionAbortedError("nothing is answered any more")
+            raise PeerGoneError("nothing is answered any more")
         self.num_sent += bool(answer.buffers)
         self.bytes_sent += sum(buffer.nbytes for buffer in answer.buffers)
         peer.reply(answer.body, answer.buffers)

@@ -26,8 +26,10 @@ from bagpipe.errors import BagpipeError, ConfigError
 from bagpipe.server.rows_state import Safety
 from bagpipe.server.server import EmbeddingServer
 from bagpipe.server.storage import Storage, in_files, in_memory
+from bagpipe.signals import handled
 from bagpipe.store.mapped import RESIDENT_BYTES_MAX, make_directory
 from bagpipe.store.versioned import LAYER_BYTES
+from bagpipe.visible import log_to_standard_error
 from bagpipe.wire.connection import Buffers
 from bagpipe.wire.keys import Security, check_security, parse_address
 from bagpipe.wire.listener import Listener
@@ -157,12 +159,8 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
         _log.info("%s: ending", signal.Signals(number).name)
         stop.set()
 
-    before = {each: signal.signal(each, ask) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handled({signal.SIGTERM: ask, signal.SIGINT: ask}):
         yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def warm_up(store: Literal["memory", "mapped"]) -> None:
@@ -210,7 +208,7 @@ class _Itself:
 
 def main() -> int:
     """A server that another process of ours has started."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_standard_error()
     stop = threading.Event()
 
     def announce(ready: Ready) -> None:

@@ -195,6 +195,12 @@ def check_chunk(table: int, rows_per_chunk: int) -> None:
         raise StoreError(f"table {table}: rows_per_chunk is {rows_per_chunk}: give at least 1")
 
 
+def check_span(table: int, start: int, stop: int) -> None:
+    """Refuse places before the first row, and such as no 64-bit number names."""
+    if not 0 <= start <= stop < 1 << 63:
+        raise StoreError(f"table {table}: there are no rows {start} to {stop}: give 0 <= start <= stop < 2^63")
+
+
 def check_read(tables: Sequence[RowSource], table: int, ids: Int64s, out: Floats) -> None:
     """Refuse ids of another type, and an output that rows, or their first columns, can't be copied into."""
     width = check_table(tables, table).width

@@ -27,6 +27,7 @@ from bagpipe.store.base import (
     check_chunk,
     check_distinct,
     check_read,
+    check_span,
     check_table,
     check_tables_differ,
     check_widths,
@@ -139,6 +140,7 @@ class LocalStore(Store):
     def scan(self, table: int, start: int, stop: int, values: bool = True) -> tuple[Int64s, Floats]:
         """Ids of the rows at these positions, and their values unless only the ids are wanted."""
         self._check_usable()
+        check_span(table, start, stop)
         part = self._part(table)
         with part.lock:
             ids = part.positions.ids(start, stop)

@@ -39,6 +39,7 @@ from bagpipe.store.base import (
     TablePart,
     check_chunk,
     check_read,
+    check_span,
     check_table,
     fill_initial,
 )
@@ -343,6 +344,7 @@ class VersionedStore(Store):
         """Ids of the rows that were first written as number `start` to `stop`, and their values unless only ids are
         wanted."""
         self._check_usable()
+        check_span(table, start, stop)
         ids, first = [np.empty(0, np.int64)], 0
         with self._merging:
             for store, positions in self._in_order(table):

@@ -7,13 +7,9 @@ left running (I4). Where it ended with its last batch, the next one finds its ro
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import weakref
-from _signal import getsignal  # type: ignore[import-not-found]  # signal's own make enums, 0.3 ms a batch
-from _signal import signal as set_handler
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +31,7 @@ from bagpipe.layout import RowLayout
 from bagpipe.optim import PerTable, RowOptimizer
 from bagpipe.oracle.plan import Plan
 from bagpipe.row_ops import ops_on
+from bagpipe.signals import uninterrupted
 from bagpipe.store import Store
 from bagpipe.trainer.pipeline import Counters, Pipeline, Progress
 from bagpipe.trainer.ranks import refuse_ranks
@@ -60,9 +57,6 @@ class Phase(Enum):
     STEPPED = "on a batch whose rows are updated"
     CLOSING = "at the end of an epoch"
     CLOSED = "after an epoch"
-
-
-SIGNALS = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})))
 
 
 class TrainLoop:
@@ -579,48 +573,6 @@ class TrainLoop:
                 "trainers call flush() first, then evaluate"
             )
         self.flush()
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold back what a signal handler of Python would raise, such as KeyboardInterrupt, until the block is done: half
-    of an update is worse than none (I4)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: handler for number in SIGNALS if callable(handler := getsignal(number))}
-    arrived: list[tuple[int, Any]] = []
-    try:
-        for number in handlers:
-            set_handler(number, lambda number, frame: arrived.append((number, frame)))
-        yield
-    finally:
-        try:
-            _restore(list(handlers.items()))
-        finally:
-            _deliver(arrived, handlers)
-
-
-def _restore(handlers: list[tuple[int, Any]]) -> None:
-    """All of them, also where one that is there again raises meanwhile: no signal may be held back for good."""
-    try:
-        while handlers:
-            set_handler(*handlers[-1])
-            handlers.pop()
-    finally:
-        if handlers:
-            _restore(handlers)
-
-
-def _deliver(arrived: list[tuple[int, Any]], handlers: Mapping[int, Callable[[int, Any], object]]) -> None:
-    """What was held back, each to its handler, also where one of them raises."""
-    try:
-        while arrived:
-            number, frame = arrived.pop(0)
-            handlers[number](number, frame)
-    finally:
-        if arrived:
-            _deliver(arrived, handlers)
 
 
 def _abandon(pipeline: Pipeline[Any], sync: RowSync | None, helpers: list[Workers]) -> None:

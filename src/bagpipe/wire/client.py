@@ -49,8 +49,8 @@ class _Request:
     compose: Compose
     what: str
     progress: int = -1
-    why: str = ""
-    """What the other side waits for, as far as it has said so."""
+    word: str = "which says nothing"
+    """The last that was heard of it."""
     since: float = 0.0
     """When it last made progress, as far as anybody listened."""
 
@@ -169,13 +169,16 @@ class Client:
                     raise ConnectionResetError("it did not answer") from None
                 self._check_lost()
                 continue
-            heard = self._heard = self._network.now()
+            heard, self._trouble = self._network.now(), ""
+            self._heard = heard
             self._check_answer(request, answer)
             if isinstance(answer.body, Failed):  # of what is under way nothing is known by that
                 raise named_error(answer.body, self.name, self._otherwise)
             if not isinstance(answer.body, NotYet):
                 return answer.body
             self._take_word(request, answer.body)
+            if self._under_way:  # which waits for the same
+                self._under_way[0].word = request.word
 
     def _poll(self, timeout_s: float) -> Message | None:
         assert not self._closed, f"the client of {self.name} is closed"
@@ -198,6 +201,8 @@ class Client:
             self._take_word(request, answer.body)
             if answer.body.again:
                 self._send_again(request)
+            else:
+                self._network.pause(0.0)  # under a seed what is waited for may be for others to do
             return None
         self._under_way.popleft()
         self._waited_for = None
@@ -299,15 +304,15 @@ class Client:
         now = self._network.now()
         if word.progress > request.progress:
             request.progress, request.since = word.progress, now
-        request.why = word.why
+        request.word = f"which {word.why}"
         self._check_work(request)
 
     def _check_work(self, request: _Request) -> None:
         waited_s = self._network.now() - request.since
         if waited_s >= self._patience.work_s:
             raise DeadlineError(
-                f"waited {waited_s:.0f} s for {request.what} from {self.name}, which {request.why or 'says nothing'}"
-                f"{f' ({self._trouble})' if self._trouble else ''}: see what holds it up"
+                f"waited {waited_s:.0f} s for {request.what} from {self.name}, {self._trouble or request.word}: "
+                "see what holds it up"
             )
 
     def _what(self) -> str:

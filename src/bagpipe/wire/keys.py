@@ -134,7 +134,8 @@ def tls_context(keys: Keys) -> ssl.SSLContext:
         context.load_verify_locations(cadata=keys.peer)
         with _as_file(f"{keys.secret}\n{keys.certificate}") as path:
             context.load_cert_chain(path, password="")  # else it would ask for one on the terminal
-    except (ssl.SSLError, ValueError):
+        ssl.PEM_cert_to_DER_cert(keys.peer)  # one certificate, and nothing else
+    except (ssl.SSLError, ValueError, TypeError):
         # from None: what was read may be a secret
         raise WireError(
             f"the secret key of the {keys.role} does not belong to its certificate, or one of them is damaged: "
@@ -247,7 +248,16 @@ def find_keys(role: Role) -> Keys | None:
         return None
     if given.lstrip().startswith("{"):
         return _parse(given.encode(errors="replace"), VARIABLE, role)
+    if not _is_there(given):  # from here on it is no path that may be shown: keys that something was put before look so
+        raise WireError(f"{VARIABLE} names no file, and holds no keys: give the path of a key file, or what is in it")
     return load_keys(Path(given), role)
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long for a name
+        return False
 
 
 def _check_file(path: Path, status: os.stat_result) -> None:

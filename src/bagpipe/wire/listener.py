@@ -138,9 +138,11 @@ class Visitor:
 
     def admit(self, kind: str = "") -> None:
         """It has shown that it belongs to the run."""
-        self.give_back()
-        self._budget = self._budgets.of(kind)
-        self._on_admit()
+        budget = self._budgets.of(kind)
+        if budget is not self._budget:  # with every request it may be said again
+            self.give_back()
+            self._budget = budget
+            self._on_admit()
 
     def still_waiting(self, why: str, progress: int = 0) -> None:
         """Tell it that it was heard."""
@@ -378,8 +380,6 @@ def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | N
     except Exception:
         _log.exception("%s of %s failed", type(request.body).__name__, visitor.name)
         return Failed(BagpipeError.__name__, "the server failed inside: its log says how"), ()
-
-
 
 
 def _bound(address: Address) -> socket.socket:

@@ -3,10 +3,9 @@
 import io
 
 import pytest
-from rich.console import Console
 
 from bagpipe.cli import output
-from bagpipe.cli.output import print_rows, show
+from bagpipe.cli.output import PlainConsole, print_rows, show
 
 WIDE = [
     {
@@ -31,7 +30,7 @@ def printed(monkeypatch):
 
     def run(*arguments, width=80):
         text = io.StringIO()
-        monkeypatch.setattr(output, "console", Console(width=width, file=text))
+        monkeypatch.setattr(output, "console", PlainConsole(width=width, file=text))
         print_rows(*arguments)
         return [line.rstrip() for line in text.getvalue().splitlines()]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
+from bagpipe.cli.output import PlainConsole
 from bagpipe.cluster import display
 from bagpipe.cluster.display import StatusLines
 
@@ -20,7 +20,7 @@ def clock(monkeypatch):
 
 def test_plain_lines_say_what_is_new_at_once_and_figures_only_now_and_then(clock):
     out = io.StringIO()
-    with StatusLines(Console(file=out)) as show:
+    with StatusLines(PlainConsole(file=out)) as show:
         show("trainer 0", "is placed")
         show("trainer 0", "starts on [host]")
         for iteration in range(1, 30):
@@ -39,7 +39,7 @@ def test_plain_lines_say_what_is_new_at_once_and_figures_only_now_and_then(clock
 
 def test_a_terminal_has_one_line_a_role_and_in_the_end_none():
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=60)
+    console = PlainConsole(file=out, force_terminal=True, width=60)
     with StatusLines(console) as show:
         show("trainer 0", "iteration 1")
         show("server 0", "2 rows")
@@ -50,6 +50,6 @@ def test_a_terminal_has_one_line_a_role_and_in_the_end_none():
 
 def test_a_script_that_prints_itself_has_plain_lines_on_a_terminal_too():
     out = io.StringIO()
-    with StatusLines(Console(file=out, force_terminal=True), live=False) as show:
+    with StatusLines(PlainConsole(file=out, force_terminal=True), live=False) as show:
         show("trainer 0", "runs train.py")
     assert out.getvalue() == "trainer 0: runs train.py\n"

@@ -329,7 +329,9 @@ def test_a_server_in_the_place_of_a_dead_one_reads_its_share_of_the_checkpoint(t
     for number in range(3):
         share = made(server=number, servers=3, generation=4, safety=Safety(checkpoints=(tmp_path,)))
         assert share.birth != whole.birth
-        assert "this is generation 4" in refused(Peer(share).opened, "GenerationOverError"), "who knew the dead one is refused"
+        assert "this is generation 4" in refused(Peer(share).opened, "GenerationOverError"), (
+            "who knew the dead one is refused"
+        )
         share.recover(4, point)
         part = Peer(share, generation=4).read(*ids)
         assert share.stats().num_rows == [len(part)]

@@ -202,8 +202,7 @@ def test_records_keep_their_numbers():
     assert names == [
         "Open", "Opened", "Read", "Rows", "Write", "Written", "Scan", "Scanned", "AskStats", "Stats", "NotYet",
         "Failed", "GetBatch", "GotBatch", "DescribePlans", "PlansDescribed", "NextPlan", "Planned", "NoMorePlans",
-        "PlannedPart", "Mark", "Save", "Saved", "Load", "Confirm", "Confirmed", "Worked", "AskMarks", "Marks",
-        "Recover",
+        "Mark", "Save", "Saved", "Load", "Confirm", "Confirmed", "Worked", "AskMarks", "Marks", "Recover",
     ]  # fmt: skip
 
 

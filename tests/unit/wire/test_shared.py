@@ -1,159 +1,137 @@
-"""Memory that is shared by its descriptor is used when it is exactly as announced, and never otherwise."""
+"""Shared memory: only what is sealed, whole and writable is touched; nothing else costs more than a look."""
 
 from __future__ import annotations
 
-import array
 import fcntl
-import gc
 import mmap
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from bagpipe.wire.shared import OwnMemory, attach, regions
+from bagpipe.wire import shared
+from bagpipe.wire.shared import NUM_BYTES_MAX, OwnMemory, attach, regions
+from harness.wire import MB, nothing_left_behind
 
-SIZE = 1 << 16
-
-
-@pytest.fixture
-def own():
-    memory = OwnMemory(SIZE)
-    yield memory
-    memory.close()
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-def attached(descriptor: int, num_bytes: int = SIZE) -> memoryview | None:
-    """By a descriptor of its own, as one that has come with a message; it is closed in any case."""
-    passed = os.dup(descriptor)
-    try:
-        return attach(passed, num_bytes)
-    finally:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(passed)
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    with nothing_left_behind():
+        yield
 
 
-def test_both_sides_see_the_same_bytes(own: OwnMemory) -> None:
-    foreign = attached(own.descriptor)
-    assert foreign is not None
-    own.memory[1000:1003] = b"abc"
-    assert bytes(foreign[1000:1003]) == b"abc"
-    foreign[SIZE - 1] = 7
-    assert own.memory[SIZE - 1] == 7
+def memfd(num_bytes=MB, seals=SEALS):
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_bytes)
+    if seals:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def test_what_one_side_writes_the_other_reads():
+    own = OwnMemory(MB)
+    memory = attach(os.dup(own.descriptor), MB)
+    own.memory[100:104] = b"rows"
+    assert bytes(memory[100:104]) == b"rows"
+    memory[200:202] = b"ok"
+    assert bytes(own.memory[200:202]) == b"ok"
     own.close()
     own.close()
-    assert foreign[SIZE - 1] == 7, "it is still safe to touch"
+    assert bytes(memory[100:104]) == b"rows"  # whoever still has it keeps it
+    del memory
 
 
-def test_nobody_can_make_it_shorter_or_longer(own: OwnMemory) -> None:
-    for size in (0, SIZE - 1, SIZE + 1):
+def test_own_memory_can_not_become_shorter_and_its_seals_stay():
+    own = OwnMemory(MB)
+    for spoil in (lambda: os.ftruncate(own.descriptor, 10), lambda: os.ftruncate(own.descriptor, 2 * MB)):
         with pytest.raises(PermissionError):
-            os.ftruncate(own.descriptor, size)
+            spoil()
     with pytest.raises(PermissionError):
         fcntl.fcntl(own.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-
-
-@pytest.mark.parametrize("num_bytes", [SIZE * 2, SIZE // 2, SIZE - 1, 0, -1, 63, 1 << 62, 1 << 70])
-def test_what_is_not_of_the_size_that_was_announced_is_not_shared(own: OwnMemory, num_bytes: int) -> None:
-    assert attached(own.descriptor, num_bytes) is None
-
-
-def test_what_would_take_too_much_is_not_shared() -> None:
-    own = OwnMemory((1 << 30) + 4096)
-    assert attached(own.descriptor, own.num_bytes) is None
-    own.close()
-
-
-@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW])
-def test_memory_that_could_shrink_or_grow_is_not_shared(seals: int) -> None:
-    descriptor = os.memfd_create("bagpipe", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, SIZE)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    assert attached(descriptor) is None
-    os.close(descriptor)
-
-
-def test_files_pipes_and_sockets_are_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "bagpipe"
-    path.write_bytes(b"t" * SIZE)
-    readable, writable = os.pipe()
-    ends = socket.socketpair()
-    with path.open("r+b") as file:
-        for descriptor in (file.fileno(), readable, writable, ends[0].fileno(), os.open(tmp_path, os.O_RDONLY)):
-            assert attached(descriptor) is None
-    os.close(descriptor)
-    for descriptor in (readable, writable):
-        os.close(descriptor)
-    for end in ends:
-        end.close()
-    assert path.read_bytes() == b"t" * SIZE
-
-
-def test_memory_that_can_only_be_read_is_not_shared(own: OwnMemory) -> None:
-    sealed = os.memfd_create("bagpipe", os.MFD_ALLOW_SEALING)
-    os.ftruncate(sealed, SIZE)
-    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
-    read_only = os.open(f"/proc/self/fd/{own.descriptor}", os.O_RDONLY)
-    for descriptor in (sealed, read_only):
-        assert attached(descriptor) is None
-        os.close(descriptor)
-
-
-def test_nothing_has_a_name_and_all_is_given_back() -> None:
-    gc.collect()  # what earlier tests have left
-    names, descriptors = set(Path("/dev/shm").iterdir()), set(Path("/proc/self/fd").iterdir())
-    mapped = Path("/proc/self/maps").read_text().count("memfd:bagpipe")
-    own = OwnMemory(SIZE)
-    foreign = attached(own.descriptor)
-    assert set(Path("/dev/shm").iterdir()) == names
-    own.close()
-    del foreign, own
-    gc.collect()
-    assert set(Path("/proc/self/fd").iterdir()) <= descriptors
-    assert Path("/proc/self/maps").read_text().count("memfd:bagpipe") == mapped
-
-
-OTHER = """
-import array, socket, sys
-from bagpipe.wire.shared import OwnMemory
-own = OwnMemory(65536)
-own.memory[100:105] = b"hello"
-way = socket.socket(fileno=int(sys.argv[1]))
-way.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own.descriptor]))])
-sys.stdin.read()
-"""
-
-
-def test_another_process_shares_and_what_it_shared_stays_when_it_is_killed() -> None:
-    ours, theirs = socket.socketpair()
-    other = subprocess.Popen(
-        [sys.executable, "-c", OTHER, str(theirs.fileno())], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()]
-    )
-    theirs.close()
-    ours.settimeout(60)
-    _, ((_, _, data),), _, _ = ours.recvmsg(1, socket.CMSG_SPACE(4))
-    foreign = attach(array.array("i", data)[0], SIZE)
-    assert foreign is not None
-    other.kill()
-    other.communicate(timeout=60)
-    assert bytes(foreign[100:105]) == b"hello"
-    ours.close()
-
-
-def test_no_process_that_is_started_inherits_it(own: OwnMemory) -> None:
     assert not os.get_inheritable(own.descriptor)
+    own.close()
 
 
-@pytest.mark.parametrize(("num_rows", "num_floats"), [(0, 0), (1, 1), (7, 7 * 48), (64, 64), (1000, 3)])
-def test_regions_lie_apart_and_begin_on_cache_lines(num_rows: int, num_floats: int) -> None:
-    layout = regions(num_rows, num_floats)
-    for region, size in zip(layout, (num_rows * 8, num_rows, num_floats * 4), strict=True):
-        assert region.start % 64 == 0
-        assert region.stop - region.start == size
-    assert layout.ids.stop <= layout.flags.start
-    assert layout.flags.stop <= layout.rows.start
-    assert layout.num_bytes == layout.rows.stop
-    assert mmap.PAGESIZE % 64 == 0
+def a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(MB))
+    return os.open(path, os.O_RDWR)
+
+
+def a_pipe(_):
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+def a_socket(_):
+    return socket.socket().detach()
+
+
+def read_only(_):
+    descriptor = memfd()
+    again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    os.close(descriptor)
+    return again
+
+
+BAD = {
+    "unsealed": lambda _: memfd(seals=0),
+    "may shrink": lambda _: memfd(seals=fcntl.F_SEAL_GROW),
+    "may grow": lambda _: memfd(seals=fcntl.F_SEAL_SHRINK),
+    "sealed against writes": lambda _: memfd(seals=SEALS | fcntl.F_SEAL_WRITE),
+    "too short": lambda _: memfd(MB - 1),
+    "too long": lambda _: memfd(MB + 1),
+    "empty": lambda _: memfd(0),
+    "a file": a_file,
+    "a directory": lambda path: os.open(path, os.O_RDONLY),
+    "a device": lambda _: os.open("/dev/zero", os.O_RDWR),
+    "a pipe": a_pipe,
+    "a socket": a_socket,
+    "read-only": read_only,
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_not_as_announced_is_refused_and_closed(tmp_path, kind):
+    """The fixture sees that each is closed. Reading memory that has become shorter would end the process."""
+    descriptor = BAD[kind](tmp_path)
+    assert attach(descriptor, MB) is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 0, 63, NUM_BYTES_MAX + 1, 1 << 63])
+def test_sizes_that_make_no_sense_are_refused(num_bytes):
+    assert attach(memfd(64), num_bytes) is None
+
+
+def test_where_nothing_can_be_sealed_nothing_is_shared(monkeypatch):
+    """Without the calls, as on macOS, a descriptor that came all the same is closed."""
+    monkeypatch.setattr(shared, "_SEALS", 0)
+    assert attach(memfd(), MB) is None
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError, match="no memfd"):
+        OwnMemory()
+
+
+def test_where_memory_can_not_be_had_nothing_stays_open(monkeypatch):
+    def fail(*_):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(mmap, "mmap", fail)
+    with pytest.raises(OSError, match="no memory"):
+        OwnMemory(MB)
+    assert attach(memfd(), MB) is None
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 1000])
+@pytest.mark.parametrize("num_floats", [0, 1, 16, 17, 48_000])
+def test_regions_begin_at_cache_lines_and_do_not_overlap(num_rows, num_floats):
+    ids, flags, rows = places = regions(num_rows, num_floats)
+    assert all(place.start % 64 == 0 for place in places)
+    assert 0 < ids.start <= ids.stop <= flags.start <= flags.stop <= rows.start <= rows.stop == places.num_bytes
+    assert (ids.stop - ids.start, flags.stop - flags.start) == (8 * num_rows, num_rows)
+    assert rows.stop - rows.start == 4 * num_floats

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from bagpipe.bounded import RECORD_BYTES_MAX, read_bounded
 from bagpipe.data.manifest import Checksum, Manifest, Record
 from bagpipe.data.prepare.progress import SourceEntry, check_same
 from bagpipe.data.writer import write_file
@@ -43,7 +44,7 @@ def check_finished(
     path = destination / PREPARED
     remedy = f"choose another directory, or remove {destination}"
     try:
-        finished = Finished.model_validate_json(path.read_bytes())
+        finished = Finished.model_validate_json(read_bounded(path, ShardError, RECORD_BYTES_MAX))
     except (OSError, ValidationError):
         finished = None
     if finished is None or finished.version != _VERSION or finished.manifest != manifest.checksum:

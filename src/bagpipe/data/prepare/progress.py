@@ -17,6 +17,7 @@ from typing import IO, Literal, Protocol
 
 from pydantic import Field, ValidationError
 
+from bagpipe.bounded import RECORD_BYTES_MAX, read_bounded
 from bagpipe.data.manifest import (
     MANIFEST,
     VOCABULARY,
@@ -129,7 +130,7 @@ class Working:
         """The moment from which to go on; None: nothing is finished yet."""
         path = self.path / _PROGRESS
         try:
-            return Progress.model_validate_json(path.read_bytes())
+            return Progress.model_validate_json(read_bounded(path, ShardError, RECORD_BYTES_MAX))
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:

@@ -6,13 +6,13 @@ What is wrong with a schema by itself is found here (I8); whether a file has its
 from __future__ import annotations
 
 import json
-import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from bagpipe.bounded import check_settings, first_lines, read_toml, shown
 from bagpipe.errors import ConfigError, DataError
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -195,21 +195,16 @@ class Schema(Record):
 
 def load_schema(path: Path) -> Schema:
     """The schema in a TOML file."""
-    try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read the schema {path}: {error.strerror}: check the path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the schema {path} is not TOML: {error}") from error
-    return parse_schema(settings, str(path))
+    return parse_schema(read_toml(path, "schema"), str(path))
 
 
 def parse_schema(settings: dict[str, Any], where: str = "schema") -> Schema:
     """The schema of nested settings, checked."""
+    check_settings(settings, where, ConfigError)
     try:
         return Schema.model_validate_json(json.dumps(settings, default=str))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {_explain(detail)}" for detail in error.errors())) from None
+        raise ConfigError(first_lines([f"{where}: {_explain(detail)}" for detail in error.errors()])) from None
 
 
 def _explain(detail: Any) -> str:
@@ -217,5 +212,5 @@ def _explain(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{field}: there is no such setting"
     message = str(detail["msg"]).removeprefix("Value error, ")
-    shown = "" if isinstance(detail["input"], dict) else f" (it is {detail['input']!r})"
-    return f"{field}: {message}{shown}" if field else message
+    given = "" if isinstance(detail["input"], dict) else f" (it is {shown(detail['input'])})"
+    return f"{field}: {message}{given}" if field else message
