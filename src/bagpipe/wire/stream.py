@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -131,7 +132,7 @@ class SocketConnection(Connection):
             self._is_tls = True
             secured = self._socket
             assert isinstance(secured, ssl.SSLSocket)
-            self._when_ready(lambda: secured.do_handshake() or 0, select.POLLIN, None, until)
+            self._when_ready(lambda: _shake_hands(secured), select.POLLIN, None, until)
         except TimeoutError as error:
             raise ConnectionAbortedError(f"its TLS handshake was not over after {timeout_s:g} s") from error
         if not keys.is_peer(secured.getpeercert(binary_form=True)):
@@ -203,11 +204,8 @@ class SocketConnection(Connection):
                 into[:count] = self._ahead[self._begin : self._begin + count]
                 self._begin += count
             elif into.nbytes >= _AHEAD_BYTES:
-                count = self._when_readable(
-                    lambda into=into: self._socket.recv_into(into),
-                    pace.grace_s,
-                    pace.until,  # type: ignore[misc]
-                )
+                read = partial(self._socket.recv_into, into)
+                count = self._when_readable(read, pace.grace_s, pace.until)
             else:
                 self._read_ahead(pace.grace_s, pace.until)
                 continue
@@ -264,6 +262,11 @@ class SocketConnection(Connection):
                 raise TimeoutError("nothing was received in time" if event == select.POLLIN else "nothing was taken")
             if wait_for(self._socket, wanted, None if ends is None else ends - now) & select.POLLNVAL:
                 raise ConnectionAbortedError("this side closed the connection")
+
+
+def _shake_hands(secured: ssl.SSLSocket) -> int:
+    secured.do_handshake()
+    return 0
 
 
 def wait_for(waited_for: socket.socket, events: int, timeout_s: float | None) -> int:
