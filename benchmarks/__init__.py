@@ -72,6 +72,14 @@ def load(name: str) -> Benchmark:
     return benchmark
 
 
+def source_of(checkout: Path) -> Path:
+    """Where the package of a checkout lies."""
+    source = checkout.resolve() / "src"
+    if not (source / "bagpipe" / "__init__.py").is_file():
+        raise ConfigError(f"there is no src/bagpipe in {checkout}: give the directory of a checkout")
+    return source
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     import torch  # here, since processes of benchmarks load this package and not all of them need it

@@ -35,10 +35,10 @@ from bagpipe.cluster.extra import require_ray
 from bagpipe.cluster.post import TrainerPost
 from bagpipe.config import parse_config
 from bagpipe.data import find_preset
-from bagpipe.errors import BagpipeError, ConfigError, PipelineError
+from bagpipe.errors import BagpipeError, PipelineError
 from bagpipe.job import prepare
 from bagpipe.results import Clock
-from benchmarks import Benchmark, Results
+from benchmarks import Benchmark, Results, source_of
 
 THREADS, PROCESSES = "threads", "processes"
 SERVERS = 2
@@ -72,7 +72,7 @@ def run(quick: bool, against: Path | None = None) -> Results:
     """Some rounds, in each every case in turn; about five minutes, ten with another checkout."""
     sources = [Path(__file__).parents[1] / "src"]
     if against is not None:
-        sources.append(_source_of(against))
+        sources.append(source_of(against))
     said: dict[Case, list[list[dict[str, float]]]] = {case: [] for case in CASES}
     reasons: dict[Case, str] = {}
     try:
@@ -89,13 +89,6 @@ def run(quick: bool, against: Path | None = None) -> Results:
         | ({"wall_ms": None, "reason": reasons[case]} if case in reasons else _result(said[case]))
         for case in CASES
     ]
-
-
-def _source_of(checkout: Path) -> Path:
-    source = checkout.resolve() / "src"
-    if not (source / "bagpipe" / "__init__.py").is_file():
-        raise ConfigError(f"there is no src/bagpipe in {checkout}: give the directory of a checkout")
-    return source
 
 
 def _result(rounds: list[list[dict[str, float]]]) -> dict[str, Any]:

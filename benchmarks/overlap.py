@@ -29,19 +29,18 @@ from bagpipe.data import Dataset, Generated, find_preset
 from bagpipe.errors import PipelineError
 from bagpipe.layout import RowLayout
 from bagpipe.optim import SGD
-from bagpipe.server.core import EmbeddingServer
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.process import Ready, ServerOptions
+from bagpipe.server.server import EmbeddingServer
 from bagpipe.store import Store
-from bagpipe.store.remote import RemoteStore
 from bagpipe.types import Batch, Table
-from bagpipe.wire.frames import Frame
 from bagpipe.wire.keys import VARIABLE, Security, find_keys, new_keys
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.stream import SocketNetwork
 from benchmarks import Benchmark, Results
 from benchmarks.children import child, end_with_parent, heard, say, tell
 from benchmarks.namespaces import SERVERS, TRAINER, NamespaceError, Namespaces, counted_bytes, joined_namespaces
 from benchmarks.overlap_server import ServerJob
-from benchmarks.simulated import SimulatedChannel, SimulatedNetwork
+from benchmarks.simulated import SimulatedConnection, SimulatedNetwork, SimulatedPeer
 from benchmarks.train import CACHE_SHARE, Ours, Size, Work
 from benchmarks.turns import Contestant, Link, take_turns
 
@@ -148,8 +147,8 @@ class NamespaceLink:
     def open_store(self, name: str, layouts: Sequence[RowLayout]) -> Store:
         """The servers of a system; they are on the same host, but nothing may pass by the link."""
         security: Security = find_keys("client") if SYSTEMS[name].servers == KEYS else "none"
-        network = SocketNetwork(security)
-        return RemoteStore(layouts, self._addresses[name], network, shared_memory=False, on_close=network.close)
+        network = SocketNetwork(security, local=False)
+        return RemoteStore(layouts, self._addresses[name], network)
 
     def limit(self, bits_per_second: int | None) -> None:
         """Ask for a rate, and wait until it is set."""
@@ -167,17 +166,18 @@ class SimulatedLink(SimulatedNetwork):
 
     def __init__(self) -> None:
         super().__init__(real_time=True)
-        self._posted = [0, 0]
+        self._posted: dict[type, int] = {SimulatedConnection: 0, SimulatedPeer: 0}
+        """Bytes, by the end that they go to."""
         self._servers: list[EmbeddingServer] = []
 
     def open_store(self, name: str, layouts: Sequence[RowLayout]) -> Store:
         """Servers of a system, made now."""
         addresses = [f"{name} {number}" for number in range(NUM_SERVERS)]
         for number, address in enumerate(addresses):
-            server = EmbeddingServer(server=number, servers=NUM_SERVERS)
+            server = EmbeddingServer(server=number, servers=NUM_SERVERS, waits=self.waits)
             self._servers.append(server)
             self.listen(address, server.handle)
-        return RemoteStore(layouts, addresses, self, shared_memory=False)
+        return RemoteStore(layouts, addresses, self)
 
     def limit(self, bits_per_second: int | None) -> None:
         """From now on each direction carries so much."""
@@ -186,17 +186,17 @@ class SimulatedLink(SimulatedNetwork):
     def counted(self) -> tuple[int, int]:
         """Bytes that the link has carried until now; of a long message, those that have passed already."""
         with self._changed:
-            return self._passed(to_server=True), self._passed(to_server=False)
+            return self._passed(SimulatedPeer), self._passed(SimulatedConnection)
 
-    def _passed(self, to_server: bool) -> int:
-        waits_s = max(0.0, self._link_free_at[to_server] - self.now())
-        return self._posted[to_server] - round(waits_s * (self._bytes_per_second or 0))
+    def _passed(self, end: type) -> int:
+        waits_s = max(0.0, self._link_free_at[end] - self.now())
+        return self._posted[end] - round(waits_s * (self._bytes_per_second or 0))
 
-    def post(self, channel: SimulatedChannel, peer: bytes, frames: Sequence[Frame], to_server: bool) -> None:
+    def post(self, end: SimulatedConnection | SimulatedPeer, letter: bytes) -> None:
         """Count what is sent on its way."""
         with self._changed:
-            self._posted[to_server] += sum(len(frame) for frame in frames)
-        super().post(channel, peer, frames, to_server)
+            self._posted[type(end)] += len(letter)
+        super().post(end, letter)
 
     def close(self) -> None:
         """Let the servers' rows go, too."""

@@ -24,10 +24,10 @@ import numpy as np
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.arrays import Int64s
 from bagpipe.errors import PipelineError
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.local import LocalServers, start_servers
 from bagpipe.server.storage import Width
-from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.stream import SocketNetwork
 from benchmarks import Benchmark, Results
 
 NUM_SERVERS = 2
@@ -222,7 +222,6 @@ def _run_clients() -> None:
         thread.join()
         outcome.add(client.outcome)
         client.close()
-    network.close()
     sys.stdout.buffer.write(msgspec.json.encode(outcome) + b"\n")
     sys.stdout.flush()
 

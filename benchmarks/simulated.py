@@ -176,7 +176,8 @@ class Task:
         self.until = 0.0
         """When it goes on in any case."""
         self.has_ended = False
-        self._run, self._ready = run, lambda: True
+        self._run = run
+        self._ready: Callable[[], bool] = lambda: True
         self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._ending: BaseException | None = None

@@ -33,17 +33,17 @@ from bagpipe.job import Job, dense_optimizer
 from bagpipe.layout import RowLayout
 from bagpipe.oracle.service import OracleService
 from bagpipe.prepared import PreparedLoader, row_parameters
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.process import Ready, ServerOptions, serve
 from bagpipe.store import Store
 from bagpipe.store.base import ROWS_PER_CHUNK
-from bagpipe.store.remote import RemoteStore
 from bagpipe.trainer.collective import Groups
 from bagpipe.trainer.process_group import open_groups
 from bagpipe.trainer.remote_plans import RemotePlans
 from bagpipe.training import spec_of
 from bagpipe.types import Batch
-from bagpipe.wire.listening import on_socket
-from bagpipe.wire.sockets import SocketNetwork
+from bagpipe.wire.listener import on_socket
+from bagpipe.wire.stream import SocketNetwork
 from benchmarks.children import answer
 from benchmarks.idle import wait_until_idle
 from benchmarks.namespaces import DEVICE, counted_bytes
@@ -203,14 +203,10 @@ class TrainerRole:
         """Connect; fill the server with the rows that will be measured: one that was never written would not travel."""
         job = job_of(**system)
         with ExitStack() as stack:
-            network = SocketNetwork("none")
-            stack.callback(network.close)
+            network = SocketNetwork("none", local=False)  # on the same host, but nothing may pass by the link
             layouts = job.model()[2]
             key = bytes.fromhex(run)
-            # They are on the same host, but nothing may pass by the link.
-            store = RemoteStore(
-                layouts, [server], network, run=key, trainer=self._rank, trainers=TRAINERS, shared_memory=False
-            )
+            store = RemoteStore(layouts, [server], network, run=key, trainer=self._rank, trainers=TRAINERS)
             stack.callback(store.close)
             if self._rank == 0:
                 fill(store, layouts, Path(directory) / TOUCHED)

@@ -1,12 +1,15 @@
-"""How fast 20,000 rows of 192 bytes come from another process by id: a plain TCP socket over loopback, our channel with
-and without keys, and memory that both share, one request at a time and four in flight; and, as a floor for them all,
-the copy of the rows within one process.
+"""How fast 20,000 rows of 192 bytes, and 100, come from another process by id: over TCP, TLS, a Unix socket and through
+shared memory.
 
-All contestants are asked in turn, again and again, and the same process answers them: with the same rows, found by
-their number, which stands for the id, and gathered by the same kernel on one thread. TCP moves ids and rows and nothing
-else, into memory that is ready, and trusts what comes; the others send whole messages and check them. Ratios are those
-of median times: `time_ratio_to_tcp` to TCP with as many requests in flight, `time_ratio_to_tcp_one_at_a_time` to TCP
-with one. `megabytes_per_second` counts the rows only.
+`store` is what a trainer has: its store, and a server that looks rows up. With `--against DIR` every turn is followed
+by the same of that checkout. `wire` is what carries it, beside a floor that nothing gets below: rows are found by their
+number, which stands for the id, and gathered by the same kernel on one thread of another process, so that only the way
+differs. Floors are a plain TCP socket, which moves ids and rows and nothing else into memory that is ready, and trusts
+what comes; the copy of the rows within one process; and AES-GCM of the same bytes, added to the time of the channel
+that encrypts nothing.
+
+All take turns, again and again. `..._ratio_to_floor` and `..._to_against` are medians over rounds; processor times are
+those of both processes together.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,34 +32,103 @@ import numpy as np
 
 from bagpipe.allocator import keep_freed_memory
 from bagpipe.arrays import Floats, Int64s
-from bagpipe.errors import PipelineError
-from bagpipe.server.shared import NUM_BYTES, OwnMemory, attach, regions
+from bagpipe.errors import MissingExtraError, PipelineError
 from bagpipe.store.chunks import ChunkedRows
 from bagpipe.wire.checks import check_read, check_rows
-from bagpipe.wire.dispatch import Reply
+from bagpipe.wire.client import Client
+from bagpipe.wire.connection import Answer, Connection, Peer
 from bagpipe.wire.keys import VARIABLE, Security, find_keys, new_keys
 from bagpipe.wire.listener import Listener
-from bagpipe.wire.messages import Body, Message, Open, Opened, Part, Read, Rows
-from bagpipe.wire.sockets import SocketChannel, SocketNetwork
-from benchmarks import Benchmark, Results
+from bagpipe.wire.messages import Message, Open, Opened, Part, Read, Rows
+from bagpipe.wire.shared import NUM_BYTES, OwnMemory, attach, regions
+from bagpipe.wire.stream import SocketNetwork
+from benchmarks import Benchmark, Results, source_of
+from benchmarks.children import Process, call, child, end_with_parent, heard, tell
+from benchmarks.transport_store import WAYS, processor_s
 
-ROWS, WIDTH = 20_000, 48
+ROWS, FEW_ROWS, WIDTH = 20_000, 100, 48
 TABLE_ROWS = 200_000
 IN_FLIGHT = (1, 4)
+TIMES = {ROWS: 5, FEW_ROWS: 100}
+"""Reads of a turn."""
+WARM_UP = 2
+"""Rounds that do not count: memory is touched, and connections warm up."""
 TIMEOUT_S = 60.0
 _RUN = bytes(16)
+_ROOT = Path(__file__).parents[1]
 
 Fetch = Callable[[list[Int64s]], list[Floats]]
 """Rows of several requests, as many in flight as there are; valid until the next call."""
+Times = dict[str, list[float]]
+"""Milliseconds of each round, on the clock and on processors."""
 
 
-@dataclass(frozen=True)
-class Addresses:
+def run(quick: bool, against: Path | None = None) -> Results:
+    """The store's part, then that of the wire; about a minute, and with another checkout half a minute more."""
+    return [*_store(quick, against), *_wire(quick)]
+
+
+# Through stores
+
+
+def _store(quick: bool, against: Path | None) -> Results:
+    rounds = 1 if quick else 15
+    sources = [_ROOT / "src", *([] if against is None else [source_of(against)])]
+    found: dict[tuple[str, int], list[Times]] = {
+        (way, num_rows): [{} for _ in sources] for num_rows in (ROWS, FEW_ROWS) for way in WAYS
+    }
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-m", "benchmarks.transport_store"]
+        sides: list[Process] = []
+        for source in sources:
+            paths = {"PYTHONPATH": os.pathsep.join((str(source), str(_ROOT)))}
+            sides.append(stack.enter_context(child(command, paths)))
+            (package,) = call(sides[-1:], "open", table_rows=TABLE_ROWS, width=WIDTH)
+            if not Path(package).is_relative_to(source):
+                raise PipelineError(f"a process that should use the package in {source} has used {package}")
+        for number in range(rounds + WARM_UP):
+            for (way, num_rows), of_sides in found.items():
+                for side in range(len(sides)) if number % 2 else reversed(range(len(sides))):
+                    times = 2 if quick else TIMES[num_rows]
+                    (taken,) = call([sides[side]], "turn", way=way, num_rows=num_rows, times=times)
+                    _note(of_sides[side], taken, number)
+        call(sides, "close")
+    return [_compared(way, num_rows, of_sides) for (way, num_rows), of_sides in found.items()]
+
+
+def _note(times: Times, taken: dict[str, float], number: int) -> None:
+    if number >= WARM_UP:
+        for key, value in taken.items():
+            times.setdefault(key, []).append(value)
+
+
+def _compared(way: str, num_rows: int, of_sides: list[Times]) -> dict[str, Any]:
+    ours = of_sides[0]
+    row = {"part": "store", "transport": way, "in_flight": 1, "rows": num_rows} | _medians(ours)
+    for theirs in of_sides[1:]:
+        row |= {f"{key}_against": value for key, value in _medians(theirs).items()}
+        row |= {f"{key.removesuffix('_ms')}_ratio_to_against": _ratio(ours[key], theirs[key]) for key in ours}
+    return row
+
+
+def _medians(times: Times) -> dict[str, float]:
+    return {key: round(statistics.median(values), 3) for key, values in times.items()}
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return round(statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True)), 3)
+
+
+# On the wire
+
+
+class Addresses(msgspec.Struct, frozen=True):
     """Where the other process answers."""
 
+    process: int
     tcp: int
     plain: str
-    curve: str
+    keyed: str
 
 
 @dataclass(frozen=True)
@@ -63,41 +137,41 @@ class Contestant:
 
     name: str
     open: Callable[[Addresses], contextlib.AbstractContextManager[Fetch]]
+    floor: tuple[str, ...] = ()
+    """Others, the sum of whose times it can't be faster than."""
 
 
-def run(quick: bool) -> Results:
-    """Everyone in turn; about half a minute."""
+def _wire(quick: bool) -> Results:
     keep_freed_memory()  # on both sides, as trainers and servers do: TCP has its memory ready, too
-    num_rows, rounds = (500, 3) if quick else (ROWS, 60)
+    num_rows, rounds = (500, 1) if quick else (ROWS, 60)
     rng = np.random.default_rng(0)
-    with _server() as addresses, contextlib.ExitStack() as stack:
+    found: dict[tuple[str, int], Times] = {(each.name, many): {} for many in IN_FLIGHT for each in CONTESTANTS}
+    with _other() as addresses, contextlib.ExitStack() as stack:
         fetches = {each.name: stack.enter_context(each.open(addresses)) for each in CONTESTANTS}
-        seconds: dict[tuple[str, int], list[float]] = {(name, many): [] for many in IN_FLIGHT for name in fetches}
-        for each in range(
-            rounds + 3
-        ):  # the first ones, in which memory is touched and connections warm up, do not count
-            for (name, many), times in seconds.items():
+        for number in range(rounds + WARM_UP):
+            for (name, many), times in found.items():
                 ids = [rng.integers(0, TABLE_ROWS, num_rows) for _ in range(many)]
-                start = time.perf_counter()
+                used, start = processor_s(addresses.process), time.perf_counter()
                 rows = fetches[name](ids)
-                taken = (time.perf_counter() - start) / many
+                taken = time.perf_counter() - start
+                used = processor_s(addresses.process) - used
                 _check(name, ids, rows)
-                times.extend([taken] if each >= 3 else [])
-    return [_figures(name, many, num_rows, seconds) for name, many in seconds]
+                del rows  # before there are others
+                _note(times, {"wall_ms": 1e3 * taken / many, "processor_ms": 1e3 * used / many}, number)
+    return [_figures(each, many, num_rows, found) for many in IN_FLIGHT for each in CONTESTANTS]
 
 
-def _figures(name: str, in_flight: int, num_rows: int, seconds: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
-    median = float(np.median(seconds[name, in_flight]))
-    return {
-        "transport": name,
-        "in_flight": in_flight,
-        "rows": num_rows,
-        "ms_per_request": round(median * 1e3, 3),
-        "rows_per_second": round(num_rows / median),
-        "megabytes_per_second": round(num_rows * WIDTH * 4 / median / 1e6, 1),
-        "time_ratio_to_tcp": round(median / float(np.median(seconds["tcp", in_flight])), 3),
-        "time_ratio_to_tcp_one_at_a_time": round(median / float(np.median(seconds["tcp", 1])), 3),
-    }
+def _figures(each: Contestant, many: int, num_rows: int, found: dict[tuple[str, int], Times]) -> dict[str, Any]:
+    times = found[each.name, many]
+    row: dict[str, Any] = {"part": "wire", "transport": each.name, "in_flight": many, "rows": num_rows}
+    row |= _medians(times)
+    if each.floor:
+        floors = [found[name, many] for name in each.floor]
+        row["floor"] = " + ".join(each.floor)
+        for key, values in times.items():
+            floor = [sum(of_round) for of_round in zip(*(floor[key] for floor in floors), strict=True)]
+            row[f"{key.removesuffix('_ms')}_ratio_to_floor"] = _ratio(values, floor)
+    return row
 
 
 def _check(name: str, ids: list[Int64s], rows: list[Floats]) -> None:
@@ -128,42 +202,33 @@ def _over_tcp(addresses: Addresses) -> Iterator[Fetch]:
 
 @contextlib.contextmanager
 def _over_channel(address: str, security: Security) -> Iterator[Fetch]:
-    with _channels(1, address, security) as (network, (channel,)):
-        kept: list[Message] = []
+    with contextlib.closing(_client(address, security)) as client:
 
         def fetch(ids: list[Int64s]) -> list[Floats]:
-            for number, each in enumerate(ids):
-                channel.send(Message(_RUN, 0, number, Read([Part(0, len(each))]), [each.data]))
-            kept[:] = _answers(network, {channel: len(ids)})
-            kept.sort(key=lambda message: message.request)
-            return [_rows(message, len(each)) for message, each in zip(kept, ids, strict=True)]
+            for each in ids:
+                client.send(partial(_read, each), "rows")
+            return [_rows(client.receive(), len(each)) for each in ids]
 
         yield fetch
-        kept.clear()
 
 
 @contextlib.contextmanager
 def _over_shared_memory(address: str) -> Iterator[Fetch]:
     """As the store does it: a connection and a memory for each request under way, only a short message travels."""
-    with _channels(max(IN_FLIGHT), address, None) as (network, channels), contextlib.ExitStack() as stack:
-        memories = []
-        for channel in channels:
-            memories.append(own := OwnMemory())
-            stack.callback(own.close)
-            channel.send(Message(_RUN, 0, 0, Open(0, 1, [WIDTH], own.announcement)))
-            (answer,) = _answers(network, {channel: 1})
-            if not (isinstance(answer.body, Opened) and answer.body.shared):
-                raise PipelineError(f"the other process can't use our memory: {answer.body}")
-            channel.take_side_door()
+    with contextlib.ExitStack() as stack:
+        memories = [stack.enter_context(contextlib.closing(OwnMemory())) for _ in range(max(IN_FLIGHT))]
+        clients = [stack.enter_context(contextlib.closing(_client(address, None, own))) for own in memories]
 
         def fetch(ids: list[Int64s]) -> list[Floats]:
             found = []
-            for own, channel, each in zip(memories, channels, ids, strict=False):
+            for own, client, each in zip(memories, clients, ids, strict=False):
                 layout = regions(len(each), len(each) * WIDTH)
                 np.frombuffer(own.memory[layout.ids], np.int64)[:] = each
-                channel.send(Message(_RUN, 0, 0, Read([Part(0, len(each))])))
+                body = Read([Part(0, len(each))])
+                client.send(lambda body=body: (body, ()), "rows")  # type: ignore[misc]
                 found.append(np.frombuffer(own.memory[layout.rows], np.float32).reshape(len(each), WIDTH))
-            _answers(network, dict.fromkeys(channels[: len(ids)], 1))
+            for client, _ in zip(clients, ids, strict=False):
+                client.receive()
             return found
 
         yield fetch
@@ -183,6 +248,60 @@ def _copied(addresses: Addresses) -> Iterator[Fetch]:  # noqa: ARG001
     yield fetch
 
 
+@contextlib.contextmanager
+def _encrypted(addresses: Addresses) -> Iterator[Fetch]:  # noqa: ARG001
+    """Ids and as many bytes as their rows, encrypted and decrypted in one thread; the rows are those of each id."""
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise MissingExtraError("AES-GCM needs the cryptography package: pip install 'bagpipe[cluster]'") from error
+    cipher, nonce = AESGCM(bytes(32)), bytes(12)
+    memory = np.zeros((max(IN_FLIGHT), ROWS, WIDTH), np.float32)
+
+    def fetch(ids: list[Int64s]) -> list[Floats]:
+        found = [memory[number, : len(each)] for number, each in enumerate(ids)]
+        for each, rows in zip(ids, found, strict=True):
+            cipher.decrypt(nonce, cipher.encrypt(nonce, each.data.cast("B"), None), None)
+            cipher.decrypt(nonce, cipher.encrypt(nonce, rows.data.cast("B"), None), None)
+            rows[:, 0] = each
+        return found
+
+    yield fetch
+
+
+CONTESTANTS = [
+    Contestant("plain socket", _over_tcp),
+    Contestant("copy alone", _copied),
+    Contestant("AES-GCM alone", _encrypted),
+    Contestant("tcp", lambda addresses: _over_channel(addresses.plain, None), ("plain socket",)),
+    Contestant("tls", lambda addresses: _over_channel(addresses.keyed, find_keys("client")), ("tcp", "AES-GCM alone")),
+    Contestant("shared memory", lambda addresses: _over_shared_memory(addresses.plain), ("copy alone",)),
+]
+
+
+def _client(address: str, security: Security, own: OwnMemory | None = None) -> Client:
+    """Over TCP, or where memory is shared over a Unix socket."""
+
+    def introduce(client: Client, connection: Connection) -> None:
+        hello = Open(0, 1, [WIDTH], "reads", own.num_bytes if own else 0)
+        opened = client.ask_first(connection, hello, "a first sign of life", own.descriptor if own else None)
+        if not (isinstance(opened, Opened) and opened.shared == (own is not None)):
+            raise PipelineError(f"the other process can't use our memory: {opened}")
+
+    network = SocketNetwork(security, local=own is not None)
+    return Client(network, address, "the other process", run=_RUN, hello=introduce)
+
+
+def _read(ids: Int64s) -> Answer:
+    return Read([Part(0, len(ids))]), [ids.data]
+
+
+def _rows(message: Message, num_rows: int) -> Floats:
+    assert isinstance(message.body, Rows), message.body
+    _, values = check_rows(message.body, message.buffers, [Part(0, num_rows)], [WIDTH])
+    return values.reshape(num_rows, WIDTH)
+
+
 def _stored() -> ChunkedRows:
     """The rows, as a server holds them; the first number of each is its id."""
     stored = ChunkedRows(WIDTH, 1 << (TABLE_ROWS * WIDTH * 4).bit_length())
@@ -194,111 +313,54 @@ def _stored() -> ChunkedRows:
 
 
 @contextlib.contextmanager
-def _channels(count: int, address: str, security: Security) -> Iterator[tuple[SocketNetwork, list[SocketChannel]]]:
-    network = SocketNetwork(security)
-    channels = [network.connect(address) for _ in range(count)]
-    try:
-        yield network, channels
-    finally:
-        for channel in channels:
-            channel.close()
-        network.close()
-
-
-def _answers(network: SocketNetwork, due: dict[SocketChannel, int]) -> list[Message]:
-    """So many of each channel, in the order in which they came."""
-    answers: list[Message] = []
-    while due := {channel: count for channel, count in due.items() if count}:
-        if not (ready := network.wait(list(due), TIMEOUT_S)):
-            raise PipelineError(f"the other process did not answer: {next(iter(due)).trouble}")
-        for channel in due.keys() & ready:
-            while due[channel] and (message := channel.receive()) is not None:
-                answers.append(message)
-                due[channel] -= 1
-    return answers
-
-
-def _rows(message: Message, num_rows: int) -> Floats:
-    assert isinstance(message.body, Rows), message.body
-    _, values = check_rows(message.body, message.buffers, [Part(0, num_rows)], [WIDTH])
-    return values.reshape(num_rows, WIDTH)
-
-
-CONTESTANTS = [
-    Contestant("tcp", _over_tcp),
-    Contestant("channel", lambda addresses: _over_channel(addresses.plain, None)),
-    Contestant("channel with keys", lambda addresses: _over_channel(addresses.curve, find_keys("client"))),
-    Contestant("shared memory", lambda addresses: _over_shared_memory(addresses.plain)),
-    Contestant("copy alone", _copied),
-]
-"""The first is the one that others are compared with."""
-
-
-@contextlib.contextmanager
-def _server() -> Iterator[Addresses]:
+def _other() -> Iterator[Addresses]:
     """Another process that answers them all, with keys in both environments for as long."""
     server, client = new_keys()
     before = os.environ.get(VARIABLE)
-    command = [sys.executable, "-m", "benchmarks.transport"]
-    child = subprocess.Popen(  # noqa: S603 - this module, with this interpreter
-        command, env=os.environ | {VARIABLE: server.text()}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    os.environ[VARIABLE] = client.text()
-    try:
-        assert child.stdout is not None
-        said = child.stdout.readline()
-        if not said:
-            raise PipelineError("the process that should answer ended: see above")
-        yield msgspec.json.decode(said, type=Addresses)
-    finally:
-        os.environ.pop(VARIABLE)
-        os.environ.update({} if before is None else {VARIABLE: before})
-        child.communicate(timeout=TIMEOUT_S)  # closes its standard input, which ends it
+    with child([sys.executable, "-m", "benchmarks.transport"], {VARIABLE: server.text()}) as process:
+        os.environ[VARIABLE] = client.text()
+        try:
+            yield msgspec.json.decode(heard(process), type=Addresses)
+        finally:
+            os.environ.pop(VARIABLE)
+            os.environ.update({} if before is None else {VARIABLE: before})
+
+
+# The other process
 
 
 def _answer() -> None:
-    """What the other process does, until its standard input ends."""
+    """What it does, until its standard input ends."""
+    end_with_parent()
     keep_freed_memory()
     stored = _stored()
-    memories: dict[bytes, memoryview] = {}
-
-    def handler(peer: bytes, message: Message, reply: Reply) -> None:
-        body, buffers = _answer_to(message, peer, stored, memories)
-        reply(Message(message.run, message.generation, message.request, body, buffers))
-
-    plain = Listener("127.0.0.1:0", handler)
-    curve = Listener("127.0.0.1:0", handler, security=find_keys("server"))
+    plain = Listener("127.0.0.1:0", partial(_answered, stored))
+    keyed = Listener("127.0.0.1:0", partial(_answered, stored), find_keys("server"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=_answer_tcp, args=(server, stored), daemon=True).start()
-        addresses = Addresses(server.getsockname()[1], plain.address, curve.address)
-        sys.stdout.buffer.write(msgspec.json.encode(addresses) + b"\n")
-        sys.stdout.flush()
+        tell(Addresses(os.getpid(), server.getsockname()[1], plain.address, keyed.address))
         sys.stdin.read()
-    plain.close()
-    curve.close()
 
 
-def _answer_to(
-    message: Message, peer: bytes, stored: ChunkedRows, memories: dict[bytes, memoryview]
-) -> tuple[Body, list[memoryview]]:
-    """Rows in buffers, or in the memory that the peer has announced."""
+def _answered(stored: ChunkedRows, peer: Peer, message: Message) -> Answer:
+    """Rows in buffers, or in the memory that came with the first message."""
     body = message.body
     if isinstance(body, Open):
-        foreign = None if body.shared is None else attach(body.shared)
-        if foreign is not None:
-            memories[peer] = foreign.memory
-        return Opened(0, 1, foreign is not None, 0, b"", NUM_BYTES), []
+        descriptor = peer.take_descriptor()
+        peer.state = None if descriptor is None else attach(descriptor, body.shared_bytes)
+        peer.admit(body.kind)
+        return Opened(0, 1, peer.state is not None, 0, b"", NUM_BYTES), ()
     assert isinstance(body, Read)
-    num_rows = body.parts[0].count
-    if message.buffers:
-        ids = check_read(body, message.buffers, [WIDTH])
-        rows = np.empty((num_rows, WIDTH), np.float32)
-        answer: list[memoryview] = [np.ones(num_rows, np.uint8).data, rows.data]
-    else:
-        memory, layout = memories[peer], regions(num_rows, num_rows * WIDTH)
+    num_rows, memory = body.parts[0].count, peer.state
+    if isinstance(memory, memoryview):
+        layout = regions(num_rows, num_rows * WIDTH)
         ids = check_read(body, [memory[layout.ids]], [WIDTH]).copy()
         rows = np.frombuffer(memory[layout.rows], np.float32).reshape(num_rows, WIDTH)
-        answer = []
+        answer: tuple[memoryview, ...] = ()
+    else:
+        ids = check_read(body, message.buffers, [WIDTH])
+        rows = np.empty((num_rows, WIDTH), np.float32)
+        answer = np.ones(num_rows, np.uint8).data, rows.data
     if ids.view(np.uint64).max() >= TABLE_ROWS:  # those below 0, too
         raise PipelineError(f"rows {ids.min()} to {ids.max()} were asked for: there are {TABLE_ROWS}")
     stored.gather(ids, rows)
@@ -326,7 +388,7 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
     return True
 
 
-BENCHMARK = Benchmark("transport", "rows a second from another process: TCP, our channel, keys or none", run)
+BENCHMARK = Benchmark("transport", "rows from another process over TCP, TLS, Unix sockets, shared memory", run, run)
 
 if __name__ == "__main__":
     _answer()

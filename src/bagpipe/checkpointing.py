@@ -7,11 +7,13 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from torch import nn
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import InitialEntry, RunFacts, TableEntry, VocabularyEntry
@@ -25,6 +27,7 @@ from bagpipe.store import Store
 from bagpipe.store.base import Marked
 from bagpipe.store.local import LocalStore
 from bagpipe.store.versioned import VersionedStore
+from bagpipe.store.views import StoreView
 from bagpipe.trainer.checkpointer import NEVER, Checkpointer, Periods
 
 if TYPE_CHECKING:
@@ -185,7 +188,7 @@ def plan_saving(
         directory = Path(checkpointing.directory)
     facts = make_facts(
         spec.layouts, spec.binding, checkpointing, data=spec.data, trainers=trainers, servers=servers,
-        accumulate=spec.accumulate,
+        model=spec.model, accumulate=spec.accumulate,
         first_ids=None if spec.source is None else spec.source.first_ids, launch=launch,
     )  # fmt: skip
     check_point(point, facts, spec.model, spec.binding)
@@ -209,6 +212,7 @@ def make_facts(
     data: str = "",
     trainers: int = 1,
     servers: int = 0,
+    model: nn.Module | None = None,
     accumulate: int = 1,
     first_ids: Callable[[], Mapping[str, npt.NDArray[np.int64]]] | None = None,
     launch: str = "",
@@ -228,6 +232,7 @@ def make_facts(
         trainers=trainers,
         servers=servers,
         config=config,
+        aliases={} if model is None else _aliases(model),
         data=data if told is None else told.data or data,
         vocabulary=tuple(VocabularyEntry(path=path, checksum=vocabulary[path]) for path in vocabulary),
     )
@@ -237,28 +242,38 @@ def table_entries(layouts: Sequence[RowLayout], binding: Binding) -> tuple[Table
     """The tables of a model, as checkpoints name them."""
     entries = []
     for number, layout in enumerate(layouts):
-        layers = tuple(layer.name for layer in binding.layers if layer.table == number)
+        layers = [layer for layer in binding.layers if layer.table == number]
         entry = TableEntry(
             name=layout.table.name,
             rows=layout.table.rows,
             dims=layout.dims,
             width=layout.width,
             optimizer=layout.optimizer.name,
-            layers=layers,
+            layers=tuple(layer.name for layer in layers),
             initial=_initial_entries(layout),
+            weight_rows=None if layout.table.rows is None else layers[0].module.num_embeddings,
         )
         entries.append(entry)
     return tuple(entries)
 
 
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """The further names of what a model has under several, each with the first one."""
+    first: dict[int, str] = {}
+    everything = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    named = [(name, first.setdefault(id(value), name)) for name, value in everything]
+    return {name: earlier for name, earlier in named if name != earlier}
+
+
 def as_marked(store: Store) -> Marked:
-    """A store as one with marks; ConfigError if it has none."""
-    if not hasattr(store, "restore"):
+    """A store as one with marks, also where trainers have a view of it each; ConfigError if it has none."""
+    rows = store.shared if isinstance(store, StoreView) else store
+    if not hasattr(rows, "restore"):
         raise ConfigError(
-            f"{type(store).__name__} does not support checkpoints: use the memory or mapped store, or leave checkpoint "
+            f"{type(rows).__name__} does not support checkpoints: use the memory or mapped store, or leave checkpoint "
             "out"
         )
-    return cast("Marked", store)
+    return cast("Marked", rows)
 
 
 def with_marks(store: Store) -> Store:

@@ -57,9 +57,10 @@ def test_of_a_long_message_only_what_has_passed_is_counted():
     link = overlap.SimulatedLink()
     try:
         link.limit(8_000_000)
-        channel = link.connect("nobody")
+        link.listen("nobody", lambda *_: None)
+        connection = link.connect("nobody", 60)
         start = link.now()
-        link.post(channel, channel.peer, [bytes(500_000)], to_server=True)
+        link.post(connection.other, bytes(500_000))
         passed, seen = link.counted()[0], link.now()
         assert passed <= (seen - start) * 1e6 + 1
         until(lambda: link.counted() == (500_000, 0), 60)

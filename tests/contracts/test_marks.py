@@ -14,7 +14,6 @@ from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.errors import CheckpointError, StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.versioned import VersionedStore
-from bagpipe.store.views import shared_views
 from harness.marked import FACTS, NAMES, TABLES, Marking
 
 
@@ -30,7 +29,6 @@ STORES = {
     "mapped": lambda path: VersionedStore(MappedStore(TABLES, path / "rows")),
     "no way back": lambda path: VersionedStore(MemoryStore(TABLES), rollback=False),
     "little memory": lambda path: VersionedStore(MemoryStore(TABLES), layer_bytes_max=500),
-    "a view": lambda path: shared_views(VersionedStore(MemoryStore(TABLES)), 1)[0],
     "servers": over_servers,
     "servers, no way back": lambda path: over_servers(path, rollback=False),
 }

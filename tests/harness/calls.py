@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from bagpipe.wire.connection import PeerGoneError
 from bagpipe.wire.listener import answered
-from bagpipe.wire.messages import Body, Message
+from bagpipe.wire.messages import Body, Message, NotYet
 
 ANSWER_S = 30.0
 
@@ -66,13 +66,15 @@ class Call:
         until = time.monotonic() + ANSWER_S
         with self._changed:
             while not ready():
-                assert time.monotonic() < until, f"{type(self.message.body).__name__} was not answered: {self.words}"
+                assert time.monotonic() < until, (
+                    f"{type(self.message.body).__name__} was not answered: {self.words[-1:]}"
+                )
                 self._changed.wait(0.01)
         return self
 
     def answer(self) -> tuple[Body, tuple[bytes, ...]]:
         """Its only answer, when it has come."""
-        self.until(lambda: self.answers)
+        self.until(lambda: self.answers or not self.thread.is_alive())
         self.thread.join(ANSWER_S)
         (only,) = self.answers
         return only
@@ -82,7 +84,7 @@ class Call:
             answer = answered(self.connection.handler, self, self.message)
             if answer is not None:
                 self.reply(*answer)
-        except ConnectionError:
+        except PeerGoneError:
             assert self.connection.is_broken
 
 
@@ -113,6 +115,48 @@ class Connection:
         close = getattr(self.state, "close", None)
         if close is not None:
             close()
+
+
+CUT = object()
+
+
+class Overheard:
+    """A peer on a simulated network whose answers pass through a function.
+
+    It gives what is said in their place, None for silence, or CUT: then the connection breaks instead.
+    """
+
+    def __init__(self, peer, message: Message, change) -> None:
+        vars(self).update(_peer=peer, _message=message, _change=change)
+
+    def reply(self, body: Body, buffers=()) -> None:
+        changed = self._change(self._message, body, buffers)
+        if changed is CUT:
+            self._peer.other.close()
+            raise PeerGoneError("it was cut")
+        if changed is not None:
+            self._peer.reply(*changed)
+
+    def still_waiting(self, why: str, progress: int = 0) -> None:
+        self.reply(NotYet(why, progress))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._peer, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._peer, name, value)
+
+
+def overheard(handler, change):
+    """The handler, whose answers pass through `change(message, body, buffers)`."""
+
+    def handle(peer, message: Message) -> None:
+        through = Overheard(peer, message, change)
+        answer = answered(handler, through, message)
+        if answer is not None:
+            through.reply(*answer)
+
+    return handle
 
 
 def ask_once(handler, body: Body, run: bytes) -> Message:

@@ -6,15 +6,16 @@ import itertools
 
 import numpy as np
 import pytest
-from bagpipe.server.core import EmbeddingServer
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
 
 from bagpipe.checkpoint.directory import Checkpoints, complete_points
 from bagpipe.checkpoint.manifest import RunFacts, TableEntry
 from bagpipe.checkpoint.point import START, ResumePoint
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.rows_state import Safety
+from bagpipe.server.server import EmbeddingServer
+from bagpipe.wire.client import Patience
 from benchmarks.simulated import SimulatedNetwork
+from harness.calls import overheard
 from harness.remote_world import RUN, Rows
 
 WIDTHS = {"ad": 3, "user": 2}
@@ -24,7 +25,7 @@ FACTS = RunFacts(
         TableEntry(name=name, rows=None, dims=(width,), width=width, optimizer="sgd") for name, width in WIDTHS.items()
     )
 )
-PATIENT = Patience(retry_s=0.5, deadline_s=10_000.0)
+PATIENT = Patience(retry_s=0.5, deadline_s=10_000.0, work_s=10_000.0)
 
 
 TABLES = tuple(map(Rows, WIDTHS.values()))
@@ -62,6 +63,7 @@ class Marking:
             generation=self.generation,
             safety=self.safety,
             clock=self.network.now,
+            waits=self.network.waits,
             background=at_once,
         )
         self.servers[number] = server
@@ -77,8 +79,13 @@ class Marking:
         handle = self.servers[number].handle
         self.listeners[number].close()
         self.listeners[number] = self.network.listen(
-            f"server-{number}", lambda peer, message, reply: handler(handle, peer, message, reply)
+            f"server-{number}", lambda peer, message: handler(handle, peer, message)
         )
+
+    def overhear(self, number, change):
+        """What the server says passes through `change(message, body, buffers)`."""
+        heard = overheard(self.servers[number].handle, change)
+        self.replace(number, lambda _, peer, message: heard(peer, message))
 
     def store(self, **options):
         options.setdefault("patience", PATIENT)

@@ -9,12 +9,15 @@ import pytest
 
 from bagpipe.server.client import RemoteStore
 from bagpipe.server.limits import ServerLimits
+from bagpipe.server.rows_state import Safety
 from bagpipe.server.server import EmbeddingServer
+from bagpipe.server.work import in_a_thread
 from bagpipe.wire.client import Patience
 from benchmarks.simulated import SimulatedNetwork
+from harness.calls import overheard
 
 RUN = bytes(16)
-FAST = Patience(retry_s=0.5, deadline_s=20.0, work_s=10.0)
+FAST = Patience(retry_s=0.5, deadline_s=20.0, work_s=30.0)
 TROUBLE = {"delay": (0.0, 0.3), "breaks": 0.15}
 
 
@@ -35,7 +38,14 @@ class World:
     """Servers on a simulated network, and the stores of their clients."""
 
     def __init__(
-        self, num_servers: int = 2, limits: ServerLimits | None = None, seed: int = 0, storages=(), **network
+        self,
+        num_servers: int = 2,
+        limits: ServerLimits | None = None,
+        seed: int = 0,
+        storages=(),
+        safety: Safety | None = None,
+        background=in_a_thread,
+        **network,
     ) -> None:
         self.network = SimulatedNetwork(seed, **network)
         self.servers = [
@@ -44,6 +54,8 @@ class World:
                 server=k,
                 servers=num_servers,
                 limits=limits,
+                safety=safety,
+                background=background,
                 clock=self.network.now,
                 waits=self.network.waits,
             )
@@ -67,6 +79,10 @@ class World:
         """Something else listens where the server did."""
         self.listeners[server].close()
         self.listeners[server] = self.network.listen(self.addresses[server], handler)
+
+    def overhear(self, server: int, change) -> None:
+        """What the server says passes through `change(message, body, buffers)`."""
+        self.replace(server, overheard(self.servers[server].handle, change))
 
     def close(self) -> None:
         for store in self.stores:

@@ -53,11 +53,11 @@ class Peer(Connection):
 class Sharing(Peer):
     """A client whose ids and rows lie in memory that it shares with the server."""
 
-    def __init__(self, server: EmbeddingServer, name: bytes = b"s", size: int = 1 << 16) -> None:
+    def __init__(self, server: EmbeddingServer, name: bytes = b"s", size: int = 1 << 16, trainers: int = 1) -> None:
         super().__init__(server, name)
         self.own = OwnMemory(size)
         self.descriptor = os.dup(self.own.descriptor)
-        opened = self.ask(Open(0, 1, WIDTHS, "writes", size))
+        opened = self.ask(Open(0, trainers, WIDTHS, "writes", size))
         assert isinstance(opened, Opened)
         assert opened.shared
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.sockets import SocketNetwork
 
+from bagpipe.server.client import RemoteStore
 from bagpipe.wire.keys import VARIABLE, Security
+from bagpipe.wire.stream import SocketNetwork
 from harness import raw_socket as raw_peer
 
 WIDTH = 8
@@ -95,15 +95,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def store_over(addresses: Sequence[str], security: Security = None, **options) -> Iterator[RemoteStore]:
-    """The store of a client of its own."""
-    network = SocketNetwork(security)
-    try:
-        store = RemoteStore(TABLES, addresses, network, on_close=network.close, **options)
-    except BaseException:
-        network.close()
-        raise
-    with store:
+def store_over(
+    addresses: Sequence[str], security: Security = None, local: bool = True, **options
+) -> Iterator[RemoteStore]:
+    """The store of a client of its own, which comes by TCP unless it may stay `local`."""
+    with RemoteStore(TABLES, addresses, SocketNetwork(security, local=local), **options) as store:
         yield store
 
 

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.errors import StoreError
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.local import start_servers
+from bagpipe.wire.client import Patience
 from bagpipe.wire.keys import load_keys, write_keys
 from bagpipe.wire.messages import Message, Open, Opened
+from bagpipe.wire.stream import SocketNetwork
 from harness.server_process import TABLES, WIDTH, read, servers, store_over, values
-from harness.wire import get
+from harness.wire import call
 from harness.world import OPTIMIZERS, assert_identical, make_batches, train_prepared, train_reference
 
 RUN = bytes(range(16))
@@ -45,7 +45,7 @@ def opening(addresses, security=None, **options):
 
     def open_store(layouts):
         network = SocketNetwork(security)
-        return RemoteStore(layouts, addresses, network, on_close=network.close, **options)
+        return RemoteStore(layouts, addresses, network, **options)
 
     return open_store
 
@@ -92,9 +92,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_request_is_named_and_the_oth
     ids = np.arange(200)
     try:
         network = SocketNetwork()
-        with RemoteStore(
-            TABLES, started.addresses, network, run=started.run, watch=started.gone, on_close=network.close
-        ) as store:
+        with RemoteStore(TABLES, started.addresses, network, run=started.run, watch=started.gone) as store:
             store.write(0, ids, values(0, 200))
             pid = started.pids[1]
             os.kill(pid, signal.SIGSTOP)  # so that the request is under way, and stays so
@@ -105,11 +103,9 @@ def test_a_server_that_is_killed_in_the_middle_of_a_request_is_named_and_the_oth
                 read(store, ids) if asking == "reads" else store.write(0, ids, values(1, 200))
             ending.join()
         network = SocketNetwork()
-        channel = network.connect(started.addresses[0])
-        channel.send(Message(started.run, 0, 1, Open(0, 1, [WIDTH])))
-        assert isinstance(get(network, channel).body, Opened)
-        channel.close()
-        network.close()
+        connection = network.connect(started.addresses[0], 10.0)
+        assert isinstance(call(connection, Message(started.run, 0, 1, Open(0, 1, [WIDTH], "reads"))).body, Opened)
+        connection.close()
     finally:
         started.close()
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bagpipe.store.links import Patience
-from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.config import parse_config
 from bagpipe.errors import ConfigError, StoreError
+from bagpipe.server.client import RemoteStore
 from bagpipe.server.local import LocalServers, open_store, start_servers
 from bagpipe.server.process import ServerOptions, serve, stopped_by_signals
+from bagpipe.wire.client import Patience
+from bagpipe.wire.stream import SocketNetwork
 from harness.world import OPTIMIZERS, assert_identical, make_batches, train_prepared, train_reference
 
 
@@ -90,9 +90,7 @@ def test_training_over_two_servers_is_bit_identical(shared_memory, store, tmp_pa
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_rows_are_found_again_and_the_rest_is_computed(servers: LocalServers, shared_memory: bool) -> None:
     network = SocketNetwork()
-    with RemoteStore(
-        TABLES, servers.addresses, network, run=servers.run, shared_memory=shared_memory, on_close=network.close
-    ) as store:
+    with RemoteStore(TABLES, servers.addresses, network, run=servers.run, shared_memory=shared_memory) as store:
         ids = np.arange(5000) * 7
         store.write(0, ids, values(1, 5000))
         assert np.array_equal(read(store, ids[::-1]), values(1, 5000)[::-1])
@@ -103,9 +101,7 @@ def test_rows_are_found_again_and_the_rest_is_computed(servers: LocalServers, sh
 def test_a_server_that_was_stopped_for_a_while_is_waited_for(servers: LocalServers) -> None:
     network = SocketNetwork()
     patience = Patience(retry_s=0.3, deadline_s=60)
-    with RemoteStore(
-        TABLES, servers.addresses, network, run=servers.run, patience=patience, on_close=network.close
-    ) as store:
+    with RemoteStore(TABLES, servers.addresses, network, run=servers.run, patience=patience) as store:
         before = sum(stats.rows_written for stats in store.server_stats())
         os.kill(servers.pids[1], signal.SIGSTOP)
         back = threading.Timer(2.0, os.kill, (servers.pids[1], signal.SIGCONT))
@@ -191,7 +187,6 @@ def test_no_servers_can_not_be_started() -> None:
     ("options", "named"),
     [
         ({"server": 2, "servers": 2}, "server 2 of 2"),
-        ({"threads": 0}, "0 threads"),
         ({"directory": "/somewhere"}, "goes with rows on disk"),
     ],
 )
@@ -223,7 +218,7 @@ def test_one_by_hand_says_where_it_is_serves_and_ends_in_order(tmp_path: Path) -
     ready = json.loads(process.stdout.readline())
     assert (ready["server"], ready["servers"], ready["pid"]) == (0, 1, process.pid)
     network = SocketNetwork()
-    with RemoteStore(TABLES, [ready["address"]], network, on_close=network.close) as store:
+    with RemoteStore(TABLES, [ready["address"]], network) as store:
         store.write(0, np.arange(10), values(0, 10))
     process.send_signal(signal.SIGTERM)
     rest, log = process.communicate(timeout=60)

@@ -9,17 +9,16 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from bagpipe.store.links import Patience
-from bagpipe.store.recovering import marks_of_servers, recover_servers
-from bagpipe.store.remote import RemoteStore
-from bagpipe.wire.sockets import SocketNetwork
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import RunFacts, TableEntry
 from bagpipe.checkpoint.point import ResumePoint
 from bagpipe.errors import StoreError, WireError
+from bagpipe.server.client import RemoteStore, marks_of_servers, recover_servers
 from bagpipe.server.local import LocalServers
 from bagpipe.server.process import ServerOptions
+from bagpipe.wire.client import Patience
+from bagpipe.wire.stream import SocketNetwork
 from harness.server_process import TABLES, WIDTH, read, values
 
 IDS = np.arange(2000)
@@ -67,7 +66,6 @@ class Run:
         )
 
     def close(self) -> None:
-        self.network.close()
         for servers in self.servers:
             servers.close()
 

@@ -31,6 +31,7 @@ from bagpipe.initial import Constant, Initial, Joined, Normal, Uniform
 from bagpipe.os_errors import Kind as ErrorKind
 from bagpipe.os_errors import failing
 from bagpipe.trainer.loop import TrainLoop
+from bagpipe.trainer.state import FIRST
 from bagpipe.whole_file import nothing_left, whole_file
 
 Format: TypeAlias = Literal["safetensors", "parquet"]
@@ -38,8 +39,6 @@ Format: TypeAlias = Literal["safetensors", "parquet"]
 ROWS_PER_BLOCK = 65_536
 TABLE_KEY = b"bagpipe.table"
 """In the metadata of a parquet file: the name of its table."""
-FIRST_TRAINER = "trainer-0"
-"""Under this name a checkpoint has the dense part of the model: `parameters` and `buffers`, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +139,17 @@ def _tables_of_model(layers: Mapping[str, CachedLayer]) -> list[ExportedTable]:
 
 
 def _dense_of_checkpoint(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    if FIRST_TRAINER not in checkpoint.blobs():
+    if FIRST not in checkpoint.blobs():
         return {}
-    tree = unpack_tree(checkpoint.blob(FIRST_TRAINER))
+    tree = unpack_tree(checkpoint.blob(FIRST))
     found: dict[str, Tensor] = {}
     for part in ("parameters", "buffers"):
         values = tree.get(part, {}) if isinstance(tree, dict) else None
         if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
             raise CheckpointError(f"{checkpoint.directory} has no {part} where they should be: use another checkpoint")
         found |= values
-    return found
+    aliases = checkpoint.manifest.aliases
+    return found | {name: found[first] for name, first in aliases.items() if first in found}
 
 
 def _table_of_checkpoint(checkpoint: Checkpoint, table: TableEntry, plain: bool) -> ExportedTable:
@@ -165,8 +165,12 @@ def _table_of_checkpoint(checkpoint: Checkpoint, table: TableEntry, plain: bool)
     known = table.initial if plain else None
     initialise = None if known is None else Joined([initial_of(entry) for entry in known], table.dims).fill
     layers = {layer: part for part, layer in enumerate(table.layers)}
-    read = partial(checkpoint.rows, table.name)
-    return ExportedTable(table.name, layers, table.dims, table.width, table.rows or 0, read, initialise)
+    parts = {_weight(layer): part for layer, part in layers.items()}
+    for name, first in checkpoint.manifest.aliases.items():
+        if first in parts:
+            layers[name.removesuffix("weight").removesuffix(".")] = parts[first]
+    read, num_rows = partial(checkpoint.rows, table.name), table.weight_rows or table.rows or 0
+    return ExportedTable(table.name, layers, table.dims, table.width, num_rows, read, initialise)
 
 
 def initial_of(entry: InitialEntry) -> Initial:

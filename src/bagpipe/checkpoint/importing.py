@@ -72,6 +72,8 @@ class ImportedTable:
     """Whether it takes any 64-bit id, below 0 too."""
     id_max: int = -1
     rows_done: int = 0
+    rows_not_finite: int = 0
+    """Rows with NaN or an infinite number, which are kept as they are."""
     seen: IdMap = field(default_factory=IdMap)
 
     def __post_init__(self) -> None:
@@ -118,6 +120,7 @@ class ImportedTable:
                 values[:, : vectors.shape[1]] = vectors
                 values[:, vectors.shape[1] :] = first_state if state is None else state
                 self.rows_done += len(ids)
+                self.rows_not_finite += len(ids) - int(np.isfinite(values).all(1).sum())
                 yield ids, values
 
     def _check(self, file: RowFile, ids: Int64s) -> None:

@@ -100,6 +100,8 @@ class TableEntry(_Part, frozen=True, kw_only=True):
     """The layer of the model that each vector belongs to; empty: not known."""
     initial: tuple[InitialEntry, ...] | None = None
     """How each vector begins, which an export needs for rows that were never written; None: it can't be told."""
+    weight_rows: Positive | None = None
+    """Rows of the weights of its layers, which may be more than the table has; None: not known, or any id is one."""
 
 
 class VocabularyEntry(_Part, frozen=True, kw_only=True):
@@ -125,6 +127,8 @@ class RunFacts(_Part, frozen=True, kw_only=True):
     servers: Count = 0
     """0: rows lie in the process of the trainer."""
     config: dict[str, Any] = {}
+    aliases: dict[Text, Text] = {}
+    """Further names of weights and tensors in the model, and the first name of each."""
     data: Text = ""
     """A fingerprint of the data and their order; empty: it can't be told."""
     vocabulary: tuple[VocabularyEntry, ...] = ()
@@ -247,6 +251,10 @@ def _check(path: Path, manifest: Manifest) -> None:
         if table.width < sum(table.dims):
             raise CheckpointError(
                 f"{path}: rows of table {table.name!r} have {table.width} floats and vectors of {table.dims}: {remedy}"
+            )
+        if table.weight_rows is not None and table.weight_rows < (table.rows or 0):
+            raise CheckpointError(
+                f"{path}: table {table.name!r} has {table.rows} rows and weights of {table.weight_rows}: {remedy}"
             )
         per_vector = [len(part) for part in (table.layers, table.initial or ()) if part]
         if any(count != len(table.dims) for count in per_vector):

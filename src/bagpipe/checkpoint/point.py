@@ -5,6 +5,7 @@ Rows come out for any number of servers, whatever number wrote them. A point mea
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,13 +216,29 @@ class ResumePoint:
             if not name.isdecimal():
                 raise CheckpointError(f"{name!r} is not the name of a checkpoint, which is its number of iterations")
             done = int(name)
-        checkpoint = open_checkpoint(disk or Disk(), self.checkpoint.parent, done)
+        disk = disk or Disk()
+        try:
+            checkpoint = open_checkpoint(disk, self.checkpoint.parent, done)
+        except CheckpointError as error:
+            if self._is_visible(disk):
+                raise
+            raise CheckpointError(
+                f"{socket.gethostname()} does not see {self.checkpoint} ({error}); on several machines, mount the same "
+                "storage under that path on all of them, or copy the checkpoint to where all see it"
+            ) from error
         if checkpoint.checksum != self.checksum:
             raise CheckpointError(
                 f"{self.checkpoint} has checksum {checkpoint.checksum} and should have {self.checksum}: it was written "
                 "anew meanwhile; resume from it again"
             )
         return checkpoint
+
+    def _is_visible(self, disk: Disk) -> bool:
+        assert self.checkpoint is not None
+        try:
+            return self.checkpoint.name in disk.directories(self.checkpoint.parent)
+        except OSError:
+            return False
 
     def __str__(self) -> str:
         if self.is_initial:

@@ -211,6 +211,7 @@ def import_(
             "vectors": " + ".join(map(str, table.dims)),
             "optimizer": entry.optimizer,
             "state": "from the file" if any(file.state_width for file in table.files) else "of new rows",
+            "not finite": table.rows_not_finite,
         }
         for table, entry in zip(tables, checkpoint.manifest.tables, strict=True)
     ]
@@ -220,6 +221,12 @@ def import_(
     print_rows(str(checkpoint.directory), rows)
     for name in left_out:
         errors.print(f"left out, since it is no table: {name}")
+    for table in tables:
+        if table.rows_not_finite:
+            errors.print(
+                f"table {table.name!r}: {table.rows_not_finite:,} rows have NaN or infinite numbers, and are kept as "
+                "they are: a batch with one of them can't be trained; mend the files if that is not meant"
+            )
 
 
 @app.command("prune")

@@ -111,9 +111,12 @@ class Session:
     """Why a server is known to be gone, if it is; may raise what is to end the wait for it."""
     passed: int = NO_ITERATION
     """Of this trainer, before the session began."""
+    store: bytes = field(default_factory=lambda: os.urandom(8))
     births: dict[int, bytes] = field(default_factory=dict)
     sequences: dict[int, int] = field(default_factory=dict)
     """Of each server, the last number that was given to a write."""
+    numbering: Lock = field(default_factory=Lock)
+    """Held while one is given, or given back."""
 
     def name(self, server: int) -> str:
         """A server, for people."""
@@ -160,8 +163,9 @@ class Link:
             self._own = self._make_memory()
         own = self._own
         hello = Open(
-            session.trainer, session.trainers, session.widths, self.kind, own.num_bytes if own else 0, session.passed
-        )
+            session.trainer, session.trainers, session.widths, self.kind, own.num_bytes if own else 0, session.passed,
+            session.store,
+        )  # fmt: skip
         opened = client.ask_first(connection, hello, "a first sign of life", own.descriptor if own else None)
         if not isinstance(opened, Opened):
             raise unexpected(opened, "Opened")
@@ -463,9 +467,14 @@ class Ordered(Request):
         """`make(trainer, sequence)` makes the record."""
         self.what, self._make, self._expected = what, make, expected
         self._sequence: int | None = None
-        self.is_written = self.is_decided = False
+        self.is_written = self.is_decided = self.is_begun = False
         self.result = b""
         """What has come with the answer."""
+
+    @property
+    def may_have_changed(self) -> bool:
+        """Whether it was done, in part or whole, or nobody knows."""
+        return self.is_written or self.is_begun or self.is_undecided
 
     @property
     def is_undecided(self) -> bool:
@@ -475,8 +484,9 @@ class Ordered(Request):
     def number(self, link: Link) -> int:
         """Its number, which is the next one when it is first asked for."""
         if self._sequence is None:
-            link.session.sequences[link.server] += 1
-            self._sequence = link.session.sequences[link.server]
+            with link.session.numbering:
+                link.session.sequences[link.server] += 1
+                self._sequence = link.session.sequences[link.server]
         return self._sequence
 
     def compose(self, link: Link) -> tuple[Body, Buffers]:
@@ -497,13 +507,18 @@ class Ordered(Request):
         self.result = b"".join(buffers)
 
     def refused(self, link: Link) -> None:
-        """Not applied, and never will be; or not decided, and its number is the next one's."""
+        """Not applied, and never will be; or not decided, and its number is the next one's.
+
+        Unless later ones have been given meanwhile: they would wait for it.
+        """
         failed = link.client.failed
         if failed is None:
             return
-        self.is_decided = True
-        if not failed.decided and link.session.sequences[link.server] == self._sequence:
-            link.session.sequences[link.server] -= 1
+        with link.session.numbering:
+            is_last = link.session.sequences[link.server] == self._sequence
+            if is_last and not failed.decided:
+                link.session.sequences[link.server] -= 1
+        self.is_decided, self.is_begun = failed.decided or is_last, failed.begun
 
 
 class WriteRequest(Ordered):
@@ -768,16 +783,11 @@ class RemoteStore(Store):
     def restore(self, point: ResumePoint, names: Sequence[str]) -> None:
         """Make all rows those of a checkpoint, which is then the only mark."""
         place_ = str(point.checkpoint)
-        what = f"{point}, {place_},"
-        try:
-            self._order(
-                what,
-                lambda trainer, sequence: Load(trainer, sequence, point.done, place_, point.checksum, list(names)),
-                Worked, replaces=True,
-            )  # fmt: skip
-        except BaseException as error:
-            self._halfway = _unusable(f"{what} failed halfway ({error}): load a checkpoint", error)
-            raise
+        self._order(
+            f"{point}, {place_},",
+            lambda trainer, sequence: Load(trainer, sequence, point.done, place_, point.checksum, list(names)),
+            Worked, replaces=True,
+        )  # fmt: skip
         self._halfway = None
 
     def _order(
@@ -791,13 +801,15 @@ class RemoteStore(Store):
             self._check_usable()
         requests = [Ordered(what, make, expected) for _ in self._session.addresses]
         with self._links("writes") as links:
-            with self._writing:
-                for request, link in zip(requests, links, strict=True):
-                    request.number(link)
             try:
+                with self._writing:
+                    for request, link in zip(requests, links, strict=True):
+                        request.number(link)
                 raise_first(ask(links, [[request] for request in requests]))
             except BaseException as error:
                 self._refuse_if_unknown(requests, what, error)
+                if replaces and any(request.may_have_changed for request in requests):
+                    self._halfway = _unusable(f"{what} failed halfway ({error}): load a checkpoint", error)
                 raise
         return [request.result for request in requests]
 
@@ -841,7 +853,7 @@ class RemoteStore(Store):
 
     def _refuse_if_torn(self, requests: Sequence[WriteRequest], error: BaseException) -> None:
         """A write that failed on some servers only has changed rows all the same."""
-        if any(request.is_written or request.is_undecided for request in requests):
+        if any(request.may_have_changed for request in requests):
             why = f"a write to the servers failed halfway ({error}): start again from a checkpoint"
             self._refusal = _unusable(why, error)
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeAlias
 
+import msgspec
+
 from bagpipe import failpoints
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import BagpipeError, DeadlineError, GenerationOverError, StoreError, WireError
@@ -60,6 +62,7 @@ class Client:
         self, opened: Open, generation: int, memory: memoryview | None, on_close: Callable[[Client], None]
     ) -> None:
         self.trainer, self.kind, self.generation = opened.trainer, opened.kind, generation
+        self.store = opened.store
         self.memory = memory
         """That it shares."""
         self._on_close = on_close
@@ -82,14 +85,24 @@ class Order:
         self.is_busy = False
         """The one after it is being decided."""
         self._refusals: dict[int, Failed] = {}
+        self._store, self._first = b"", 1
+        """Who has given the last numbers, and from which on."""
 
-    def outcome(self, number: int) -> Outcome:
-        """That of a number that was decided."""
+    def outcome(self, number: int, store: bytes = b"") -> Outcome:
+        """That of a number that was decided, for the store that gave it."""
+        if store != self._store or number < self._first:
+            return Failed(
+                StoreError.__name__,
+                "another store of this trainer has written meanwhile: let one write, and start again from a checkpoint",
+                decided=True, begun=True,
+            )  # fmt: skip
         return self._refusals.get(number, Written(number))
 
-    def decided(self, outcome: Outcome) -> None:
+    def decided(self, outcome: Outcome, store: bytes = b"") -> None:
         """That of the next number."""
         self.last += 1
+        if store != self._store:
+            self._store, self._first = store, self.last
         if isinstance(outcome, Failed):
             self._refusals[self.last] = outcome
             if len(self._refusals) > REFUSALS_KEPT:
@@ -174,15 +187,13 @@ class EmbeddingServer:
         if isinstance(body, Recover):
             return self._recover_by_message(peer, message, body)
         if isinstance(body, Open):
-            with self._using_rows(peer, message.generation, is_admitting=True):
-                opened = self._open(peer, message, body)
-            peer.reply(opened)
+            peer.reply(self._open(peer, message, body))
             failpoints.reach("server.opened")
             return None
         if not isinstance(body, Read | Write | Scan | Confirm | ORDERED):
             raise WireError(f"{type(body).__name__} is an answer: a server takes requests only")
         client = peer.state
-        if not isinstance(client, Client) or client.generation != message.generation:
+        if not isinstance(client, Client) or client.generation != message.generation or client not in self._clients:
             raise WireError(f"{type(body).__name__} came before Open: a client says first who it is")
         if isinstance(body, Read):
             return self._read(peer, client, message, body)
@@ -250,27 +261,32 @@ class EmbeddingServer:
         """Admit a client. The first one decides about run, widths and trainers; a new generation about trainers."""
         descriptor = peer.take_descriptor()
         memory = None if descriptor is None else attach(descriptor, body.shared_bytes)
-        with self._opening:
-            self._check_run(message)
-            self._check_open(message, body)
-            self._held.prepare(body.widths)
-            self._run = message.run
-            if message.generation != self.generation or not self.trainers:
-                self._begin_generation(peer, message.generation, body.trainers)
-        client = Client(body, message.generation, memory, self._clients.discard)
-        with self._state:
-            self._clients.add(client)
-            order = self._orders[body.trainer]
+        if isinstance(peer.state, Client):  # it says anew who it is
+            peer.state.close()
+        # at rest: an earlier generation is over with its writes, and a copy of a write that is asked again is applied
+        with (
+            self._writers_at_rest(peer, None, message.generation),
+            self._using_rows(peer, message.generation, is_admitting=True),
+        ):
+            with self._opening:
+                self._check_run(message)
+                self._check_open(message, body)
+                self._held.prepare(body.widths)
+                self._run = message.run
+                if message.generation != self.generation or not self.trainers:
+                    self._begin_generation(message.generation, body.trainers)
+                client = Client(body, message.generation, memory, self._clients.discard)
+                with self._state:
+                    self._clients.add(client)
+                    sequence = self._orders[body.trainer].last
+            self._advance(body.trainer, body.passed)
         peer.state = client
         peer.admit(body.kind)
-        self._advance(body.trainer, body.passed)
-        # a copy of a write that is asked again may just be applied
-        self._wait(peer, message.generation, lambda: "decides about a write", lambda: not order.is_busy)
         return Opened(
             server=self.server,
             servers=self.servers,
             shared=memory is not None,
-            sequence=order.last,
+            sequence=sequence,
             birth=self.birth,
             bytes_max=self._limits.bytes_max,
         )
@@ -298,9 +314,10 @@ class EmbeddingServer:
                 "start all with the same number"
             )
 
-    def _begin_generation(self, peer: Peer, generation: int, trainers: int) -> None:
+    def _begin_generation(self, generation: int, trainers: int) -> None:
         """The first of a generation has come, and says how many there are. Those who stay go on from where they are."""
-        with self._writers_at_rest(peer, None, generation), self._state:
+        with self._state:
+            self._check_generation(generation)  # a later one may just have been begun
             self.generation, self.trainers = generation, trainers
             self._clients.clear()
             self._watermark.keep_for(trainers)
@@ -327,7 +344,8 @@ class EmbeddingServer:
         with self._using_rows(peer, message.generation) as rows:
             if body.after > self.reached:  # iterations are trained anew that trainers had passed
                 return NotYet(self._behind(body.after), again=True), ()
-            peer.reply(*rows.read(body, ids, None if message.buffers else client.memory))
+            answer = rows.read(body, ids, None if message.buffers else client.memory)
+        peer.reply(*answer)  # who takes no answer holds up no recovery
         failpoints.reach("server.read.answered")
         return None
 
@@ -359,14 +377,14 @@ class EmbeddingServer:
     def _write(self, peer: Peer, client: Client, message: Message, body: Write) -> None:
         def apply() -> Outcome:
             with self._using_rows(peer, message.generation) as rows:
-                parts = rows.parts_of(body, message.buffers, None if message.buffers else client.memory)
-                failpoints.reach("server.write.received")
                 try:
+                    parts = rows.parts_of(body, message.buffers, None if message.buffers else client.memory)
+                    failpoints.reach("server.write.received")
                     rows.write(parts)
                 except (StoreError, MemoryError) as error:
                     return Failed(StoreError.__name__, str(error) or "there is no memory for these rows", decided=True)
-            failpoints.reach("server.write.applied")
-            self._advance(client.trainer, body.passed)
+                failpoints.reach("server.write.applied")
+                self._advance(client.trainer, body.passed)  # before a recovery may have it begin anew
             return Written(body.sequence)
 
         self._check_sender("a write", body.trainer, client)
@@ -379,7 +397,16 @@ class EmbeddingServer:
         """Do something once, in order with the writes of its trainer, while nobody writes; then wait for its end."""
 
         def apply() -> Outcome:
-            with self._writers_at_rest(peer, client.trainer, message.generation):
+            if client.trainer:  # two of them would wait for each other's rest
+                return Failed(
+                    StoreError.__name__,
+                    f"trainer {client.trainer} asks for {type(body).__name__}: trainer 0 does that for all",
+                    decided=True,
+                )
+            with (
+                self._writers_at_rest(peer, client.trainer, message.generation),
+                self._using_rows(peer, message.generation),
+            ):
                 try:
                     begun.extend(self._held.apply(body))
                 except BagpipeError as error:
@@ -400,7 +427,7 @@ class EmbeddingServer:
             peer, message.generation, lambda: f"works on {work.what}", lambda: work.is_over, lambda: work.progress
         )
         if work.failed is not None:
-            return work.failed, ()
+            return msgspec.structs.replace(work.failed, decided=True, begun=True), ()
         return Worked(), (memoryview(work.result or b""),)
 
     def _once(self, peer: Peer, client: Client, generation: int, number: int, apply: Callable[[], Outcome]) -> Outcome:
@@ -420,7 +447,7 @@ class EmbeddingServer:
         while True:
             with self._state:
                 if number <= order.last:
-                    return order.outcome(number)
+                    return order.outcome(number, client.store)
                 if may_go_on():
                     order.is_busy = True
                     break
@@ -434,7 +461,7 @@ class EmbeddingServer:
         finally:
             with self._state:
                 if outcome is not None:
-                    order.decided(outcome)
+                    order.decided(outcome, client.store)
                 order.is_busy = False
             self._waits.changed()
         return outcome
@@ -488,10 +515,6 @@ class EmbeddingServer:
             self._recover(Work("recovery", lambda _: b""), generation, point)
 
     def _recover(self, work: Work, generation: int, point: ResumePoint) -> None:
-        if generation == self.generation and self.trainers:
-            raise StoreError(
-                f"generation {generation} is at work on server {self.server}: begin another, with a higher number"
-            )
         self._begin_anew(generation)
         failpoints.reach("server.return.begun")
         try:
@@ -502,11 +525,15 @@ class EmbeddingServer:
 
     def _begin_anew(self, generation: int) -> None:
         """This generation has begun, and nobody of it has come; rows are being replaced, until `_go_on`."""
-        if generation < self.generation:
-            raise GenerationOverError(
-                f"generation {generation} can't begin: this is generation {self.generation}", generation
-            )
         with self._state:
+            if generation < self.generation:
+                raise GenerationOverError(
+                    f"generation {generation} can't begin: this is generation {self.generation}", generation
+                )
+            if generation == self.generation and self.trainers:
+                raise StoreError(
+                    f"generation {generation} is at work on server {self.server}: begin another, with a higher number"
+                )
             self._replacing.add(RECOVERY)
             self.generation, self.trainers = generation, 0
             self._clients.clear()
@@ -514,6 +541,8 @@ class EmbeddingServer:
         self._clear()
         self._held.stop()
         with self._state:
+            self.trainers = 0  # one may have come while requests were waited for
+            self._clients.clear()
             self._orders.clear()
             self._watermark.begin_anew()
 

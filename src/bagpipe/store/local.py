@@ -8,6 +8,7 @@ its value, and is found only once it has both: until then something of an abando
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from threading import Lock
@@ -49,7 +50,36 @@ class _Table:
         self.lock = Lock()
 
 
-class LocalStore(Store):
+class NumberedStore(Store):
+    """Rows of this process, each with a number: how many of its table were written before it was."""
+
+    _refusal: str | None = None
+    """Why all work is refused."""
+
+    @abstractmethod
+    def scan(self, table: int, start: int, stop: int, values: bool = True) -> tuple[Int64s, Floats]:
+        """Ids of rows number `start` to `stop`, and their values unless only the ids are wanted."""
+
+    def write(self, table: int, ids: Int64s, values: Floats) -> None:
+        """Set the rows of these ids, all different, to `values`."""
+        self.write_many([(table, ids, values)])
+
+    def ids(self, table: int) -> Int64s:
+        """The ids of the rows ever written, in order of first write."""
+        return self.scan(table, 0, self.num_rows(table), values=False)[0]
+
+    def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
+        """The rows ever written as (ids, values), in order of first write, so many at a time."""
+        check_chunk(table, rows_per_chunk)
+        num_rows = self.num_rows(table)
+        return (self.scan(table, at, at + rows_per_chunk) for at in range(0, num_rows, rows_per_chunk))
+
+    def _check_usable(self) -> None:
+        if self._refusal is not None:
+            raise StoreError(self._refusal)
+
+
+class LocalStore(NumberedStore):
     """Rows of this process, each table in chunks of its own."""
 
     def __init__(self, tables: Sequence[RowSource], make_chunks: Callable[[int, int], ChunkedRows]) -> None:
@@ -58,7 +88,6 @@ class LocalStore(Store):
         self.bytes_in_memory_max: int | None = None
         """Rows that would take more memory are refused."""
         self._tables = [_Table(source, make_chunks(number, source.width)) for number, source in enumerate(tables)]
-        self._refusal: str | None = None
 
     @property
     def tables(self) -> Sequence[RowSource]:
@@ -97,10 +126,6 @@ class LocalStore(Store):
         self._check_usable()
         self._part(table).chunks.gather(positions, out)
 
-    def write(self, table: int, ids: Int64s, values: Floats) -> None:
-        """Set the rows of these ids, all different, to `values`."""
-        self.write_many([(table, ids, values)])
-
     def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:  # noqa: ARG002
         """Set rows of several tables, each named once: all, or none where there is no room for them."""
         self.place(parts)
@@ -123,22 +148,8 @@ class LocalStore(Store):
         check_table(self._sources, table)
         return len(self._part(table).positions)
 
-    def ids(self, table: int) -> Int64s:
-        """The ids of the rows ever written, in order of first write."""
-        self._check_usable()
-        check_table(self._sources, table)
-        part = self._part(table)
-        with part.lock:
-            return part.positions.ids()
-
-    def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
-        """The rows ever written as (ids, values), in order of first write, so many at a time."""
-        check_chunk(table, rows_per_chunk)
-        num_rows = self.num_rows(table)
-        return (self.scan(table, at, at + rows_per_chunk) for at in range(0, num_rows, rows_per_chunk))
-
     def scan(self, table: int, start: int, stop: int, values: bool = True) -> tuple[Int64s, Floats]:
-        """Ids of the rows at these positions, and their values unless only the ids are wanted."""
+        """Ids of rows number `start` to `stop`, and their values unless only the ids are wanted."""
         self._check_usable()
         check_span(table, start, stop)
         part = self._part(table)
@@ -178,10 +189,6 @@ class LocalStore(Store):
             bytes_in_memory=sum(part.positions.nbytes + part.chunks.bytes_in_memory for part in parts),
             bytes_on_disk=sum(part.chunks.bytes_on_disk for part in parts),
         )
-
-    def _check_usable(self) -> None:
-        if self._refusal is not None:
-            raise StoreError(self._refusal)
 
     def _part(self, table: int) -> _Table:
         try:

@@ -23,9 +23,8 @@ import re
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -319,24 +318,18 @@ class FileRows(ChunkedRows):
 
     def gather(self, positions: Int64s, out: Floats) -> None:
         """Copy the row at each position, or its first columns, into `out`; where it is -1, leave `out` as it is."""
-
-        def copy(part: slice | Int64s) -> None:
+        for part in self._in_parts(positions, POPULATE_READ):
             if isinstance(part, slice):
-                ChunkedRows.gather(self, positions[part], out[part])
+                super().gather(positions[part], out[part])
             else:
                 rows = np.empty((len(part), out.shape[1]), np.float32)
-                ChunkedRows.gather(self, positions[part], rows)
+                super().gather(positions[part], rows)
                 out[part] = rows
-
-        self._in_parts(positions, copy, POPULATE_READ)
 
     def scatter(self, positions: Int64s, values: Floats) -> None:
         """Copy `values` to the rows at these positions."""
-
-        def copy(part: slice | Int64s) -> None:
-            ChunkedRows.scatter(self, positions[part], values[part])
-
-        self._in_parts(positions, copy, POPULATE_WRITE)
+        for part in self._in_parts(positions, POPULATE_WRITE):
+            super().scatter(positions[part], values[part])
         if len(positions):
             end = self._end_of(int(positions.max()) + 1)
             self._num_pages_written = max(self._num_pages_written, -(-end // PAGE_BYTES))
@@ -401,33 +394,30 @@ class FileRows(ChunkedRows):
 
     # Inside
 
-    def _in_parts(self, positions: Int64s, copy: Callable[[slice | Int64s], None], advice: int) -> None:
-        """Copy rows, as many at a time as there is room for: one part, unless many of their pages must be read."""
-        start = self._copy_some(positions, lambda count: copy(slice(0, count)), advice)
-        if start == len(positions):
-            return
-        # By place, so that a page is brought in once, and with its neighbours.
-        order = start + np.argsort(positions[start:])
-        order = order[positions[order] >= 0]
-        ascending, start = positions[order], 0
-        while start < len(order):
-            start += self._copy_some(ascending[start:], partial(_first, copy, order[start:]), advice)
+    def _in_parts(self, positions: Int64s, advice: int) -> Iterator[slice | Int64s]:
+        """Rows to copy at once, whose pages stay meanwhile: all, unless there is no room for those that must be read.
 
-    def _copy_some(self, positions: Int64s, copy: Callable[[int], None], advice: int) -> int:
-        """Copy the rows from the first on that there is room for; how many these are."""
-        num_rows, runs = self._residency.begin(self, positions)
-        try:
-            if len(runs):
-                self._bring(runs, advice)
-            before = _num_waits()
-            copy(num_rows)
-            if _num_waits() - before > num_rows // 64:  # memory is short, and pages were taken from us
-                self._doubts = max(self._doubts, _DOUBT_COPIES)
-            elif self._doubts:
-                self._doubts -= 1
-        finally:
-            self._residency.end(self)
-        return num_rows
+        Then the rest comes by place, so that a page is brought in once, and with its neighbours.
+        """
+        start, order = 0, None
+        while start < len(positions):
+            count, runs = self._residency.begin(self, positions[start:])
+            try:
+                if len(runs):
+                    self._bring(runs, advice)
+                before = _num_waits()
+                yield slice(start, start + count) if order is None else order[start : start + count]
+                if _num_waits() - before > count // 64:  # memory is short, and pages were taken from us
+                    self._doubts = max(self._doubts, _DOUBT_COPIES)
+                elif self._doubts:
+                    self._doubts -= 1
+            finally:
+                self._residency.end(self)
+            start += count
+            if order is None and start < len(positions):
+                order = start + np.argsort(positions[start:])
+                order = order[positions[order] >= 0]
+                positions, start = positions[order], 0
 
     def _bring(self, runs: Int64s, advice: int) -> None:
         error = _bring(
@@ -533,10 +523,6 @@ def make_directory(path: Path) -> None:
             "rows outlive a process in checkpoints only; remove table-*.rows, table-*.ids and index.json there, or "
             "give another directory"
         )
-
-
-def _first(copy: Callable[[Int64s], None], order: Int64s, count: int) -> None:
-    copy(order[:count])
 
 
 def _num_waits() -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Lock
 from types import TracebackType
@@ -34,7 +34,6 @@ from bagpipe.store.base import (
     NO_ITERATION,
     ROWS_PER_CHUNK,
     RowSource,
-    Store,
     StoreStats,
     TablePart,
     check_chunk,
@@ -44,7 +43,7 @@ from bagpipe.store.base import (
     fill_initial,
 )
 from bagpipe.store.chunks import CHUNK_BYTES, ChunkedRows, ScratchFile
-from bagpipe.store.local import LocalStore
+from bagpipe.store.local import LocalStore, NumberedStore
 
 if TYPE_CHECKING:
     from typing import Self
@@ -108,7 +107,7 @@ class Found:
             store.gather(self._table, positions, out)
 
 
-class VersionedStore(Store):
+class VersionedStore(NumberedStore):
     """The rows of a local store, which is closed with it, and what they were at marks.
 
     A mark is named by `done`, the number of iterations that are over. `mark` wants writers at rest, `rollback` and
@@ -151,7 +150,6 @@ class VersionedStore(Store):
         self._state = Condition()
         self._merging = Lock()
         """Held while rows of a layer go to the base: who counts rows counts each once."""
-        self._refusal: str | None = None
 
     # Marks
 
@@ -305,10 +303,6 @@ class VersionedStore(Store):
         if not found.there.all():
             fill_initial(self.tables[table], ids, np.flatnonzero(~found.there), out)
 
-    def write(self, table: int, ids: Int64s, values: Floats) -> None:
-        """Set the rows of these ids, all different, to `values`."""
-        self.write_many([(table, ids, values)])
-
     def write_many(self, parts: Sequence[TablePart], passed: int = NO_ITERATION) -> None:  # noqa: ARG002
         """Set rows of several tables, each named once: all, or none where one of them is refused."""
         self._check_usable()
@@ -330,19 +324,8 @@ class VersionedStore(Store):
         with self._merging:
             return sum(len(positions) for _, positions in self._in_order(table))
 
-    def ids(self, table: int) -> Int64s:
-        """The ids of the rows ever written, in order of first write."""
-        return self.scan(table, 0, self.num_rows(table), values=False)[0]
-
-    def iterate(self, table: int, rows_per_chunk: int = ROWS_PER_CHUNK) -> Iterator[tuple[Int64s, Floats]]:
-        """The rows ever written as (ids, values), in order of first write, so many at a time."""
-        check_chunk(table, rows_per_chunk)
-        num_rows = self.num_rows(table)
-        return (self.scan(table, at, at + rows_per_chunk) for at in range(0, num_rows, rows_per_chunk))
-
     def scan(self, table: int, start: int, stop: int, values: bool = True) -> tuple[Int64s, Floats]:
-        """Ids of the rows that were first written as number `start` to `stop`, and their values unless only ids are
-        wanted."""
+        """Ids of rows number `start` to `stop`, and their values unless only the ids are wanted."""
         self._check_usable()
         check_span(table, start, stop)
         ids, first = [np.empty(0, np.int64)], 0
@@ -466,11 +449,17 @@ class VersionedStore(Store):
     def _check_memory(self, parts: Sequence[TablePart]) -> None:
         """StoreError if the base will not have room for all rows."""
         tables = range(len(self.tables))
+        most = [sum(layer.rows.num_rows(table) for layer in self._layers) for table in tables]
+        for table, ids, _ in parts:
+            if 0 <= table < len(most):
+                most[table] += len(ids)
+        with suppress(StoreError):  # then they are counted, which takes look-ups, and waits for a merge
+            return self.base.check_memory(tables, most)
         more = [self.num_rows(table) - self.base.num_rows(table) for table in tables]
         for table, ids, _ in parts:
             if 0 <= table < len(more):
                 more[table] += int(np.count_nonzero(~_in_any(_stores(self.base, self._layers), table, ids)))
-        self.base.check_memory(tables, more)
+        return self.base.check_memory(tables, more)
 
     def _note_saved(self, done: int | None) -> None:
         """This is the last complete checkpoint, and has all rows of the base."""
@@ -530,10 +519,6 @@ class VersionedStore(Store):
             self._pins -= 1
         if self._refusal is None:
             self._merge()
-
-    def _check_usable(self) -> None:
-        if self._refusal is not None:
-            raise StoreError(self._refusal)
 
 
 class LayerRows(ChunkedRows):

@@ -7,18 +7,12 @@ watermark that embedding servers keep between processes. It is the driver of a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from threading import Semaphore
-from typing import TYPE_CHECKING, cast
 
 from bagpipe.arrays import Floats, Int64s
 from bagpipe.errors import ConfigError, StoreError
-from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, Marked, RowSource, Store, StoreStats, TablePart
+from bagpipe.store.base import NO_ITERATION, ROWS_PER_CHUNK, RowSource, Store, StoreStats, TablePart
 from bagpipe.store.watermark import Watermark
-
-if TYPE_CHECKING:
-    from bagpipe.checkpoint.manifest import FileEntry
-    from bagpipe.checkpoint.point import ResumePoint
 
 
 def shared_views(store: Store, trainers: int, notify: Sequence[Callable[[], None]] = ()) -> list[StoreView]:
@@ -45,14 +39,15 @@ class StoreView(Store):
         notify: Sequence[Callable[[], None]],
     ) -> None:
         """`others` counts the views that were not closed before the last one."""
-        self._shared, self._trainer, self._watermark = store, trainer, watermark
+        self.shared, self._trainer, self._watermark = store, trainer, watermark
+        """The store itself, of which the first trainer makes checkpoints for all."""
         self._others, self._notify = others, notify
         self._closed = False
 
     @property
     def tables(self) -> Sequence[RowSource]:
         """The tables, by number."""
-        return self._shared.tables
+        return self.shared.tables
 
     def reached(self, after: int) -> bool:
         """Whether every trainer has passed iteration `after`, so that rows may be read that it wrote."""
@@ -99,44 +94,14 @@ class StoreView(Store):
         if not self._closed:
             self._closed = True
             if not self._others.acquire(blocking=False):
-                self._shared.close()
+                self.shared.close()
 
     def stats(self) -> StoreStats:
         """What the store holds for all trainers, and what it takes."""
         return self._store.stats()
 
-    # Marks, where the store has them: trainer 0 makes them for all, while nobody writes.
-
-    def mark(self, done: int, token: str = "") -> None:
-        """Hold on to the rows as they are now."""
-        self._marked("mark").mark(done, token)
-
-    def save(self, done: int, directory: Path, names: Sequence[str], *, since: int | None = None) -> list[FileEntry]:
-        """Write the rows of a mark to files in a directory."""
-        return self._marked("save").save(done, directory, names, since=since)
-
-    def saved(self, done: int, checkpoint: Path) -> None:
-        """The checkpoint of a mark is complete."""
-        self._marked("saved").saved(done, checkpoint)
-
-    def confirm(self) -> None:
-        """Whether the run goes on with these rows."""
-        self._marked("confirm").confirm()
-
-    def restore(self, point: ResumePoint, names: Sequence[str]) -> None:
-        """Make all rows those of a checkpoint; no trainer has passed any iteration since."""
-        self._marked("restore").restore(point, names)
-        self._watermark.begin_anew()
-
-    def _marked(self, what: str) -> Marked:
-        if self._trainer:
-            raise StoreError(f"trainer {self._trainer} asks for {what}: trainer 0 does that for all")
-        if not hasattr(self._store, "restore"):
-            raise StoreError(f"a {type(self._store).__name__} has no marks: wrap it in a VersionedStore")
-        return cast("Marked", self._store)
-
     @property
     def _store(self) -> Store:
         if self._closed:
             raise StoreError(f"trainer {self._trainer}'s view of the store is closed: open another")
-        return self._shared
+        return self.shared

@@ -80,7 +80,7 @@ class Client:
         self.name = name
         self.bytes_received = 0
         self.failed: Failed | None = None
-        """The last answer, if it was that the request has failed."""
+        """What `poll` was told last, if it has raised because the request has failed."""
         self._network, self._address, self._run, self._generation = network, address, run, generation
         self._hello, self._patience, self._watch = hello, patience or Patience(), watch
         self._lost, self._otherwise = lost, otherwise
@@ -112,7 +112,7 @@ class Client:
         self._under_way.append(request)
         if self._connection is not None:
             try:
-                self._try(lambda: self._send(request))
+                self._try_send(request)
             except BaseException:
                 self.forget()
                 raise
@@ -164,24 +164,36 @@ class Client:
             try:
                 answer = connection.receive(min(LOOK_S, self._patience.deadline_s))
             except TimeoutError:
-                if self._network.now() - heard >= self._patience.retry_s:
+                if self._network.now() - heard >= self._retry_s:
+                    self._retry_s = min(2 * self._retry_s, RETRY_GROWTH_MAX * self._patience.retry_s)
                     raise ConnectionResetError("it did not answer") from None
                 self._check_lost()
                 continue
             heard = self._heard = self._network.now()
             self._check_answer(request, answer)
+            if isinstance(answer.body, Failed):  # of what is under way nothing is known by that
+                raise named_error(answer.body, self.name, self._otherwise)
             if not isinstance(answer.body, NotYet):
-                return self._accepted(answer).body
+                return answer.body
             self._take_word(request, answer.body)
 
     def _poll(self, timeout_s: float) -> Message | None:
         assert not self._closed, f"the client of {self.name} is closed"
+        self.failed = None
         self._check_interrupted()
         assert self._under_way, f"nothing was asked of {self.name}"
         request = self._under_way[0]
         if request is not self._waited_for:
             self._begin_waiting(request)
-        answer = self._try(lambda: self._opened().receive(timeout_s))
+        answer = None
+        try:
+            answer = self._opened().receive(timeout_s)
+        except BagpipeError:
+            raise
+        except TimeoutError:
+            pass
+        except OSError as error:
+            self._break(error)
         now = self._network.now()
         if answer is None:
             self._check_lost()
@@ -200,7 +212,10 @@ class Client:
         self._under_way.popleft()
         self._waited_for = None
         self.bytes_received += sum(buffer.nbytes for buffer in answer.buffers)
-        return self._accepted(answer)
+        if isinstance(answer.body, Failed):
+            self.failed = answer.body
+            raise named_error(answer.body, self.name, self._otherwise)
+        return answer
 
     def _begin_waiting(self, request: _Request) -> None:
         """While nobody listened, nobody could be late."""
@@ -213,7 +228,7 @@ class Client:
         if len(self._under_way) > 1:
             self.disconnect()
         else:
-            self._try(lambda: self._send(request))
+            self._try_send(request)
 
     def _try_anew(self, now: float) -> None:
         """Nothing came: make another connection, after a pause where there is none, or where this one says nothing."""
@@ -226,18 +241,18 @@ class Client:
             self.disconnect()
             self._asked, self._retry_s = now, min(2 * self._retry_s, RETRY_GROWTH_MAX * self._patience.retry_s)
 
-    def _try(self, act: Callable[[], Message | None]) -> Message | None:
-        """What it gives; None where nothing came in time, or the connection broke, which is let go of then."""
+    def _try_send(self, request: _Request) -> None:
+        """Where the connection breaks it is let go of: what is under way is sent on the next one."""
         try:
-            return act()
+            self._send(request)
         except BagpipeError:
             raise
-        except TimeoutError:
-            return None
         except OSError as error:
-            self._trouble = _said(error)
-            self.disconnect()
-            return None
+            self._break(error)
+
+    def _break(self, error: OSError) -> None:
+        self._trouble = _said(error)
+        self.disconnect()
 
     def _opened(self) -> Connection:
         if self._connection is None:
@@ -304,12 +319,6 @@ class Client:
                 f"waited {waited_s:.0f} s for {request.what} from {self.name}, {self._trouble or request.word}: "
                 "see what holds it up"
             )
-
-    def _accepted(self, answer: Message) -> Message:
-        self.failed = answer.body if isinstance(answer.body, Failed) else None
-        if self.failed is not None:
-            raise named_error(self.failed, self.name, self._otherwise)
-        return answer
 
     def _what(self) -> str:
         return self._under_way[0].what if self._under_way else "a first sign of life"

@@ -28,6 +28,7 @@ from bagpipe.wire.connection import (
     DroppedError,
     Handler,
     Listen,
+    Peer,
     PeerGoneError,
 )
 from bagpipe.wire.frames import Head
@@ -59,6 +60,8 @@ class Budget:
         What is larger than all of it has room when nothing else is there.
         """
         place, needed, waited_s = object(), min(num_bytes, self.num_bytes), 0.0
+        if self._try_take(None, needed, num_bytes):  # nobody is before it
+            return
         self._line_up(place)
         try:
             while not self._try_take(place, needed, num_bytes):
@@ -81,7 +84,7 @@ class Budget:
             self._free += num_bytes
         self._waits.changed()
 
-    def _try_take(self, place: object, needed: int, num_bytes: int) -> bool:
+    def _try_take(self, place: object | None, needed: int, num_bytes: int) -> bool:
         with self._lock:
             if self._first is not place or self._free < needed:
                 return False
@@ -367,7 +370,7 @@ def on_socket(address: str = LOOPBACK, *, security: Security = None, limits: Lim
     return lambda handler: Listener(address, handler, security, limits)
 
 
-def answered(handler: Handler, visitor: Visitor, request: Message) -> Answer | None:
+def answered(handler: Handler, visitor: Peer, request: Message) -> Answer | None:
     """What the handler answers, or that it failed."""
     try:
         return handler(visitor, request)

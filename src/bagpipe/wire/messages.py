@@ -10,7 +10,6 @@ and what lies where follows from the parts (`bagpipe.wire.shared`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -49,6 +48,8 @@ class Open(Record, frozen=True):
     """Of the memory that came as a descriptor with this message; 0: none did."""
     passed: Iteration = NO_ITERATION
     """What this trainer has written before it came is of iterations up to this one."""
+    store: bytes = b""
+    """Differs for each store: two of one trainer that both write would give numbers twice."""
 
 
 class Opened(Record, frozen=True):
@@ -151,20 +152,22 @@ ErrorFields: TypeAlias = Annotated[dict[Annotated[str, msgspec.Meta(max_length=3
 
 
 class Failed(Record, frozen=True):
-    """The request was refused and changed nothing."""
+    """The request was refused and changed nothing, or what it has begun has failed."""
 
     error: str
     """The name of one of Bagpipe's errors."""
     message: str
     decided: bool = False
     """A write was refused for good, and its number is used up; else the number is still to be used."""
+    begun: bool = False
+    """Rows may have changed: what was begun in order has failed."""
     fields: ErrorFields = msgspec.field(default_factory=dict)
     """Of the error: what the peer may decide by, as it does by the name."""
 
     @classmethod
     def of(cls, error: BagpipeError, *, decided: bool = False) -> Failed:
         """What goes to the peer of an error."""
-        return cls(type(error).__name__, str(error)[:MESSAGE_LETTERS_MAX], decided, error.fields)
+        return cls(type(error).__name__, str(error)[:MESSAGE_LETTERS_MAX], decided, fields=error.fields)
 
 
 Body: TypeAlias = (
@@ -185,8 +188,7 @@ Body: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """A body with what surrounds it."""
 
     run: bytes

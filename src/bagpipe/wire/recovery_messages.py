@@ -43,7 +43,7 @@ class Save(Record, frozen=True):
 
 
 class Saved(Record, frozen=True):
-    """The checkpoint of this mark is complete: what was kept to go further back can go. Answer: Written."""
+    """The checkpoint of this mark is complete: what was kept to go further back can go. Answer: Worked."""
 
     trainer: Count
     sequence: Count

@@ -13,9 +13,10 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,14 @@ from bagpipe.wire.messages import Failed, Message
 
 _AHEAD_BYTES = 32 << 10
 """What is read at once; longer buffers go to their place without a copy."""
-_JOINED_BYTES = 16 << 10
-"""Short buffers leave with what is before them: a record of TLS has as much."""
+_TICK_S = 0.1
+"""How long a system call waits at most: the kernel wakes this thread once for a whole buffer, not for every packet."""
+_TIMEVAL = struct.Struct("@ll")
+_RECORD_BYTES = 16 << 10
+"""Of TLS. Short buffers leave in one with what is before them."""
+_RECORDS_AT_ONCE = 8
+_ENCRYPTED_BYTES = _RECORDS_AT_ONCE * _RECORD_BYTES
+"""What TLS hands to a system call at once, and takes from one: as much as stays in a processor's own cache."""
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4)
 _TLS_HANDSHAKE = b"\x16"
@@ -46,17 +53,27 @@ _KEY_EXPIRED = {"SSLV3_ALERT_CERTIFICATE_EXPIRED"}
 class _Pace:
     """How slow the bytes of one message may be: who keeps to the rate, after a while of grace, is never late."""
 
-    def __init__(self, grace_s: float, bytes_per_second: float, whole_s: float = math.inf) -> None:
-        now = time.monotonic()
-        self._from, self._rate, self._last = now + grace_s, bytes_per_second, now + whole_s
-        self.grace_s = grace_s
-        """Also how long nothing may come at all."""
+    __slots__ = ("_from", "_grace_s", "_last", "_rate", "num_bytes")
+
+    def __init__(self, grace_s: float, bytes_per_second: float, last: float = math.inf) -> None:
+        """`grace_s` is also how long nothing may come at all; `last` is when all is late."""
+        self._from, self._rate, self._last, self._grace_s = time.monotonic() + grace_s, bytes_per_second, last, grace_s
         self.num_bytes = 0
 
     @property
     def until(self) -> float:
-        """When the next ones are late."""
-        return min(self._from + self.num_bytes / self._rate, self._last)
+        """By when something more must have come or gone."""
+        return min(self._from + self.num_bytes / self._rate, self._last, time.monotonic() + self._grace_s)
+
+
+class _Tls:
+    """TLS over memory: encrypted bytes go in and out of it, so that system calls take many records at once."""
+
+    def __init__(self, context: ssl.SSLContext, *, is_server: bool) -> None:
+        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.encrypted = memoryview(bytearray(_ENCRYPTED_BYTES))
+        """As it has come."""
+        self.object = context.wrap_bio(self.incoming, self.outgoing, server_side=is_server)
 
 
 class SocketConnection(Connection):
@@ -67,13 +84,18 @@ class SocketConnection(Connection):
         self._socket = connected
         self._closing = threading.Lock()
         """Held by whoever shuts the socket, so that no other one is that has its descriptor by then."""
-        self._is_tls = False
+        self._tls: _Tls | None = None
         self._is_unix = connected.family == socket.AF_UNIX
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._begin = self._end = 0
         """Of what was read ahead and is still to be used."""
         self._descriptor: int | None = None
-        connected.setblocking(False)
+        self._tick_s = min(_TICK_S, limits.stall_s / 2)
+        connected.settimeout(None)  # its own timeouts would be a system call for each packet
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(0, int(self._tick_s * 1e6)))
+        self._poll = select.poll()
+        self._poll.register(connected.fileno(), select.POLLIN)
         if not self._is_unix:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -88,32 +110,22 @@ class SocketConnection(Connection):
 
     def send(self, message: Message, timeout_s: float, descriptor: int | None = None) -> None:
         """Send a message whole; buffers may change when it has returned."""
-        parts = _joined(encode(message, self._limits))
+        frames = encode(message, self._limits)
         pace = _Pace(timeout_s, self._limits.bytes_per_second)
-        if descriptor is not None and self._is_unix:
-            sent = self._when_writable(lambda: socket.send_fds(self._socket, [parts[0]], [descriptor]), pace)
-            parts[0] = parts[0][sent:]
-        while parts:
-            if self._is_tls:
-                sent = self._when_writable(lambda: self._socket.send(parts[0]), pace)
-            else:
-                sent = self._when_writable(lambda: self._socket.sendmsg(parts), pace)
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
-            if sent:
-                parts[0] = parts[0][sent:]
+        if self._tls is not None:
+            self._encrypt(self._tls, frames, pace)
+        else:
+            self._send_all(frames, pace, descriptor if self._is_unix else None)
 
     def receive(self, timeout_s: float | None, admit: Admit = lambda _: True, whole_s: float = math.inf) -> Message:
         """The next message; its buffers are memory of their own."""
         last = time.monotonic() + whole_s
         if self._begin == self._end:
-            self._read_ahead(timeout_s, None)
+            self._await(timeout_s)
         try:
-            header = bytearray(HEADER_BYTES)
-            self._fill(memoryview(header), self._pace(last))
-            head = read_head(header, self._limits)
+            head = read_head(self._take(HEADER_BYTES, last), self._limits)
             if admit(head):
-                return self._rest(head, self._pace(last))  # of its own: there may have been no room for a while
+                return self._rest(head, last)
             self._skip(head.num_bytes, self._pace(last))
         except TimeoutError as error:  # where the next message begins is unknown now
             raise ConnectionAbortedError("it stopped in the middle of a message") from error
@@ -124,18 +136,13 @@ class SocketConnection(Connection):
         until = time.monotonic() + timeout_s
         try:
             if keys.role == "server":
-                self._when_readable(self._check_speaks_tls, None, until)
-            with self._closing:
-                self._socket = context.wrap_socket(
-                    self._socket, server_side=keys.role == "server", do_handshake_on_connect=False
-                )
-            self._is_tls = True
-            secured = self._socket
-            assert isinstance(secured, ssl.SSLSocket)
-            self._when_ready(lambda: _shake_hands(secured), select.POLLIN, None, until)
+                self._when_ready(until, self._check_speaks_tls)
+            self._tls = _Tls(context, is_server=keys.role == "server")
+            while not self._shakes_hands(self._tls, until):
+                pass
         except TimeoutError as error:
             raise ConnectionAbortedError(f"its TLS handshake was not over after {timeout_s:g} s") from error
-        if not keys.is_peer(secured.getpeercert(binary_form=True)):
+        if not keys.is_peer(self._tls.object.getpeercert(binary_form=True)):
             raise WireError(f"{self.peer} has another key than the one that we expect: give both sides the files that "
                             "were made together")  # fmt: skip
 
@@ -160,7 +167,7 @@ class SocketConnection(Connection):
         with suppress(OSError, WireError):
             self._shut(socket.SHUT_WR)
             while True:
-                self._when_readable(lambda: socket.socket.recv_into(self._socket, self._ahead), None, until)
+                self._when_ready(until, self._socket.recv_into, self._ahead)
 
     def close(self) -> None:
         """Let go; a second call does nothing."""
@@ -172,7 +179,7 @@ class SocketConnection(Connection):
 
     def _shut(self, how: int) -> None:
         with suppress(OSError):
-            socket.socket.shutdown(self._socket, how)  # what ssl makes of it would end TLS under its user
+            self._socket.shutdown(how)
 
     def _check_speaks_tls(self) -> int:
         first = self._socket.recv(1, socket.MSG_PEEK)
@@ -181,15 +188,17 @@ class SocketConnection(Connection):
         return len(first)
 
     def _pace(self, last: float) -> _Pace:
-        return _Pace(self._limits.stall_s, self._limits.bytes_per_second, last - time.monotonic())
+        return _Pace(self._limits.stall_s, self._limits.bytes_per_second, last)
 
-    def _rest(self, head: Head, pace: _Pace) -> Message:
-        body = bytearray(head.body_bytes)
-        self._fill(memoryview(body), pace)
+    def _rest(self, head: Head, last: float) -> Message:
+        body = self._take(head.body_bytes, last)
         buffers = [np.empty(length, np.uint8).data for length in head.buffer_bytes]
+        message = decode(head, body, buffers)
+        pace = self._pace(last) if head.buffer_bytes else None  # of its own: there may have been no room for a while
         for buffer in buffers:
+            assert pace is not None
             self._fill(buffer, pace)
-        return decode(head, body, buffers)
+        return message
 
     def _skip(self, num_bytes: int, pace: _Pace) -> None:
         scratch = memoryview(bytearray(min(num_bytes, _AHEAD_BYTES)))
@@ -198,24 +207,71 @@ class SocketConnection(Connection):
             self._fill(part, pace)
             num_bytes -= len(part)
 
+    # What is read
+
+    def _await(self, timeout_s: float | None) -> None:
+        """Read ahead what comes next, once it comes."""
+        if self._tls is not None:
+            self._await_record(self._tls, timeout_s)
+        elif timeout_s is not None and timeout_s >= self._tick_s:
+            self._read_ahead(time.monotonic() + timeout_s)
+        else:  # who waits for ever does not wake for every tick
+            self._await_bytes(timeout_s)
+            self._read_ahead(time.monotonic() + self._limits.stall_s)
+
+    def _await_record(self, tls: _Tls, timeout_s: float | None) -> None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (count := self._decrypt(tls, self._ahead)):
+            self._await_bytes(None if until is None else until - time.monotonic())
+            self._feed(tls, time.monotonic() + self._limits.stall_s)
+        self._begin, self._end = 0, count
+
+    def _await_bytes(self, timeout_s: float | None) -> None:
+        found = self._poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
+        if not found:
+            raise TimeoutError("nothing was received in time")
+        if found[0][1] & select.POLLNVAL:
+            raise ConnectionAbortedError("this side closed the connection")
+
+    def _take(self, num_bytes: int, last: float) -> memoryview:
+        """The next bytes; valid until more is read."""
+        begin, end = self._begin, self._begin + num_bytes
+        if end <= self._end:
+            self._begin = end
+            return self._ahead[begin:end]
+        taken = memoryview(bytearray(num_bytes))
+        self._fill(taken, self._pace(last))
+        return taken
+
     def _fill(self, into: memoryview, pace: _Pace) -> None:
         while into.nbytes:
             if count := min(self._end - self._begin, into.nbytes):
                 into[:count] = self._ahead[self._begin : self._begin + count]
                 self._begin += count
             elif into.nbytes >= _AHEAD_BYTES:
-                read = partial(self._socket.recv_into, into)
-                count = self._when_readable(read, pace.grace_s, pace.until)
+                count = self._read(into, pace.until)
             else:
-                self._read_ahead(pace.grace_s, pace.until)
+                self._read_ahead(pace.until)
                 continue
             pace.num_bytes += count
             into = into[count:]
 
-    def _read_ahead(self, timeout_s: float | None, until: float | None) -> None:
-        read = self._receive_with_descriptor if self._is_unix else lambda: self._socket.recv_into(self._ahead)
-        self._begin, self._end = 0, 0
-        self._end = self._when_readable(read, timeout_s, until)
+    def _read(self, into: memoryview, until: float) -> int:
+        """Some of the next bytes, as many as come within a tick."""
+        if self._tls is None:
+            return self._when_ready(until, self._socket.recv_into, into, 0, socket.MSG_WAITALL)
+        while not (count := self._decrypt(self._tls, into)):
+            self._feed(self._tls, until)
+        return count
+
+    def _read_ahead(self, until: float) -> None:
+        self._begin = self._end = 0
+        if self._tls is not None:
+            self._end = self._read(self._ahead, until)
+        elif self._is_unix:
+            self._end = self._when_ready(until, self._receive_with_descriptor)
+        else:
+            self._end = self._when_ready(until, self._socket.recv_into, self._ahead)
 
     def _receive_with_descriptor(self) -> int:
         count, ancillary, _, _ = self._socket.recvmsg_into(
@@ -229,55 +285,90 @@ class SocketConnection(Connection):
                     self._descriptor = descriptor
         return count
 
-    def _when_readable(self, read: Callable[[], int], timeout_s: float | None, until: float | None) -> int:
-        count = self._when_ready(read, select.POLLIN, timeout_s, until)
-        if not count:
-            raise ConnectionResetError("the other side closed the connection")
-        return count
-
-    def _when_writable(self, write: Callable[[], int], pace: _Pace) -> int:
-        sent = self._when_ready(write, select.POLLOUT, pace.grace_s, pace.until)
-        pace.num_bytes += sent
-        return sent
-
-    def _when_ready(self, act: Callable[[], int], event: int, timeout_s: float | None, until: float | None) -> int:
-        """The result of a system call, once it can be made; TimeoutError after so long, and at the time in any case."""
-        stalled = None
+    def _when_ready(self, until: float, act: Callable[..., int], *arguments: Any) -> int:
+        """How many bytes a system call has moved that waits for a tick, as often as need be until the time has come."""
         while True:
             try:
-                return act()
-            except (BlockingIOError, ssl.SSLWantReadError):
-                wanted = select.POLLIN if self._is_tls else event
-            except ssl.SSLWantWriteError:
-                wanted = select.POLLOUT
-            except ssl.SSLError as error:
-                raise tls_error(error, self.peer) from error
-            except ValueError as error:  # a socket that another thread has closed has no descriptor
-                raise ConnectionAbortedError("this side closed the connection") from error
-            now = time.monotonic()
-            if timeout_s is not None and stalled is None:
-                stalled = now + timeout_s
-            ends = min((each for each in (stalled, until) if each is not None), default=None)
-            if ends is not None and now >= ends:
-                raise TimeoutError("nothing was received in time" if event == select.POLLIN else "nothing was taken")
-            if wait_for(self._socket, wanted, None if ends is None else ends - now) & select.POLLNVAL:
-                raise ConnectionAbortedError("this side closed the connection")
+                count = act(*arguments)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise TimeoutError("nothing was received in time") from None
+            else:
+                if not count:
+                    raise ConnectionResetError("the other side closed the connection")
+                return count
 
+    # What is sent
 
-def _shake_hands(secured: ssl.SSLSocket) -> int:
-    secured.do_handshake()
-    return 0
+    def _send_all(self, frames: Sequence[Frame], pace: _Pace, descriptor: int | None = None) -> None:
+        left = sum(map(len, frames))
+        while True:
+            try:
+                if descriptor is None:
+                    sent = self._when_ready(pace.until, self._socket.sendmsg, frames)
+                else:
+                    sent = self._when_ready(pace.until, socket.send_fds, self._socket, frames, [descriptor])
+                    descriptor = None
+            except TimeoutError:
+                raise TimeoutError("nothing was taken in time") from None
+            left -= sent
+            if not left:
+                return
+            pace.num_bytes += sent
+            frames = _behind(frames, sent)
 
+    # TLS
 
-def wait_for(waited_for: socket.socket, events: int, timeout_s: float | None) -> int:
-    """What has become of a socket; 0 after the time."""
-    poll = select.poll()
-    descriptor = waited_for.fileno()
-    if descriptor < 0:
-        return select.POLLNVAL
-    poll.register(descriptor, events)
-    found = poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
-    return found[0][1] if found else 0
+    def _shakes_hands(self, tls: _Tls, until: float) -> bool:
+        """Whether both have said all that they must."""
+        try:
+            tls.object.do_handshake()
+        except ssl.SSLWantReadError:
+            is_over = False
+        except ssl.SSLError as error:
+            with suppress(OSError):  # it is told why
+                self._flush(tls, _Pace(0.0, self._limits.bytes_per_second))
+            raise tls_error(error, self.peer) from error
+        else:
+            is_over = True
+        self._flush(tls, _Pace(until - time.monotonic(), self._limits.bytes_per_second))
+        if not is_over:
+            self._feed(tls, until)
+        return is_over
+
+    def _decrypt(self, tls: _Tls, into: memoryview) -> int:
+        """How much of what has come is in memory now; 0 before more has come."""
+        try:
+            count: Any = tls.object.read(len(into), into)  # into memory it returns a number
+        except ssl.SSLWantReadError:
+            return 0
+        except ssl.SSLError as error:
+            raise tls_error(error, self.peer) from error
+        if not count:
+            raise ConnectionResetError("the other side closed the connection")
+        return int(count)
+
+    def _feed(self, tls: _Tls, until: float) -> None:
+        """Take what has come to be decrypted; waits until there is something."""
+        count = self._when_ready(until, self._socket.recv_into, tls.encrypted)
+        tls.incoming.write(tls.encrypted[:count])
+
+    def _encrypt(self, tls: _Tls, frames: Sequence[Frame], pace: _Pace) -> None:
+        write, num_records = tls.object.write, 0
+        try:
+            for part in _joined(frames):
+                for begin in range(0, len(part), _RECORD_BYTES):
+                    write(part[begin : begin + _RECORD_BYTES])  # memory takes a record whole
+                    num_records += 1
+                    if num_records % _RECORDS_AT_ONCE == 0:
+                        self._flush(tls, pace)
+        except ssl.SSLError as error:
+            raise tls_error(error, self.peer) from error
+        self._flush(tls, pace)
+
+    def _flush(self, tls: _Tls, pace: _Pace) -> None:
+        if tls.outgoing.pending:
+            self._send_all([tls.outgoing.read()], pace)
 
 
 def tls_error(error: ssl.SSLError, peer: str) -> OSError | WireError:
@@ -358,12 +449,21 @@ class SocketNetwork(Network):
         return None
 
 
-def _joined(frames: list[Frame]) -> list[memoryview]:
+def _behind(frames: Sequence[Frame], sent: int) -> list[Frame]:
+    """What is left when so many bytes have gone."""
+    left = deque(frames)
+    while sent >= len(left[0]):
+        sent -= len(left.popleft())
+    left[0] = memoryview(left[0])[sent:]
+    return list(left)
+
+
+def _joined(frames: Sequence[Frame]) -> list[memoryview]:
     """The same bytes, with short parts copied behind the one before them."""
     parts: list[memoryview] = []
     joined = bytearray()
     for frame in frames:
-        if len(frame) <= _JOINED_BYTES - len(joined):
+        if len(frame) <= _RECORD_BYTES - len(joined):
             joined += frame
             continue
         if joined:

@@ -23,7 +23,7 @@ from bagpipe.errors import CheckpointError, ConfigError, ModelError, StoreError
 from bagpipe.initial import Constant, Normal, Uniform
 from bagpipe.layout import RowLayout
 from bagpipe.table import Table
-from harness.plain import loss_of, make_batches, make_net, sgd
+from harness.plain import ROWS, loss_of, make_batches, make_net, sgd
 
 LAYOUT = RowLayout(Table("item", 50), (4, 1), bagpipe.optim.Adagrad(0.1), Uniform(3, "item", 0.5))
 ENTRY = TableEntry(
@@ -125,12 +125,12 @@ def test_an_exported_checkpoint_equals_an_export_of_the_model(tmp_path):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def trained(tmp_path, model, rows=None, every=100):
+def trained(tmp_path, model, rows=None, every=100, batches=None, **options):
     """A model after some batches, and the checkpoint of its end."""
     checkpoint = Checkpointing(tmp_path / "c", every=every)
     model, optimizer, loader = bagpipe.prepare(
-        model, sgd(model.parameters()), make_batches(4), rows=rows or bagpipe.optim.Adagrad(0.1), cache=60,
-        checkpoint=checkpoint,
+        model, sgd(model.parameters()), batches or make_batches(4), rows=rows or bagpipe.optim.Adagrad(0.1), cache=60,
+        checkpoint=checkpoint, **options,
     )  # fmt: skip
     loader.register_for_checkpointing()
     for batch in loader:
@@ -176,13 +176,13 @@ def test_tables_of_any_id_are_exported_from_a_model_too(tmp_path):
 
 
 class Shared(nn.Module):
-    """A layer with two names, rows and buffers of odd sizes."""
+    """Layers with two names, rows and buffers of odd sizes."""
 
     def __init__(self):
         super().__init__()
         self.user = self.again = nn.EmbeddingBag(31, 3, mode="sum", device="meta")
         self.item = nn.EmbeddingBag(20, 1, mode="sum", device="meta")
-        self.top = nn.Linear(6, 1)
+        self.top = self.head = nn.Linear(6, 1)
         for number, dtype in enumerate((torch.uint16, torch.uint32, torch.uint64, torch.float64, torch.bool)):
             self.register_buffer(f"b{number}", torch.arange(3).to(dtype))
 
@@ -202,8 +202,24 @@ def test_layers_with_two_names_and_unsigned_buffers_are_exported(tmp_path):
         assert found[name].dtype == value.dtype
         assert found[name].numpy().tobytes() == value.numpy().tobytes()
     same = load_file(tmp_path / "checkpoint.safetensors")
-    assert set(found) - set(same) <= {"again.weight", "user.weight"}
+    assert found.keys() == same.keys()
     assert all(found[name].numpy().tobytes() == value.numpy().tobytes() for name, value in same.items())
+
+
+def test_a_table_with_fewer_rows_than_its_layer_is_exported_as_large_as_the_layer(tmp_path):
+    model = make_net()
+    model.user = nn.EmbeddingBag(ROWS["user"], 4, mode="sum", device="meta")
+    model.item = nn.EmbeddingBag(ROWS["item"], 4, mode="sum", device="meta")
+    table = Table("user", ROWS["user"] - 7, ("user",))
+    batches = make_batches(4, rows=ROWS | {"user": table.rows})
+    checkpoint = trained(tmp_path, model, batches=batches, features=[table])
+    assert [entry.rows for entry in checkpoint.manifest.tables if entry.name == "user"] == [table.rows]
+    bagpipe.export(model, tmp_path / "model.safetensors")
+    export_checkpoint(checkpoint, tmp_path / "checkpoint.safetensors")
+    found, same = (load_file(tmp_path / f"{name}.safetensors") for name in ("model", "checkpoint"))
+    assert found["user.weight"].shape == (ROWS["user"], 4)
+    assert found.keys() == same.keys()
+    assert all(torch.equal(found[name], same[name]) for name in found)
 
 
 def test_a_sparse_buffer_is_refused_by_name(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import subprocess
 import sys
 
@@ -13,7 +15,7 @@ from safetensors.numpy import load_file
 from bagpipe.checkpoint import rows as row_files
 from bagpipe.checkpoint.disk import Disk
 from bagpipe.checkpoint.manifest import RowCount
-from bagpipe.checkpoint.point import load_rows, table_differences
+from bagpipe.checkpoint.point import ResumePoint, load_rows, table_differences
 from bagpipe.checkpoint.rows import check_file, read_rows, write_rows
 from bagpipe.errors import CheckpointError
 from bagpipe.server.storage import Width
@@ -162,6 +164,27 @@ def test_what_is_not_there_is_refused_by_name(tmp_path):
         checkpoint.blob("trainer-1")
     with pytest.raises(CheckpointError, match="has no table 'ad'"):
         next(checkpoint.rows("ad"))
+
+
+@pytest.mark.parametrize("left", [(), ("checkpoints",)], ids=["nothing is mounted", "only the directory above"])
+@pytest.mark.parametrize("initial", [False, True])
+def test_a_machine_that_does_not_see_a_checkpoint_says_so_with_its_name(tmp_path, initial, left):
+    world = World()
+    world.train(7)
+    checkpoint = save(opened(tmp_path / "checkpoints"), world)
+    point = ResumePoint.initial(checkpoint) if initial else ResumePoint.of(checkpoint)
+    (tmp_path / "checkpoints").rename(tmp_path / "on another machine")
+    for name in left:
+        (tmp_path / name).mkdir()
+    seen = rf"{re.escape(socket.gethostname())} does not see .*checkpoints/00000007 \(.*mount the same storage under"
+    with pytest.raises(CheckpointError, match=seen):
+        point.open()
+    for name in left:
+        (tmp_path / name).rmdir()
+    (tmp_path / "on another machine").rename(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "00000007" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"^can't read .*manifest.json: No such file"):
+        point.open()
 
 
 def test_rows_that_are_not_of_the_table_are_refused(tmp_path):

@@ -75,6 +75,22 @@ def test_a_state_in_the_file_is_kept_and_numbers_that_are_none_too(tmp_path):
     assert_rows(rows_of(checkpoint, "ad"), expected)
 
 
+def test_rows_with_numbers_that_are_none_are_counted_and_told(tmp_path, monkeypatch, capsys):
+    vectors = VECTORS.copy()
+    vectors[1, 2], vectors[3, 0], vectors[3, 1] = np.nan, np.inf, -np.inf
+    parquet(tmp_path / "ad.parquet", vectors=vectors)
+    parquet(tmp_path / "user.parquet")
+    sources = [str(tmp_path / name) for name in ("ad.parquet", "user.parquet")]
+    tables = import_rows(sources, tmp_path / "new", optimizer=SGD(0.1))[1]
+    assert [table.rows_not_finite for table in tables] == [2, 0]
+    monkeypatch.setattr(sys, "argv", ["bagpipe", "checkpoint", "import", *sources, str(tmp_path / "again")])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert "table 'ad': 2 rows have NaN or infinite numbers" in said.replace("\n", " ")
+    assert "table 'user'" not in said
+
+
 def test_the_files_of_a_directory_are_tables_or_parts_of_one(tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()

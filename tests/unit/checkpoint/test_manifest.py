@@ -36,6 +36,7 @@ TABLES = (
         width=10,
         optimizer="adagrad",
         layers=("emb.user", "linear.user"),
+        weight_rows=50,
         initial=(InitialEntry(kind="uniform", value=0.1, table="user", seed=7), InitialEntry(kind="constant", value=0)),
     ),
     TableEntry(name="wörd", rows=None, dims=(4,), width=4, optimizer="sgd"),
@@ -47,7 +48,10 @@ FILES = (
     FileEntry(name="rows-1-0.safetensors", bytes=5, checksum=SUM, rows=(), shard=ShardOf(1, 2)),
     FileEntry(name="trainer-0.safetensors", bytes=3, checksum=SUM),
 )
-FACTS = RunFacts(tables=TABLES, trainers=2, servers=2, config={"seed": 0, "lr": 0.1, "a": [1, None]}, data="f00")
+FACTS = RunFacts(
+    tables=TABLES, trainers=2, servers=2, config={"seed": 0, "lr": 0.1, "a": [1, None]}, data="f00",
+    aliases={"again.weight": "emb.user.weight"},
+)  # fmt: skip
 
 
 def made(**changes):
@@ -81,6 +85,15 @@ def test_a_manifest_comes_back_as_it_was_and_is_plain_json():
     assert found["checksum"] == checksum
     assert found["config_sha256"] == config_sha256(FACTS.config)
     assert found["tables"][1]["name"] == "wörd"
+
+
+def test_one_from_before_weights_had_sizes_and_second_names_is_read():
+    earlier = record()
+    del earlier["aliases"]
+    for table in earlier["tables"]:
+        del table["weight_rows"]
+    manifest, _ = decode_manifest(PATH, sealed(earlier))
+    assert (manifest.aliases, [table.weight_rows for table in manifest.tables]) == ({}, [None, None])
 
 
 def test_every_flipped_bit_and_every_cut_is_refused():
@@ -134,6 +147,8 @@ def test_a_file_outside_the_directory_can_not_be_named(name):
         ({"more": 1}, "unknown field `more`"),
         ({"files": record()["files"] * 2}, "names file 'rows-0-0.safetensors' twice"),
         ({"tables": record()["tables"] * 2}, "names table 'user' twice"),
+        ({"tables": [record()["tables"][0] | {"weight_rows": 39}]}, "has 40 rows and weights of 39"),
+        ({"aliases": {"again.weight": 3}}, r"\$\.aliases\[\.\.\.\]"),
         ({"files": [{"name": "a", "bytes": 1, "checksum": "0"}]}, r"\$\.files\[0\]\.checksum"),
         ({"files": [{"name": "a", "bytes": 2**63, "checksum": SUM}]}, r"\$\.files\[0\]\.bytes"),
         ({"files": [{"name": "a", "bytes": 1, "checksum": SUM, "rows": [[2, 1]]}]}, r"tables \[2\], there are 2"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.errors import BagpipeError
 from bagpipe.server.rows_state import Safety
-from bagpipe.wire.messages import Read, Rows, Unopened, Waiting, Written
+from bagpipe.store.local import LocalStore
+from bagpipe.wire.messages import NotYet, Open, Opened, Part, Read, Rows, Write, Written
 from bagpipe.wire.recovery_messages import (
     AskMarks,
-    AskWork,
     Confirm,
     Confirmed,
     Load,
@@ -21,7 +24,6 @@ from bagpipe.wire.recovery_messages import (
     Save,
     Saved,
     Worked,
-    Working,
 )
 from harness.recovery_peer import (
     NAMES,
@@ -40,19 +42,18 @@ def test_whatever_changes_marks_or_rows_is_done_once_however_often_it_comes(serv
     point = peer.save(checkpoints, 5)  # numbers 2, 3 and 4
     peer.write([1, 2], 2.0)
     place = str(point.checkpoint)
-    assert peer.order(Load, 5, place, point.checksum, NAMES) == Written(6)
-    assert peer.ask(AskWork(6)) == Worked()
+    assert peer.order(Load, 5, place, point.checksum, NAMES) == Worked()
     assert peer.read(1, 2) == {1: 1.0}
     peer.write([1], 4.0)
     peer.order(Mark, 10, "")
-    for late in (
-        Mark(0, 2, 5, ""),
-        Save(0, 3, 5, str(tmp_path / "all"), NAMES, None),
-        Saved(0, 4, 5, place),
-        Load(0, 6, 5, place, point.checksum, NAMES),
-        Mark(0, 6, 99, ""),
+    for late, outcome in (
+        (Mark(0, 2, 5, ""), Written(2)),
+        (Save(0, 3, 5, str(tmp_path / "all"), NAMES, None), Worked()),
+        (Saved(0, 4, 5, place), Worked()),
+        (Load(0, 6, 5, place, point.checksum, NAMES), Worked()),
+        (Mark(0, 6, 99, ""), Worked()),
     ):
-        assert peer.ask(late) == Written(late.sequence), "a copy is answered as the first one was"
+        assert peer.ask(late) == outcome, "a copy is answered as the first one was"
     assert peer.ask(AskMarks()).marks == [5, 10]
     assert peer.read(1) == {1: 4.0}
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["00000005"]
@@ -64,14 +65,51 @@ def test_after_rows_were_replaced_reads_wait_for_what_is_trained_anew(server, tm
     for peer in (first, second):
         peer.write([peer.trainer], 1.0, passed=5)
     assert server.reached == 5
-    second.send(Read([], after=6))
-    first.order(Load, 1, str(point.checkpoint), point.checksum, NAMES)
-    assert second.heard.pop().body == Waiting([], [])
-    first.send(Read([], after=3))
-    assert first.heard == [], "what was passed before is undone"
+    long = second.begin(Read([], after=6))
+    assert first.order(Load, 1, str(point.checkpoint), point.checksum, NAMES) == Worked()
+    assert server.reached == -1
+    reading = first.begin(Read([], after=3))
+    assert reading.words[0][0] == "waits for trainers 0 (at none), 1 (at none)", "what was passed before is undone"
     for peer in (first, second):
         peer.write([peer.trainer], 2.0, passed=3)
-    assert Rows(0) in [message.body for message in first.heard]
+    assert reading.answer()[0] == Rows(0)
+    for peer in (first, second):
+        assert not long.answers
+        peer.write([peer.trainer], 2.0, passed=6)
+    assert long.answer()[0] == Rows(0)
+
+
+def test_a_mark_waits_for_writes_under_way_and_writes_that_come_meanwhile_wait_for_it(server, monkeypatch) -> None:
+    """So a mark has every write whole; its own trainer's and later ones are not in it, reads go on."""
+    first, second = (Peer(server, bytes([trainer]), trainer=trainer, trainers=2) for trainer in range(2))
+    other = Peer(server, b"o", trainer=0, trainers=2)
+    first.write([1], 1.0)
+    writing, go_on = threading.Event(), threading.Event()
+    place = LocalStore.place
+
+    def slowly(*arguments):
+        if not go_on.is_set():
+            writing.set()
+            assert go_on.wait(30)
+        return place(*arguments)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(LocalStore, "place", slowly)
+        under_way = pool.submit(second.write, [2, 3], 2.0)
+        assert writing.wait(30)
+        mark = first.begin(Mark(0, 2, 5, ""))
+        assert mark.words[0][0] == "lets writes come to their end"
+        later = second.begin(Write(1, 2, -1, [Part(0, 1)]), np.array([2]), np.full(1, 9, np.float32))
+        mine = other.begin(Write(0, 3, -1, [Part(0, 1)]), np.array([1]), np.full(1, 9, np.float32))
+        assert other.ask(Read([])) == Rows(0)
+        assert not any(call.answers for call in (mark, later, mine))
+        assert server._held.marks() == []
+        go_on.set()
+        assert under_way.result(30) == Written(1)
+    assert (mark.answer()[0], later.answer()[0], mine.answer()[0]) == (Written(2), Written(2), Written(3))
+    assert first.read(1, 2, 3) == {1: 9.0, 2: 9.0, 3: 2.0}
+    server._held._versions.rollback(5)
+    assert first.read(1, 2, 3) == {1: 1.0, 2: 2.0, 3: 2.0}
 
 
 def test_what_is_refused_has_used_up_its_number_and_changed_nothing(server, tmp_path: Path) -> None:
@@ -117,7 +155,7 @@ def test_only_trainer_0_marks_for_all_and_nobody_speaks_for_another(server, tmp_
 
 def test_answers_of_recovery_are_no_requests(server) -> None:
     peer = Peer(server)
-    for body in (Marks(0, 0, [], []), Confirmed(), Working(0), Worked()):
+    for body in (Marks(0, 0, [], []), Confirmed(), NotYet("busy"), Worked()):
         assert "is an answer" in refused(peer.ask(body), "WireError")
 
 
@@ -140,13 +178,20 @@ def test_errors_of_bagpipe_travel_by_name_when_something_ordered_fails(server, m
 def test_a_generation_is_confirmed_until_another_one_begins(server) -> None:
     peer = Peer(server)
     assert peer.ask(Confirm()) == Confirmed()
-    assert Peer(server, b"b", opens=False).ask(Confirm()) == Unopened()
+    stranger = Peer(server, b"b", opens=False)
+    assert "Confirm came before Open" in refused(stranger.ask(Confirm()), "WireError")
     server.abandon(1)
     assert "this is generation 1" in refused(peer.ask(Confirm()), "GenerationOverError")
-    assert Peer(server, b"c", generation=1, opens=False).ask(Confirm()) == Waiting([], [])
+    early = Peer(server, b"c", generation=1, opens=False)
+    assert "Confirm came before Open" in refused(early.ask(Confirm()), "WireError")
+    opening = early.begin(Open(0, 1, [1], "writes"))
+    assert "has its rows replaced" in opening.words[0][0]
     server.recover(1)
+    assert isinstance(opening.answer()[0], Opened)
+    assert early.ask(Confirm()) == Confirmed()
     assert "this is generation 1" in refused(peer.ask(Confirm()), "GenerationOverError")
-    assert Peer(server, b"c", generation=2, opens=False).ask(Confirm()) == Unopened()
+    unheard = Peer(server, b"u", generation=2, opens=False)
+    assert "Confirm came before Open" in refused(unheard.ask(Confirm()), "WireError")
     assert Peer(server, b"d", generation=1).ask(Confirm()) == Confirmed()
 
 

@@ -4,6 +4,7 @@ when rows come from memory or from files."""
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +15,9 @@ from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import CheckpointError, StoreError, WireError
 from bagpipe.failpoints import Fault, Faults, Killed, armed
 from bagpipe.server.rows_state import Safety
-from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Scan, Unopened, Waiting, Write, Written
+from bagpipe.wire.messages import Failed, Open, Opened, Read, Rows, Scan, Write, Written
 from bagpipe.wire.recovery_messages import (
     AskMarks,
-    AskWork,
     Confirm,
     Load,
     Mark,
@@ -25,12 +25,12 @@ from bagpipe.wire.recovery_messages import (
     Recover,
     Save,
     Saved,
-    Working,
 )
 from harness.recovery_peer import (
     FACTS,
     NAMES,
     Peer,
+    files_of,
     fixture_server,  # noqa: F401
     made,
     remove_rows_of,
@@ -45,12 +45,15 @@ def test_a_recovery_lets_nothing_of_the_past_in(server, tmp_path: Path) -> None:
     old.write([1], 1.0, passed=3)
     point = old.save(Checkpoints(tmp_path / "all"), 4)
     old.write([1], 2.0)
-    old.send(Read([], after=9))
+    other = Peer(server, b"o", trainers=2)
+    waiting = [old.begin(Read([], after=9)), other.begin(Write(0, old.sequence + 2, -1, []))]
+    waiting.append(other.begin(Mark(0, old.sequence + 3, 5, "")))
     server.recover(2, point)
-    assert old.heard.pop().body == Waiting([], []), "who waits is sent away"
+    for call in waiting:
+        assert "this is generation 2" in refused(call.answer()[0], "GenerationOverError"), "who waits is told"
     place, number = str(point.checkpoint), old.sequence + 1
     for body in (
-        *(Open(0, 2, [1]), Read([]), Write(0, number, -1, []), Scan(0, 0, 1), AskMarks(), AskWork(3), Confirm()),
+        *(Open(0, 2, [1], "writes"), Read([]), Write(0, number, -1, []), Scan(0, 0, 1), AskMarks(), Confirm()),
         *(Mark(0, number, 5, ""), Save(0, number, 4, place, NAMES, None), Saved(0, number, 4, place)),
         *(Load(0, number, 4, place, point.checksum, NAMES), Recover(0, None, "")),
     ):
@@ -59,10 +62,10 @@ def test_a_recovery_lets_nothing_of_the_past_in(server, tmp_path: Path) -> None:
     assert new.opened.sequence == 0, "writes are counted anew"
     assert new.read(1) == {1: 1.0}
     assert new.ask(Read([], after=-1)) == Rows(0)
-    new.send(Read([], after=0))
-    assert new.heard == [], "nobody of this generation has passed anything"
-    assert new.write([], 0.0, passed=0) == Rows(0), "the read goes on, after the write was answered"
-    assert new.heard.pop().body == Written(1)
+    reading = new.begin(Read([], after=0))
+    assert reading.words[0][0] == "waits for trainers 0 (at none)", "nobody of this generation has passed anything"
+    assert new.write([], 0.0, passed=0) == Written(1)
+    assert reading.answer()[0] == Rows(0)
     with pytest.raises(StoreError, match="generation 2 is at work on server 0"):
         server.recover(2, point)
     with pytest.raises(WireError, match="generation 1 can't begin: this is generation 2"):
@@ -76,15 +79,92 @@ def test_between_the_end_of_a_generation_and_its_recovery_everybody_waits(server
     point = old.save(Checkpoints(tmp_path / "all"), 1)
     server.abandon(1)
     assert "this is generation 1" in refused(old.ask(Read([])), "GenerationOverError")
-    early = Peer(server, b"b", generation=1)
-    assert early.opened == Waiting([], [])
-    assert early.ask(Read([])) == Waiting([], [])
+    early = Peer(server, b"b", generation=1, opens=False)
+    opening = early.begin(Open(0, 1, [1], "writes"))
+    assert opening.words[0][0] == "has its rows replaced: they go back to a checkpoint"
+    assert "came before Open" in refused(early.ask(Read([])), "WireError")
     assert early.ask(AskMarks()) == Marks(0, 1, [1], [str(point.checkpoint)])
+    assert not opening.answers
     server.recover(1, point)
-    assert isinstance(Peer(server, b"b", generation=1).opened, Opened)
+    assert isinstance(opening.answer()[0], Opened)
+    assert early.ask(Read([])) == Rows(0)
+    with pytest.raises(StoreError, match="generation 1 is at work on server 0"):
+        server.abandon(1)
 
 
-def test_a_recovery_by_message_is_begun_once_and_its_copies_ask_how_far_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Mark, Save, Saved, Load])
+def test_what_was_ordered_when_a_generation_ended_does_nothing_in_the_next(tmp_path: Path, monkeypatch, kind) -> None:
+    """It had found all writers at rest; then rows were replaced."""
+    server = made(safety=Safety(checkpoints=(tmp_path,)))
+    old, checkpoints = Peer(server), Checkpoints(tmp_path / "all")
+    old.write([1], 1.0)
+    point = old.save(checkpoints, 1, "aa")
+    old.write([1], 2.0)
+    old.order(Mark, 2, "bb")
+    place = str(checkpoints.begin(2, token="bb").directory)
+    fields = {
+        Mark: (3, "cc"),
+        Save: (2, place, NAMES, None),
+        Saved: (2, place),
+        Load: (1, str(point.checkpoint), point.checksum, NAMES),
+    }[kind]
+    using_rows, at_rest, go_on = server._using_rows, threading.Event(), threading.Event()
+
+    def late(peer, generation, **options):
+        if peer.message.body == ordered and not at_rest.is_set():
+            at_rest.set()
+            assert go_on.wait(30)
+        return using_rows(peer, generation, **options)
+
+    ordered = kind(0, old.sequence + 1, *fields)
+    monkeypatch.setattr(server, "_using_rows", late)
+    with ThreadPoolExecutor(1) as pool:
+        ordering = pool.submit(old.ask, ordered)
+        assert at_rest.wait(30)
+        server.recover(1, point)
+        new = Peer(server, b"n", generation=1, opens=False)
+        opening = new.begin(Open(0, 1, [1], "writes"))
+        go_on.set()
+        assert "this is generation 1" in refused(ordering.result(30), "GenerationOverError")
+    assert isinstance(opening.answer()[0], Opened)
+    new.sequence = 0
+    new.write([1], 5.0)
+    assert (new.read(1), server._held.marks(), server._held._works) == ({1: 5.0}, [1], {})
+    server.close()
+
+
+def test_an_iteration_of_the_past_is_not_passed_in_the_next_generation(tmp_path: Path, monkeypatch) -> None:
+    """A recovery begins while a write is applied: what that passes is forgotten, however late it is noted."""
+    server = made()
+    old, writing, go_on = Peer(server), threading.Event(), threading.Event()
+    advance = server._advance
+
+    def late(trainer: int, iteration: int) -> None:
+        if iteration == 7:
+            writing.set()
+            assert go_on.wait(30)
+        advance(trainer, iteration)
+
+    monkeypatch.setattr(server, "_advance", late)
+    with ThreadPoolExecutor(2) as pool:
+        write = pool.submit(old.write, [1], 1.0, passed=7)
+        assert writing.wait(30)
+        recovery = pool.submit(server.recover, 1)
+        while server.generation == 0:
+            time.sleep(0.001)
+        with pytest.raises(TimeoutError):
+            recovery.result(0.1)
+        go_on.set()
+        recovery.result(30)
+        assert isinstance(write.result(30), Written | Failed)
+    assert server.reached == -1
+    reading = Peer(server, b"n", generation=1).begin(Read([], after=7))
+    assert reading.words[0][0] == "waits for trainers 0 (at none)"
+    server.close()
+    assert "closing" in refused(reading.answer()[0])
+
+
+def test_a_recovery_by_message_is_begun_once_and_its_copies_wait_for_the_same_end(tmp_path: Path) -> None:
     server = made(safety=Safety(checkpoints=(tmp_path,)))
     peer, waiting = Peer(server), []
     point = peer.save(Checkpoints(tmp_path / "all"), 1)
@@ -92,13 +172,18 @@ def test_a_recovery_by_message_is_begun_once_and_its_copies_ask_how_far_it_is(tm
     peer.write([1], 1.0)
     stranger = Peer(server, b"s", generation=1, opens=False)
     asked = Recover(1, str(point.checkpoint), point.checksum)
-    assert stranger.ask(asked) == Working(0)
+    asking = [stranger.begin(asked), Peer(server, b"t", generation=1, opens=False).begin(asked)]
+    assert [call.words[0] for call in asking] == [("works on its recovery", 0)] * 2
     assert "is being recovered" in refused(stranger.ask(Recover(0, None, "")))
+    broken = Peer(server, b"u", generation=1, opens=False)
+    lost = broken.begin(asked)
+    broken.break_off()
+    lost.until(lambda: not lost.thread.is_alive())
     (work,) = waiting
     work()
     told = Marks(0, 1, [1], [str(point.checkpoint)])
-    for _ in range(2):
-        assert stranger.ask(asked) == told
+    assert [call.answer()[0] for call in asking] == [told] * 2
+    assert stranger.ask(asked) == told
     assert waiting == [work]
     new = Peer(server, b"n", generation=1)
     assert new.read(1) == {}
@@ -137,8 +222,7 @@ class Writer:
                 assert f"generation {generation}: this is generation" in refused(answer, "GenerationOverError")
                 generation, acknowledged = generation + 1, 0
             else:
-                assert isinstance(answer, Unopened | Waiting), answer
-                self.stop.wait(0.001)  # a recovery is under way
+                pytest.fail(str(answer))
             peer = self.join(generation)
 
     def join(self, generation: int) -> Peer:
@@ -283,7 +367,7 @@ def test_a_recovery_that_fails_lets_nobody_in_until_one_succeeds(server, tmp_pat
     for _ in range(2):
         new = Peer(server, b"b", generation=1)
         assert "server 0 could not be recovered" in refused(new.opened)
-        assert new.ask(Read([])) == Unopened()
+        assert "came before Open" in refused(new.ask(Read([])), "WireError")
         stranger = Peer(server, b"s", generation=1, opens=False)
         told = stranger.ask(Recover(bad.done, str(bad.checkpoint), bad.checksum))
         assert refused(told, "CheckpointError"), "by message it is told the same"
@@ -309,8 +393,7 @@ def test_a_recovery_that_is_cut_off_anywhere_is_done_again(tmp_path: Path, way: 
     peer.write([2, 3], 2.0)
     with checkpoints.begin(2, token="bb") as pending:
         peer.order(Mark, 2, "bb")
-        peer.order(Save, 2, str(pending.directory), NAMES, pending.base)
-        pending.add(peer.written_files(peer.sequence))
+        pending.add(files_of(peer.begin_order(Save, 2, str(pending.directory), NAMES, pending.base)))
         point = ResumePoint.of(pending.commit(FACTS))
     peer.write([3, 4], 3.0)
     if way == "from files":

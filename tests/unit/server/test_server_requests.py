@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bagpipe.server.core import EmbeddingServer
-from bagpipe.server.shared import regions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagpipe.server.limits import ServerLimits
+from bagpipe.server.server import EmbeddingServer
 from bagpipe.wire.messages import (
     AskStats,
     Body,
     Failed,
     Open,
+    Opened,
     Part,
     Read,
     Rows,
     Scan,
     Scanned,
     Stats,
-    Unopened,
     Write,
     Written,
 )
-from bagpipe.wire.recovery_messages import Confirm
+from bagpipe.wire.recovery_messages import Confirm, Mark
+from bagpipe.wire.shared import regions
 from harness.examples import examples
 from harness.server_peer import (
     WIDTHS,
@@ -49,7 +48,7 @@ def test_the_first_answer_says_who_it_is(server: EmbeddingServer) -> None:
 def test_nothing_but_figures_is_answered_before_a_connection_is_opened(server: EmbeddingServer) -> None:
     peer = Peer(server)
     for body in (Read([]), Write(0, 1, 0, []), Scan(0, 0, 1), Confirm()):
-        assert peer.ask(body) == Unopened()
+        assert f"{type(body).__name__} came before Open" in refused(peer.ask(body), "WireError")
     stats = peer.ask(AskStats())
     assert isinstance(stats, Stats)
     assert (stats.num_rows, stats.clients, stats.requests) == ([], 0, 5)
@@ -58,11 +57,11 @@ def test_nothing_but_figures_is_answered_before_a_connection_is_opened(server: E
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        (Open(0, 1, []), "0 tables"),
-        (Open(0, 1, [1] * 10_001), "10001 tables"),
-        (Open(0, 1, [3, 1 << 17]), "at most 131072 floats"),
-        (Open(2, 2, WIDTHS), "trainer 2 of 2"),
-        (Open(0, 1 << 20, WIDTHS), "4096 at most"),
+        (Open(0, 1, [], "writes"), "0 tables"),
+        (Open(0, 1, [1] * 10_001, "writes"), "10001 tables"),
+        (Open(0, 1, [3, 1 << 17], "writes"), "at most 131072 floats"),
+        (Open(2, 2, WIDTHS, "writes"), "trainer 2 of 2"),
+        (Open(0, 1 << 20, WIDTHS, "writes"), "4096 at most"),
     ],
 )
 def test_what_no_server_can_hold_is_refused(server: EmbeddingServer, body: Open, named: str) -> None:
@@ -73,14 +72,14 @@ def test_what_no_server_can_hold_is_refused(server: EmbeddingServer, body: Open,
 def test_all_clients_must_agree_on_widths_and_trainers(server: EmbeddingServer) -> None:
     Peer(server).open(0, 2)
     other = Peer(server, b"b")
-    assert "[3, 4] floats by table, others have [3, 2]" in refused(other.ask(Open(1, 2, [3, 4])))
-    assert "counts 3 trainers, others 2" in refused(other.ask(Open(1, 3, WIDTHS)))
+    assert "[3, 4] floats by table, others have [3, 2]" in refused(other.ask(Open(1, 2, [3, 4], "writes")))
+    assert "counts 3 trainers, others 2" in refused(other.ask(Open(1, 3, WIDTHS, "reads")))
     other.open(1, 2)
 
 
 def test_another_run_is_refused(peer: Peer) -> None:
     stranger = Peer(peer.server, b"s", run=bytes(16))
-    for body in (Open(0, 1, WIDTHS), Read([]), AskStats()):
+    for body in (Open(0, 1, WIDTHS, "writes"), Read([]), AskStats()):
         assert "serves run 00010203" in refused(stranger.ask(body), "WireError")
 
 
@@ -88,16 +87,30 @@ def test_answers_are_no_requests(peer: Peer) -> None:
     assert "Written is an answer" in refused(peer.ask(Written(1)), "WireError")
 
 
-def test_the_client_that_was_silent_longest_is_forgotten_and_may_open_again() -> None:
-    server = EmbeddingServer(limits=ServerLimits(clients_max=2))
-    a, b, c = (Peer(server, name) for name in (b"a", b"b", b"c"))
-    a.open(), b.open()
-    a.ask(Read([]))
-    c.open()
-    assert b.ask(Read([])) == Unopened()
-    assert a.ask(Read([])) == Rows(0)
-    b.open()
-    assert server.stats().clients == 2
+def test_a_client_is_one_until_its_connection_ends_however_often_it_says_who_it_is(server: EmbeddingServer) -> None:
+    a, b = Peer(server, b"a"), Sharing(server)
+    for _ in range(3):
+        a.open()
+        b.open()
+    assert (server.stats().clients, server.stats().shared) == (2, 0), "the memory came with its first words only"
+    assert a.kinds == ["", "writes", "writes", "writes"], "whoever knows the run belongs to it"
+    a.break_off()
+    assert server.stats().clients == 1
+    b.break_off()
+    assert server.stats().clients == 0
+    b.own.close()
+
+
+def test_reads_and_writes_take_memory_of_their_own_and_writes_come_on_connections_for_writes(server) -> None:
+    peer = Peer(server)
+    assert isinstance(peer.ask(Open(0, 1, WIDTHS, "reads")), Opened)
+    assert peer.kinds[-1] == "reads"
+    assert peer.ask(Read([])) == Rows(0)
+    for body in (Write(0, 1, -1, []), Mark(0, 1, 1, "")):
+        assert "on a connection for reads" in refused(peer.ask(body), "WireError")
+    peer.open()
+    assert peer.kinds[-1] == "writes"
+    assert peer.ask(Write(0, 1, -1, [])) == Written(1)
 
 
 # Rows
@@ -113,8 +126,7 @@ def test_parts_of_several_tables_come_one_after_the_other(peer: Peer) -> None:
     parts = [Part(1, 2), Part(0, 1)]
     values = np.arange(7, dtype=np.float32)
     assert peer.ask(Write(0, 1, -1, parts), array([5, 6, 5]), values) == Written(1)
-    number = peer.send(Read([Part(0, 2), Part(1, 0), Part(1, 2)]), array([5, 6, 6, 7]))
-    body, (flags, rows) = peer.heard[number]
+    body, (flags, rows) = peer.begin(Read([Part(0, 2), Part(1, 0), Part(1, 2)]), array([5, 6, 6, 7])).answer()
     assert body == Rows(2)
     assert flags == bytes([1, 0, 1, 0])
     assert np.frombuffer(rows, np.float32).tolist() == [4, 5, 6, 2, 3]
@@ -124,8 +136,7 @@ def test_of_each_part_the_columns_asked_for_travel(peer: Peer) -> None:
     parts = [Part(1, 2), Part(0, 2)]
     assert peer.ask(Write(0, 1, -1, parts), array([5, 6, 5, 6]), np.arange(10, dtype=np.float32)) == Written(1)
     asked = [Part(0, 2, 2), Part(1, 2, 1), Part(0, 1, 3), Part(1, 1, 2), Part(0, 1)]
-    number = peer.send(Read(asked), array([6, 9, 5, 6, 5, 6, 5]))
-    body, (flags, rows) = peer.heard[number]
+    body, (flags, rows) = peer.begin(Read(asked), array([6, 9, 5, 6, 5, 6, 5])).answer()
     assert body == Rows(6)
     assert flags == bytes([1, 0, 1, 1, 1, 1, 1])
     assert np.frombuffer(rows, np.float32).tolist() == [7, 8, 0, 2, 4, 5, 6, 2, 3, 4, 5, 6]
@@ -133,13 +144,11 @@ def test_of_each_part_the_columns_asked_for_travel(peer: Peer) -> None:
 
 def test_rows_are_scanned_in_order_of_first_write(peer: Peer) -> None:
     peer.write(1, [7, 3, 5], 1.0)
-    number = peer.send(Scan(0, 1, 10))
-    body, (ids, rows) = peer.heard[number]
+    body, (ids, rows) = peer.begin(Scan(0, 1, 10)).answer()
     assert body == Scanned(2)
     assert np.frombuffer(ids, np.int64).tolist() == [3, 5]
     assert len(rows) == 2 * 3 * 4
-    number = peer.send(Scan(0, 0, 2, values=False))
-    body, (ids,) = peer.heard[number]
+    body, (ids,) = peer.begin(Scan(0, 0, 2, values=False)).answer()
     assert (body, np.frombuffer(ids, np.int64).tolist()) == (Scanned(2), [7, 3])
 
 
@@ -157,7 +166,7 @@ BAD = {
     "a whole row as a part": (Write(0, 1, -1, [Part(0, 1, 3)]), [array([1]), np.zeros(3, np.float32)], "written whole"),
     "a table that is not there": (Scan(7, 0, 1), [], "table 7"),
     "another trainer": (Write(1, 1, -1, []), [], "a write of trainer 1 from trainer 0"),
-    "a write too early": (Write(0, 3, -1, []), [], "1 is missing"),
+    "a number before the first": (Write(0, 0, -1, []), [], "write 0 of trainer 0: they are counted from 1"),
 }
 
 
@@ -215,8 +224,7 @@ def test_any_columns_give_the_rows_asked_for_or_a_typed_error(parts, num_ids, sh
     layout = regions(total, sum(count * (columns or WIDTHS[t]) for t, count, columns in parts) if fits else 0)
     if shared:
         peer.own.memory[layout.ids] = ids.data.cast("B") if total else b""
-    number = peer.send(Read([Part(*part) for part in parts]), *([] if shared else [ids]))
-    body, buffers = peer.heard[number]
+    body, buffers = peer.begin(Read([Part(*part) for part in parts]), *([] if shared else [ids])).answer()
     if not fits or len(ids) != total:
         refused(body, "WireError")
     else:

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bagpipe.server.core import EmbeddingServer
-from bagpipe.store.remote import RemoteStore
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from bagpipe.errors import StoreError
+from bagpipe.server.client import RemoteStore
+from bagpipe.server.server import EmbeddingServer
 from bagpipe.state import of_store, parameters_sha256
 from bagpipe.store import MappedStore, MemoryStore, Store
 from bagpipe.store.versioned import VersionedStore
 from bagpipe.store.views import shared_views
-from benchmarks.simulated import SimulatedNetwork
+from bagpipe.wire.listener import Listener
+from bagpipe.wire.stream import SocketNetwork
 from definitions.shards import define_servers
 from harness.examples import examples
 
@@ -48,18 +49,15 @@ TABLES = tuple(Rows(number, width) for number, width in enumerate(WIDTHS))
 
 
 def remote(num_servers: int, shared_memory: bool) -> RemoteStore:
-    network = SimulatedNetwork(real_time=True)
     servers = [EmbeddingServer(server=number, servers=num_servers) for number in range(num_servers)]
-    for number, server in enumerate(servers):
-        network.listen(f"server-{number}", server.handle)
+    listeners = [Listener("127.0.0.1:0", server.handle) for server in servers]
 
     def end() -> None:
-        network.close()
-        for server in servers:
-            server.close()
+        for each in (*listeners, *servers):
+            each.close()
 
-    addresses = [f"server-{number}" for number in range(num_servers)]
-    return RemoteStore(TABLES, addresses, network, shared_memory=shared_memory, on_close=end)
+    addresses = [listener.address for listener in listeners]
+    return RemoteStore(TABLES, addresses, SocketNetwork(), shared_memory=shared_memory, on_close=end)
 
 
 def versioned(**options: bool) -> VersionedStore:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bagpipe.store.links import Patience
-from bagpipe.store.recovering import marks_of_servers, recover_servers
 
 from bagpipe.checkpoint.point import START, ResumePoint
 from bagpipe.errors import CheckpointError, DeadlineError, StoreError, WireError
+from bagpipe.server.client import marks_of_servers, recover_servers
+from bagpipe.wire.client import Patience
+from bagpipe.wire.messages import NotYet
 from bagpipe.wire.recovery_messages import Recover
+from harness.calls import CUT
 from harness.marked import (
     NAMES,
     RUN,
@@ -116,28 +118,48 @@ def test_servers_are_recovered_by_message_and_who_belongs_to_the_past_is_told_at
 def test_a_recovery_without_progress_has_an_end(worlds) -> None:
     world = worlds(2)
 
-    def busy(handle, peer, message, reply):
-        if not isinstance(message.body, Recover):
-            handle(peer, message, reply)
-            return
-        world.servers[1]._background = lambda _: None
-        handle(peer, message, reply)
+    def busy(handle, peer, message):
+        if isinstance(message.body, Recover):
+            world.servers[1]._background = lambda _: None
+        return handle(peer, message)
 
     world.replace(1, busy)
-    with pytest.raises(DeadlineError, match=r"no progress with its rows .* server 1 at server-1"):
+    with pytest.raises(
+        DeadlineError, match=r"waited 3\d s for its rows .* server 1 at server-1, which works on its recovery"
+    ):
         recover_servers(world.network, world.addresses, run=RUN, generation=1, point=START, patience=FAST)
+
+
+def test_a_recovery_whose_answers_are_cut_is_begun_once_and_told_in_the_end(worlds) -> None:
+    world = worlds(2)
+    store = world.store()
+    store.write(0, rows(1, 2), full(1, 2))
+    point, cuts = world.save(store, 1), []
+
+    def cut(message, *answer):
+        if not isinstance(message.body, Recover) or len(cuts) == 5:
+            return answer
+        cuts.append(message.request)
+        return CUT
+
+    world.overhear(0, cut)
+    recover_servers(world.network, world.addresses, run=RUN, generation=1, point=point, patience=FAST)
+    new = world.store(generation=1)
+    new.write(0, rows(1), full(5, 1))
+    assert read(new, rows(1, 2))[:, 0].tolist() == [5, 1]
+    assert len(cuts) == 5
 
 
 def test_a_read_that_waits_when_a_generation_ends_is_told_so(worlds) -> None:
     world = worlds(1)
     old = world.store(trainer=0, trainers=2)
 
-    def recover_meanwhile(handle, peer, message, reply):
-        handle(peer, message, reply)
-        if world.servers[0].stats().parked:
+    def recover_meanwhile(_, body, buffers):
+        if isinstance(body, NotYet):
             world.recover()
+        return body, buffers
 
-    world.replace(0, recover_meanwhile)
+    world.overhear(0, recover_meanwhile)
     with pytest.raises(WireError, match="this is generation 1"):
         read(old, rows(1), after=7)
     assert world.servers[0].stats().parked == 0
@@ -146,7 +168,7 @@ def test_a_read_that_waits_when_a_generation_ends_is_told_so(worlds) -> None:
 def test_who_comes_before_a_recovery_is_over_waits_and_not_for_ever(worlds) -> None:
     world = worlds(1)
     world.servers[0].abandon(1)
-    with pytest.raises(DeadlineError, match=r"was not ready for \d+ s, since its rows are being replaced"):
+    with pytest.raises(DeadlineError, match=r"waited 3\d s for a first sign of life .* which has its rows replaced"):
         world.store(generation=1, patience=FAST)
     world.servers[0].recover(1)
     world.store(generation=1)
@@ -162,8 +184,7 @@ def test_trainers_that_count_on_read_what_was_written_before_them(worlds) -> Non
     )
     assert read(first, rows(1), after=9)[0, 0] == 1
     first.write_many([], passed=10)
-    world.servers[0]._members.watermark._parked_max = 0  # so that it comes again by itself
-    with pytest.raises(DeadlineError, match=r"for trainers 1 \(at 9\)"):
+    with pytest.raises(DeadlineError, match=r"waits for trainers 1 \(at 9\)"):
         read(first, rows(1), after=10)
     second.write_many([], passed=10)
     assert read(first, rows(1), after=10)[0, 0] == 1

@@ -276,6 +276,34 @@ def test_a_full_disk_refuses_the_write_and_changes_nothing(monkeypatch, tmp_path
     check(store, model, random.Random(1))
 
 
+def test_who_writes_waits_for_no_merge_while_there_is_room_for_all():
+    store = VersionedStore(MemoryStore(TABLES, bytes_max=1_000_000))
+    put(store, None, 0, [1, 2], 5.0)
+    store.mark(1)
+    put(store, None, 0, [2, 3], 6.0)
+    with store._merging:
+        writer = threading.Thread(target=put, args=(store, None, 0, [3, 4], 7.0), daemon=True)
+        writer.start()
+        writer.join(30)
+        assert not writer.is_alive()
+    assert store.ids(0).tolist() == [1, 2, 3, 4]
+
+
+def test_rows_that_layers_have_twice_count_once_against_the_memory_of_the_base():
+    row_bytes = 4 * WIDTHS[0] + 25
+    base = MemoryStore(TABLES)
+    store = VersionedStore(base)
+    base.bytes_in_memory_max = base.stats().bytes_in_memory + 5 * row_bytes
+    store.mark(1)
+    for mark in (2, 3, 4):
+        put(store, None, 0, [1, 2, 3, 4], 1.0)
+        store.mark(mark)
+    put(store, None, 0, [4, 5], 1.0)
+    with pytest.raises(StoreError, match="6 more rows would take"):
+        put(store, None, 0, [6], 1.0)
+    assert store.num_rows(0) == 5
+
+
 @pytest.mark.parametrize("rollback", [False, True])
 def test_rows_are_right_while_another_thread_merges_and_saves(rollback):
     """A reader and writer that owns its rows, beside merges: every read is of what was written last."""

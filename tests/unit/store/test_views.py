@@ -10,7 +10,8 @@ import pytest
 
 from bagpipe.checkpoint.directory import Checkpoints
 from bagpipe.checkpoint.manifest import RunFacts, TableEntry
-from bagpipe.checkpoint.point import START, ResumePoint
+from bagpipe.checkpoint.point import ResumePoint
+from bagpipe.checkpointing import as_marked
 from bagpipe.errors import ConfigError, StoreError
 from bagpipe.store import MappedStore, MemoryStore
 from bagpipe.store.base import NO_ITERATION
@@ -37,6 +38,10 @@ MAKERS = {
 
 def rows(table, ids, value):
     return table, np.asarray(ids, np.int64), np.full((len(ids), 2), value, np.float32)
+
+
+NAMES = ["a", "b"]
+FACTS = RunFacts(tables=tuple(TableEntry(name=name, rows=None, dims=(2,), width=2, optimizer="sgd") for name in NAMES))
 
 
 def read(view, ids, after=NO_ITERATION, table=0):
@@ -152,44 +157,26 @@ def test_threads_that_write_and_read_at_once_lose_nothing(kind, tmp_path: Path):
         view.close()
 
 
-# Marks
-
-
-NAMES = ["a", "b"]
-FACTS = RunFacts(tables=tuple(TableEntry(name=name, rows=None, dims=(2,), width=2, optimizer="sgd") for name in NAMES))
-
-
-def test_trainer_0_marks_saves_and_restores_for_all(tmp_path: Path):
+def test_the_first_trainer_saves_and_restores_the_rows_of_all(tmp_path: Path):
     store = VersionedStore(MemoryStore(TABLES))
     first, second = views = shared_views(store, 2)
     for view in views:
         view.write_many([rows(0, [1 + view._trainer], 1)], passed=3)
-    first.mark(4, "aa")
+    marked = as_marked(first)
+    marked.mark(4, "aa")
     assert store.has_mark(4, "aa")
     second.write_many([rows(0, [2, 3], 2)], passed=4)
     with Checkpoints(tmp_path).begin(4, token="aa") as pending:
-        pending.add(first.save(4, pending.directory, NAMES))
-        point = ResumePoint.of(pending.commit(FACTS, first.confirm))
-    first.saved(4, point.checkpoint)
-    for call in (
-        lambda: second.mark(6),
-        lambda: second.save(4, tmp_path, NAMES),
-        lambda: second.saved(4, tmp_path),
-        lambda: second.confirm(),
-        lambda: second.restore(point, NAMES),
-    ):
-        with pytest.raises(StoreError, match=r"trainer 1 asks for \w+: trainer 0 does that for all"):
-            call()
+        pending.add(marked.save(4, pending.directory, NAMES))
+        point = ResumePoint.of(pending.commit(FACTS, marked.confirm))
+    marked.saved(4, point.checkpoint)
     other = shared_views(VersionedStore(MemoryStore(TABLES)), 2)
-    other[1].write_many([rows(0, [3, 9], 9)], passed=5)
+    other[1].write(0, np.array([3, 9]), np.full((2, 2), 9, np.float32))
     for restored in (views, other):
-        restored[0].restore(point, NAMES)
+        as_marked(restored[0]).restore(point, NAMES)
         assert read(restored[1], [1, 2, 3, 9]) == [1, 1, 0, 0]
-        assert not restored[0].reached(0), "iterations are counted anew"
 
 
-def test_a_store_without_marks_says_what_is_missing():
-    view = shared_views(MemoryStore(TABLES), 1)[0]
-    for call in (lambda: view.mark(1), lambda: view.restore(START, NAMES), view.confirm):
-        with pytest.raises(StoreError, match="a MemoryStore has no marks: wrap it in a VersionedStore"):
-            call()
+def test_a_store_without_marks_says_what_to_do():
+    with pytest.raises(ConfigError, match="MemoryStore does not support checkpoints"):
+        as_marked(shared_views(MemoryStore(TABLES), 1)[0])
