@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bagpipe.errors import ConfigError, DeadlineError, WireError
 from bagpipe.failpoints import reach
@@ -126,7 +126,7 @@ class SimulatedPeer:
             letter = _letter(answer, self._network.limits)
         except WireError as error:
             failed = Failed.of(error)
-            letter = _letter(replace(answer, body=failed, buffers=()), self._network.limits)
+            letter = _letter(Message(request.run, request.generation, request.request, failed), self._network.limits)
         if self.other.is_broken:
             raise PeerGoneError("the connection broke")
         self._network.post(self.other, letter)
