@@ -171,7 +171,7 @@ class SocketConnection(Connection):
             self.send(Message(bytes(RUN_BYTES), 0, 0, Failed(WireError.__name__, why)), timeout_s)
         with suppress(OSError, WireError):
             self._shut(socket.SHUT_WR)
-            while True:
+            while time.monotonic() < until:
                 self._when_ready(until, self._socket.recv_into, self._ahead)
 
     def close(self) -> None:
@@ -292,32 +292,40 @@ class SocketConnection(Connection):
                     self._descriptor = descriptor
         return count
 
-    def _when_ready(self, until: float, act: Callable[..., int], *arguments: Any) -> int:
-        """How many bytes a system call has moved that waits for a tick, as often as need be until the time has come."""
+    def _when_ready(self, until: float, act: Callable[..., int], *arguments: Any, event: int = select.POLLIN) -> int:
+        """How many bytes a system call has moved that waits for a tick, as often as need be until the time has come.
+
+        After that it must not wait: who was held up itself still takes what is there.
+        """
         while True:
+            if time.monotonic() >= until and not self._is_ready(event):
+                raise TimeoutError(f"nothing was {'received' if event == select.POLLIN else 'taken'} in time")
             try:
                 count = act(*arguments)
             except BlockingIOError:
-                if time.monotonic() >= until:
-                    raise TimeoutError("nothing was received in time") from None
-            else:
-                if not count:
-                    raise ConnectionResetError("the other side closed the connection")
-                return count
+                continue
+            if not count:
+                raise ConnectionResetError("the other side closed the connection")
+            return count
+
+    def _is_ready(self, event: int) -> bool:
+        poll = select.poll()
+        if (descriptor := self._socket.fileno()) >= 0:
+            poll.register(descriptor, event)
+        return bool(poll.poll(0))
 
     # What is sent
 
     def _send_all(self, frames: Sequence[Frame], pace: _Pace, descriptor: int | None = None) -> None:
         left = sum(map(len, frames))
         while True:
-            try:
-                if descriptor is None:
-                    sent = self._when_ready(pace.until, self._socket.sendmsg, frames)
-                else:
-                    sent = self._when_ready(pace.until, socket.send_fds, self._socket, frames, [descriptor])
-                    descriptor = None
-            except TimeoutError:
-                raise TimeoutError("nothing was taken in time") from None
+            if descriptor is None:
+                sent = self._when_ready(pace.until, self._socket.sendmsg, frames, event=select.POLLOUT)
+            else:
+                sent = self._when_ready(
+                    pace.until, socket.send_fds, self._socket, frames, [descriptor], event=select.POLLOUT
+                )
+                descriptor = None
             left -= sent
             if not left:
                 return
@@ -345,16 +353,20 @@ class SocketConnection(Connection):
         return is_over
 
     def _decrypt(self, tls: _Tls, into: memoryview) -> int:
-        """How much of what has come is in memory now; 0 before more has come."""
+        """How much of what has come is in memory now, record by record; 0 before more has come."""
+        read: Callable[..., Any] = tls.object.read  # into memory it returns a number
+        incoming, done, count = tls.incoming, 0, 1
         try:
-            count: Any = tls.object.read(len(into), into)  # into memory it returns a number
+            while count and done < len(into) and (not done or incoming.pending):
+                count = read(len(into) - done, into[done:])
+                done += count
         except ssl.SSLWantReadError:
-            return 0
+            pass
         except ssl.SSLError as error:
             raise tls_error(error, self.peer) from error
-        if not count:
+        if not count and not done:
             raise ConnectionResetError("the other side closed the connection")
-        return int(count)
+        return done
 
     def _feed(self, tls: _Tls, until: float) -> None:
         """Take what has come to be decrypted; waits until there is something."""
