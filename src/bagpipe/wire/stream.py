@@ -65,11 +65,6 @@ class _Pace:
         """By when something more must have come or gone."""
         return min(self._from + self.num_bytes / self._rate, self._last, time.monotonic() + self._grace_s)
 
-    def check(self) -> None:
-        """TimeoutError where it has fallen behind; what comes a byte at a time never waits long enough to notice."""
-        if time.monotonic() >= self.until:
-            raise TimeoutError("it was slower than is allowed")
-
 
 class _Tls:
     """TLS over memory: encrypted bytes go in and out of it, so that system calls take many records at once."""
@@ -260,8 +255,6 @@ class SocketConnection(Connection):
                 continue
             pace.num_bytes += count
             into = into[count:]
-            if into.nbytes:
-                pace.check()
 
     def _read(self, into: memoryview, until: float) -> int:
         """Some of the next bytes, as many as come within a tick."""
@@ -330,7 +323,6 @@ class SocketConnection(Connection):
             if not left:
                 return
             pace.num_bytes += sent
-            pace.check()
             frames = _behind(frames, sent)
 
     # TLS
