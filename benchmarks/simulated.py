@@ -20,8 +20,6 @@ from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field
 
-import msgspec
-
 from bagpipe.errors import ConfigError, DeadlineError, WireError
 from bagpipe.failpoints import reach
 from bagpipe.waits import Waits
@@ -128,7 +126,7 @@ class SimulatedPeer:
             letter = _letter(answer, self._network.limits)
         except WireError as error:
             failed = Failed.of(error)
-            letter = _letter(msgspec.structs.replace(answer, body=failed, buffers=()), self._network.limits)
+            letter = _letter(Message(request.run, request.generation, request.request, failed), self._network.limits)
         if self.other.is_broken:
             raise PeerGoneError("the connection broke")
         self._network.post(self.other, letter)

@@ -361,7 +361,7 @@ def test_a_flood_of_busy_connections_beside_endless_messages_takes_no_memory_and
 
 
 def test_two_that_announce_much_and_send_nothing_hold_up_an_honest_write_only_until_they_stall():
-    limits = replace(LIMITS, memory_bytes=64 * MB, stall_s=0.5)
+    limits = replace(LIMITS, memory_bytes=32 * MB, stall_s=0.5)
     with attacked(noting_sizes, limits=limits) as one, ExitStack() as stack:
         for _ in range(2):
             peer = stack.enter_context(introduced(one.address))
@@ -369,7 +369,7 @@ def test_two_that_announce_much_and_send_nothing_hold_up_an_honest_write_only_un
         with connected(one.address, limits=limits) as connection:
             call(connection, ask(Confirm()))
             writing = threading.Thread(
-                target=connection.send, args=(ask(Write(0, 1, 0, []), b"", bytes(40 * MB)), 20.0)
+                target=connection.send, args=(ask(Write(0, 1, 0, []), b"", bytes(10 * MB)), 20.0)
             )
             writing.start()
             answer = get(connection, 20.0)
@@ -377,7 +377,7 @@ def test_two_that_announce_much_and_send_nothing_hold_up_an_honest_write_only_un
                 assert not answer.body.again
                 answer = get(connection, 20.0)
             writing.join()
-            assert answer.body == Written(40 * MB)
+            assert answer.body == Written(10 * MB)
 
 
 def test_a_write_that_found_no_room_is_asked_to_come_again_and_not_cut(caplog):

@@ -10,7 +10,7 @@ from bagpipe.wire.connection import PeerGoneError
 from bagpipe.wire.listener import answered
 from bagpipe.wire.messages import Body, Message, NotYet
 
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 
 
 class Call:

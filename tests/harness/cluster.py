@@ -31,6 +31,7 @@ from harness.collectives import strict_groups
 from harness.roles import (
     Attempt,
     Life,
+    PatientLock,
     Plot,
     Posts,
     ScheduledOutbox,
@@ -318,6 +319,7 @@ def mortal():
             stack.enter_context(patch.object(os, name, lambda _: None))
         stack.enter_context(patch("bagpipe.trainer.background.threading", SimpleNamespace(Thread=Thread)))
         stack.enter_context(patch("bagpipe.trainer.background.Worker", Worker))
+        stack.enter_context(patch("bagpipe.server.client.Lock", PatientLock))
         stack.enter_context(patch("bagpipe.checkpoint.directory.pause", give_way))
         yield
 

@@ -7,6 +7,7 @@ seed and its faults. Who dies stops where it is: what it would have sent, writte
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
@@ -17,7 +18,7 @@ from bagpipe.failpoints import Faults, Killed, acting_as
 from bagpipe.oracle.outbox import DESCRIPTION, Outbox
 from bagpipe.trainer.stages import Wait
 from benchmarks.simulated import SimulatedConnection, SimulatedNetwork, SimulatedPeer, Task
-from harness.explorer import _Loop, explorer
+from harness.explorer import WRITES_BACK, _Loop, explorer
 
 
 @dataclass(eq=False)
@@ -117,6 +118,31 @@ class Worker:
 
     def close(self, within_s):
         pass
+
+
+class PatientLock:
+    """In the place of `threading.Lock`, where whoever holds it may wait: who comes meanwhile lets others run."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        while not self._lock.acquire(blocking=False):
+            self._let_others_run()
+        return self
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+    def _let_others_run(self):
+        wait = Wait("a lock", lambda: not self._lock.locked())
+        if (task := Task.current()) is not None:
+            task.pause(wait.ready, math.inf)
+        elif (stage := ThreadedStage.current()) is not None:
+            stage.pause(wait)
+        else:
+            assert _attempt is not None, "whoever holds it can't run"
+            _attempt.wait(wait)
 
 
 class Plot(Faults):
@@ -439,8 +465,8 @@ class LivingDriver:
         return self._attempt.over or not self._life.alive
 
     def _threaded(self, name, stage):
-        """Readers wait for what servers park; other stages hold locks while they wait, and are answered at once."""
-        return ThreadedStage(name, stage) if name.startswith("fetch") else stage
+        """Those that read and write wait for what servers have still to do."""
+        return ThreadedStage(name, stage) if name.startswith(("fetch", WRITES_BACK)) else stage
 
     def _living(self, name, stage):
         also = self.also.get(name, lambda: True)

@@ -169,13 +169,16 @@ class Client:
                     raise ConnectionResetError("it did not answer") from None
                 self._check_lost()
                 continue
-            heard = self._heard = self._network.now()
+            heard, self._trouble = self._network.now(), ""
+            self._heard = heard
             self._check_answer(request, answer)
             if isinstance(answer.body, Failed):  # of what is under way nothing is known by that
                 raise named_error(answer.body, self.name, self._otherwise)
             if not isinstance(answer.body, NotYet):
                 return answer.body
             self._take_word(request, answer.body)
+            if self._under_way:  # which waits for the same
+                self._under_way[0].word = request.word
 
     def _poll(self, timeout_s: float) -> Message | None:
         assert not self._closed, f"the client of {self.name} is closed"

@@ -329,16 +329,16 @@ class Listener:
                 assert isinstance(self._security, Keys)
                 connection.secure(self._security, self._context, limits.stranger_s)
             visitor.serve(self._handler, max(until - time.monotonic(), 0.0))
-        except WireError as error:
+        except WireError as error:  # logged as text: whoever keeps records would keep its frames and their buffers
             self._count_refused()
-            _log.warning("%s: cut the connection of %s: %s", self.address, name, error)
+            _log.warning("%s: cut the connection of %s: %s", self.address, name, str(error))
             connection.hang_up(str(error), _FAREWELL_S)
         except OSError as error:  # it has left, was silent in the middle of a message, or takes no answer
             if visitor.is_admitted:
-                _log.info("%s: the connection of %s has ended: %s", self.address, name, error)
+                _log.info("%s: the connection of %s has ended: %s", self.address, name, str(error))
             elif not self._closing.is_set():
                 self._count_refused()
-                _log.warning("%s: %s has not said who it is: %s", self.address, name, error)
+                _log.warning("%s: %s has not said who it is: %s", self.address, name, str(error))
         except Exception:  # a defect of ours, which must not cost more than this connection
             _log.exception("the connection of %s to %s was lost", name, self.address)
         finally:

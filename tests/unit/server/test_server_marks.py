@@ -81,8 +81,8 @@ def test_after_rows_were_replaced_reads_wait_for_what_is_trained_anew(server, tm
 
 def test_a_mark_waits_for_writes_under_way_and_writes_that_come_meanwhile_wait_for_it(server, monkeypatch) -> None:
     """So a mark has every write whole; its own trainer's and later ones are not in it, reads go on."""
-    first, second = (Peer(server, bytes([trainer]), trainer=trainer, trainers=2) for trainer in range(2))
-    other = Peer(server, b"o", trainer=0, trainers=2)
+    first, second, third = (Peer(server, bytes([trainer]), trainer=trainer, trainers=3) for trainer in range(3))
+    other = Peer(server, b"o", trainer=0, trainers=3)
     first.write([1], 1.0)
     writing, go_on = threading.Event(), threading.Event()
     place = LocalStore.place
@@ -99,14 +99,14 @@ def test_a_mark_waits_for_writes_under_way_and_writes_that_come_meanwhile_wait_f
         assert writing.wait(30)
         mark = first.begin(Mark(0, 2, 5, ""))
         assert mark.words[0][0] == "lets writes come to their end"
-        later = second.begin(Write(1, 2, -1, [Part(0, 1)]), np.array([2]), np.full(1, 9, np.float32))
+        later = third.begin(Write(2, 1, -1, [Part(0, 1)]), np.array([2]), np.full(1, 9, np.float32))
         mine = other.begin(Write(0, 3, -1, [Part(0, 1)]), np.array([1]), np.full(1, 9, np.float32))
         assert other.ask(Read([])) == Rows(0)
         assert not any(call.answers for call in (mark, later, mine))
         assert server._held.marks() == []
         go_on.set()
         assert under_way.result(30) == Written(1)
-    assert (mark.answer()[0], later.answer()[0], mine.answer()[0]) == (Written(2), Written(2), Written(3))
+    assert (mark.answer()[0], later.answer()[0], mine.answer()[0]) == (Written(2), Written(1), Written(3))
     assert first.read(1, 2, 3) == {1: 9.0, 2: 9.0, 3: 2.0}
     server._held._versions.rollback(5)
     assert first.read(1, 2, 3) == {1: 1.0, 2: 2.0, 3: 2.0}

@@ -224,6 +224,7 @@ def test_a_reader_that_takes_no_answer_holds_up_no_recovery(peer: Peer) -> None:
     slow = Peer(peer.server, b"s")
     slow.open()
     peer.write(1, [1], 1.0)
+    assert peer.read([1]) == {1: 1.0}
     reply = Call.reply
 
     class Slow(Call):
