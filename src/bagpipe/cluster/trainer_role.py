@@ -156,7 +156,8 @@ class TrainerRole(Role):
                 token=launch.token,
             )
             _, summary = train_in(world, job, report, job.checkpointing(checkpoints))
-            ray_s = _processor_s(self._ray_threads) - before
+            after = _processor_s(self._ray_threads)
+            ray_s = sum(after[thread] - before.get(thread, 0.0) for thread in after)
         self._line = "is done"
         return Trained(summary, first_at[0] if first_at else time.time(), summary["seconds"], ray_s)
 
@@ -254,10 +255,11 @@ def _threads() -> set[int]:
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
-def _processor_s(threads: set[int]) -> float:
-    """Seconds that these threads have run so far."""
-    total_ns = 0
+def _processor_s(threads: set[int]) -> dict[int, float]:
+    """Seconds that each of these threads has run so far, of those that are there."""
+    found = {}
     for thread in threads:
         with suppress(OSError):
-            total_ns += int(Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii").split()[0])
-    return total_ns / 1e9
+            text = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii")
+            found[thread] = int(text.split()[0]) / 1e9
+    return found

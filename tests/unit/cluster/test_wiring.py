@@ -35,8 +35,8 @@ def test_roles_on_several_machines_use_their_addresses_with_keys_made_for_each_o
     assert isinstance(wiring.listener, Keys)
     assert isinstance(wiring.client, Keys)
     assert (wiring.listener.role, wiring.client.role) == ("server", "client")
-    assert wiring.listener.peer == wiring.client.public
-    assert wiring.client.peer == wiring.listener.public
+    assert wiring.listener.peer == wiring.client.certificate
+    assert wiring.client.peer == wiring.listener.certificate
 
 
 def test_an_interface_that_is_named_is_used_on_one_machine_too_and_with_keys():
