@@ -88,16 +88,17 @@ from bagpipe.data.described import describe
 from bagpipe.data.generator import Generated
 from bagpipe.data.presets import find_preset
 from bagpipe.data.service import DataOrder, DataProcessorService
+from bagpipe.wire.client import Client
 from bagpipe.wire.listener import on_socket
-from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import GetBatch, GotBatch
+from bagpipe.wire.stream import SocketNetwork
 
-order, answers = DataOrder(describe(Generated(find_preset("tiny"), 100, 0)), 10, 20, seed=1), []
+order = DataOrder(describe(Generated(find_preset("tiny"), 100, 0)), 10, 20, seed=1)
 service = DataProcessorService(on_socket("127.0.0.1:0"), order, run=bytes(16))
-service.start()
-service.handle(b"", Message(bytes(16), 0, 0, GetBatch(3, order.fingerprint())), answers.append)
+client = Client(SocketNetwork(), service.start(), "it", run=bytes(16))
+assert isinstance(client.call(GetBatch(3, order.fingerprint())).body, GotBatch)
+client.close()
 service.close()
-assert isinstance(answers[0].body, GotBatch)
 """
 
 

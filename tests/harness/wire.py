@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from bagpipe.errors import BagpipeError
 from bagpipe.wire.connection import Connection
+from bagpipe.wire.frames import HEADER_BYTES, decode, encode, read_head
 from bagpipe.wire.keys import Security
 from bagpipe.wire.limits import Limits
 from bagpipe.wire.listener import Listener
@@ -142,3 +143,24 @@ def resident_bytes() -> int:
     """Memory of this process, without what malloc keeps for later."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def frames_of(message: Message) -> list[bytes]:
+    """The header, the body and the buffers of a message, as they are sent."""
+    whole, *buffers = map(bytes, encode(message))
+    return [whole[:HEADER_BYTES], whole[HEADER_BYTES:], *buffers]
+
+
+def message_of(frames: Sequence[bytes]) -> Message:
+    """The message of these frames, whose header announces the lengths that they have: nothing else is put right."""
+    header, body, *buffers = frames
+    announced = bytearray(header)
+    announced[12:16] = len(body).to_bytes(4, "little")
+    for place, buffer in enumerate(buffers):
+        announced[40 + 8 * place : 48 + 8 * place] = len(buffer).to_bytes(8, "little")
+    return decode(read_head(bytes(announced)), body, list(map(memoryview, buffers)))
+
+
+def travelled(message: Message) -> Message:
+    """The same, as it arrives."""
+    return message_of(frames_of(message))

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -249,17 +248,17 @@ def test_a_run_that_is_still_going_stays_when_somebody_tries_to_resume_it(bagpip
 def test_a_summary_that_could_not_be_written_whole_is_not_there_and_the_run_is_resumed(bagpipe, tmp_path, monkeypatch):
     """Its existence says that the run has ended."""
     whole = json.loads(bagpipe("train", *TINY, "--json").stdout)
-    run, limit, opened = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE), Path.open
+    run, limit, opened = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE), os.open
 
-    def open_on_a_full_disk(path, mode="r", *arguments, **options):
-        file = opened(path, mode, *arguments, **options)
-        if "summary.json" in path.name and "r" not in mode:
+    def open_on_a_full_disk(path, flags, *arguments, **options):
+        descriptor = opened(path, flags, *arguments, **options)
+        if "summary.json" in str(path) and flags & os.O_CREAT:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
-        return file
+        return descriptor
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", open_on_a_full_disk)
+            patch.setattr(os, "open", open_on_a_full_disk)
             result = bagpipe("train", *TINY, "--set", "checkpoint.every=4", "--run-dir", run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

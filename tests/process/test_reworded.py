@@ -53,7 +53,7 @@ def reworded(monkeypatch):
         (USUAL, (Fault("checkpoint.confirmed", "pause", 1, "trainer-0"),), {}),
         (USUAL, (SERVER_LOST, Fault("server.loaded", role="server-1")), {}),
         (LARGE, (Fault("trainer.sync.delayed", at=5, role="trainer-2"),),
-         {"delay": (0.0, 0.003), "loss": 0.03, "duplicate": 0.1, "reorder": 0.2}),
+         {"delay": (0.0, 0.003), "breaks": 0.03}),
     ],
 )  # fmt: skip
 def test_a_run_goes_on_with_the_same_bits(world, faults, options):

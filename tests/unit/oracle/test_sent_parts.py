@@ -20,9 +20,9 @@ from bagpipe.oracle.sent_plan import pack_plan, unpack_plan
 from bagpipe.oracle.sync_plan import Exchange, Routes, Sync
 from bagpipe.trainer.divided import Divided
 from bagpipe.wire.codec import pack, unpack
-from bagpipe.wire.frames import decode, encode
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import DividedBy, Planned, PlannedTable, PlansDescribed
+from harness.wire import frames_of, message_of, travelled
 from harness.world import TABLES, make_batches
 
 RUN = bytes(range(16))
@@ -61,7 +61,7 @@ def divided(batches, design="owned", delayed=True, trainers=3, accumulate=1, cac
 def sent(plan, batches, compress=False):
     """The message of a part, as frames and back."""
     record, buffers = pack_plan(plan, batches, FEATURES, compress=compress)
-    return decode(encode(Message(RUN, 0, plan.iteration, record, buffers)))
+    return travelled(Message(RUN, 0, plan.iteration, record, buffers))
 
 
 def flat(part):
@@ -255,7 +255,7 @@ def test_a_description_for_too_many_trainers_is_refused():
             [table], [4], "auto", "lookahead", 1, "", DividedBy(trainers, "aware", "owned", True, True)
         )
         with pytest.raises(WireError, match="PlansDescribed"):
-            decode(encode(Message(RUN, 0, 0, body)))
+            travelled(Message(RUN, 0, 0, body))
 
 
 def within_bounds(plan, shape):
@@ -290,7 +290,7 @@ def within_bounds(plan, shape):
 def test_whatever_happens_to_the_bytes_of_a_part_there_is_a_typed_error_or_a_part_within_bounds(design, times):
     iterations, shapes = divided(make_batches(6), design)
     messages = [(rank, part[0].iteration, sent(*part)) for parts in iterations for rank, part in enumerate(parts)]
-    encoded = [(rank, number, [bytes(frame) for frame in encode(message)]) for rank, number, message in messages]
+    encoded = [(rank, number, frames_of(message)) for rank, number, message in messages]
     rng = random.Random(7)
     refused = kept = 0
     for _ in range(times):
@@ -305,7 +305,7 @@ def test_whatever_happens_to_the_bytes_of_a_part_there_is_a_typed_error_or_a_par
                 del data[rng.randrange(len(data)) :]
             frames[which] = bytes(data)
         try:
-            message = decode(relabelled(frames))
+            message = message_of(frames)
             if isinstance(message.body, Planned):
                 within_bounds(unpack_plan(message.body, message.buffers, shapes[rank], number)[0], shapes[rank])
                 kept += 1
@@ -313,12 +313,3 @@ def test_whatever_happens_to_the_bytes_of_a_part_there_is_a_typed_error_or_a_par
             refused += 1
     assert refused > times // 4
     assert kept > times // 200
-
-
-def relabelled(frames):
-    """Frames whose header announces the lengths that they have: only what comes after the header is wrong."""
-    header = bytearray(frames[0])
-    header[12:16] = len(frames[1]).to_bytes(4, "little")
-    for place, frame in enumerate(frames[2:]):
-        header[40 + 8 * place : 48 + 8 * place] = len(frame).to_bytes(8, "little")
-    return [bytes(header), *frames[1:]]

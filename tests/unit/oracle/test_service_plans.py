@@ -18,9 +18,9 @@ from bagpipe.oracle.sent_plan import SentPlan, pack_plan, unpack_plan
 from bagpipe.trainer.source import Source
 from bagpipe.types import Batch, Ids
 from bagpipe.wire.codec import pack, unpack
-from bagpipe.wire.frames import decode, encode
 from bagpipe.wire.messages import Message
 from bagpipe.wire.plan_messages import Planned, PlannedTable, PlansDescribed
+from harness.wire import frames_of, message_of, travelled
 from harness.world import TABLES, make_batches
 
 RUN = bytes(range(16))
@@ -40,7 +40,7 @@ def planned(batches, policy="lookahead", accumulate=1, cache=200):
 def sent(plan, group):
     """The message of a plan, as frames and back."""
     record, buffers = pack_plan(plan, group.batches, FEATURES, "these")
-    return decode(encode(Message(RUN, 0, plan.iteration, record, buffers)))
+    return travelled(Message(RUN, 0, plan.iteration, record, buffers))
 
 
 def flat_plan(plan):
@@ -347,7 +347,7 @@ def within_bounds(plan, batches, shape):
 @pytest.mark.parametrize("times", [1200, pytest.param(12_000, marks=pytest.mark.long)])
 def test_whatever_happens_to_the_bytes_of_a_plan_there_is_a_typed_error_or_a_plan_within_bounds(times):
     plans, shape = planned(make_batches(6))
-    messages = [[bytes(frame) for frame in encode(sent(plan, group))] for plan, group in plans]
+    messages = [frames_of(sent(plan, group)) for plan, group in plans]
     rng = random.Random(5)
     refused = kept = 0
     for _ in range(times):
@@ -362,7 +362,7 @@ def test_whatever_happens_to_the_bytes_of_a_plan_there_is_a_typed_error_or_a_pla
                 del data[rng.randrange(len(data)) :]
             frames[which] = bytes(data)
         try:
-            message = decode(relabelled(frames))
+            message = message_of(frames)
             if isinstance(message.body, Planned):
                 within_bounds(*unpack_plan(message.body, message.buffers, shape, iteration), shape)
                 kept += 1
@@ -370,12 +370,3 @@ def test_whatever_happens_to_the_bytes_of_a_plan_there_is_a_typed_error_or_a_pla
             refused += 1
     assert refused > times // 6  # most of the others differ in a float or an id
     assert kept > times // 60
-
-
-def relabelled(frames):
-    """Frames whose header announces the lengths that they have: only what comes after the header is wrong."""
-    header = bytearray(frames[0])
-    header[12:16] = len(frames[1]).to_bytes(4, "little")
-    for place, frame in enumerate(frames[2:]):
-        header[40 + 8 * place : 48 + 8 * place] = len(frame).to_bytes(8, "little")
-    return [bytes(header), *frames[1:]]

@@ -99,7 +99,7 @@ def test_a_read_that_comes_too_early_is_refused_and_names_who_is_behind():
     views = shared_views(MemoryStore(TABLES), 3)
     views[1].write_many([], passed=7)
     views[2].write_many([], passed=6)
-    with pytest.raises(StoreError, match=r"trainer 1 .* iteration 7, .*: trainer 0 \(-1\), trainer 2 \(6\)"):
+    with pytest.raises(StoreError, match=r"trainer 1 .* iteration 7, which trainers 0 \(at none\), 2 \(at 6\)"):
         read(views[1], [1], after=7)
 
 
