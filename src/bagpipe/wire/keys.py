@@ -209,6 +209,8 @@ def write_keys(name: Path, days: int = DAYS) -> tuple[Path, Path]:
     """Make keys and write NAME.server and NAME.client, readable by their owner only; never over a file."""
     if not 1 <= days <= DAYS_MAX:
         raise ConfigError(f"keys for {days} days: give 1 to {DAYS_MAX}")
+    if name.name in ("", ".."):
+        raise ConfigError(f"keys in files that begin with '{name}': give a name for them too, such as {name / 'run'}")
     paths, pair = key_paths(name), new_keys(days)
     written: list[Path] = []
     try:

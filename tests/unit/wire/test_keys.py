@@ -81,6 +81,14 @@ def test_files_are_never_written_over(tmp_path, which):
     assert paths[which].read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "/"])
+def test_files_without_a_name_are_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="give a name for them too"):
+        write_keys(Path(name))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_directory_that_is_not_there_is_named(tmp_path):
     with pytest.raises(WireError, match="nowhere"):
         write_keys(tmp_path / "nowhere" / "run")
