@@ -440,7 +440,10 @@ class SocketNetwork(Network):
         connected = self._at_home(where, timeout_s) if self._local else None
         if connected is not None:
             return SocketConnection(connected, str(where), self._limits)
-        connected = socket.create_connection((where.host, where.port), timeout_s)
+        try:
+            connected = socket.create_connection((where.host, where.port), timeout_s)
+        except UnicodeError as error:  # a part of it is empty, or longer than 63 letters
+            raise ConfigError(f"the address {address!r} is none: {where.host!r} can't be the name of a host") from error
         connection = SocketConnection(connected, f"the server at {where}", self._limits)
         if self._context is not None:
             assert isinstance(self._security, Keys)

@@ -624,6 +624,13 @@ def test_an_address_needs_a_port_to_connect_to():
         SocketNetwork().connect("127.0.0.1:0", 1.0)
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+def test_a_name_that_no_host_can_have_is_refused(host):
+    """Not to be tried again until the deadline, and not with an error of the codec of names."""
+    with pytest.raises(ConfigError, match="can't be the name of a host"):
+        SocketNetwork("none").connect(f"{host}:5000", 1.0)
+
+
 @pytest.mark.parametrize("host", ["203.0.113.1", "no-such-host.invalid"])
 def test_an_address_that_is_not_ours_is_named(host):
     with pytest.raises(WireError, match=rf"tcp://{host}:0 can't be listened on"):
