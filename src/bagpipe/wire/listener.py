@@ -41,6 +41,8 @@ LOOPBACK = "tcp://127.0.0.1:0"
 _BACKLOG = 256
 _FAREWELL_S = 1.0
 """How long one that is cut is told why."""
+_LOGGED_LETTERS = 500
+"""Of why a stranger was refused."""
 _log = logging.getLogger(__name__)
 
 
@@ -133,11 +135,16 @@ class Visitor:
         self._taken = 0
         self._request: Message | None = None
         self._is_answered = False
+        self._refusal = ""
 
     @property
     def is_admitted(self) -> bool:
         """Whether it has shown that it belongs to the run."""
         return self._budget is not None
+
+    def why_unknown(self, error: OSError) -> str:
+        """Why it has not shown that, for the log, when its connection has ended so."""
+        return f"it was refused: {self._refusal}" if self._refusal else str(error)
 
     def admit(self, kind: str = "") -> None:
         """It has shown that it belongs to the run."""
@@ -185,6 +192,8 @@ class Visitor:
         request = self._request
         assert request is not None, "there is a request to answer"
         self._is_answered = not isinstance(body, NotYet) or body.again
+        if isinstance(body, Failed) and not self.is_admitted:
+            self._refusal = body.message[:_LOGGED_LETTERS]
         try:
             self._send(request, body, buffers)
         except WireError as error:
@@ -338,7 +347,7 @@ class Listener:
                 _log.info("%s: the connection of %s has ended: %s", self.address, name, str(error))
             elif not self._closing.is_set():
                 self._count_refused()
-                _log.warning("%s: %s has not said who it is: %s", self.address, name, str(error))
+                _log.warning("%s: %s has not said who it is: %s", self.address, name, visitor.why_unknown(error))
         except Exception:  # a defect of ours, which must not cost more than this connection
             _log.exception("the connection of %s to %s was lost", name, self.address)
         finally:

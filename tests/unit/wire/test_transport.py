@@ -631,6 +631,16 @@ def test_a_name_that_no_host_can_have_is_refused(host):
         SocketNetwork("none").connect(f"{host}:5000", 1.0)
 
 
+def test_the_log_says_why_a_stranger_was_refused(caplog):
+    def refuse(peer, message):
+        raise WireError("a message of another run")
+
+    with listening(refuse) as listener:
+        with connected(listener.address) as connection:
+            assert call(connection, a_read(3)).body.message == "a message of another run"
+        until(lambda: "has not said who it is: it was refused: a message of another run" in caplog.text)
+
+
 @pytest.mark.parametrize("host", ["203.0.113.1", "no-such-host.invalid"])
 def test_an_address_that_is_not_ours_is_named(host):
     with pytest.raises(WireError, match=rf"tcp://{host}:0 can't be listened on"):
