@@ -24,7 +24,7 @@ def new(name: Name, days: Days = 365, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"server": str(server), "client": str(client)})
         return
-    console.print(f"{server}: for embedding servers\n{client}: for trainers", soft_wrap=True)
+    console.print(f"{server}: for embedding servers\n{client}: for their clients", soft_wrap=True)
     console.print(f"Name the file in {VARIABLE} where each of them runs.", soft_wrap=True)
 
 
