@@ -23,7 +23,7 @@ from bagpipe.wire.client import Client, Patience
 from bagpipe.wire.frames import HEADER_BYTES, VERSION
 from bagpipe.wire.keys import new_keys
 from bagpipe.wire.limits import LIMITS
-from bagpipe.wire.listener import Listener
+from bagpipe.wire.listener import Listener, Notes
 from bagpipe.wire.messages import Failed, NotYet, Rows, Write, Written
 from bagpipe.wire.plan_messages import GetBatch
 from bagpipe.wire.recovery_messages import Confirm, Confirmed
@@ -275,6 +275,28 @@ def test_too_many_strangers_push_out_each_other_and_nobody_else(security):
         assert values(call(good, a_read(4))) == [8]
         serve_a_good_client(one.address, keys)
         assert len(one._strangers) <= 4
+
+
+def test_strangers_fill_no_log(caplog):
+    """Each of them left a line: 250 KB/s of them while one process came with a wrong key again and again."""
+    with listening(doubling) as listener:
+        for _ in range(300):
+            raw.connect(listener.address).close()
+        until(lambda: listener.refused == 300)
+    assert caplog.text.count("has not said who it is") == 100
+    assert "200 more connections of strangers" in caplog.records[-1].getMessage()
+
+
+def test_after_a_minute_the_log_is_told_of_strangers_again(caplog):
+    times = iter([0.0, *[1.0] * 150, 61.0, 62.0])
+    notes = Notes(lambda: next(times))
+    for each in range(152):
+        notes.warn("stranger %d", each)
+    notes.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:100] == [f"stranger {each}" for each in range(100)]
+    assert said[100].startswith("50 more")
+    assert said[101:] == ["stranger 150", "stranger 151"]
 
 
 def test_connections_that_come_and_go_leave_nothing(listener):

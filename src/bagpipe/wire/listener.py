@@ -41,6 +41,8 @@ LOOPBACK = "tcp://127.0.0.1:0"
 _BACKLOG = 256
 _FAREWELL_S = 1.0
 """How long one that is cut is told why."""
+_LINES_A_MINUTE = 100
+"""Of the log, about strangers."""
 _LOGGED_LETTERS = 500
 """Of why a stranger was refused."""
 _log = logging.getLogger(__name__)
@@ -233,6 +235,39 @@ class Visitor:
         return True
 
 
+class Notes:
+    """What the log is told of strangers: so many lines a minute, and then how many more there were. So nobody who can
+    only reach the port fills a disk (I5)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._since, self._lines, self._untold = clock(), 0, 0
+
+    def warn(self, text: str, *arguments: object) -> None:
+        """One thing that a stranger did."""
+        now, untold = self._clock(), 0
+        with self._lock:
+            if now - self._since >= 60.0:
+                untold, self._since, self._lines, self._untold = self._untold, now, 0, 0
+            is_told = self._lines < _LINES_A_MINUTE
+            self._lines += is_told
+            self._untold += not is_told
+        self._tell(untold)
+        if is_told:
+            _log.warning(text, *arguments)
+
+    def close(self) -> None:
+        """There will be no more."""
+        with self._lock:
+            untold, self._untold = self._untold, 0
+        self._tell(untold)
+
+    @staticmethod
+    def _tell(untold: int) -> None:
+        if untold:
+            _log.warning("%d more connections of strangers were refused or have ended, without a line for each", untold)
+
+
 class Listener:
     """Listens on an address until it is closed, and beside it where processes of this host look first."""
 
@@ -244,6 +279,7 @@ class Listener:
         self._budgets = Budgets(limits.memory_bytes, Waits())
         self.refused = 0
         """Connections that were cut, or never admitted."""
+        self._notes = Notes()
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[SocketConnection, threading.Thread] = {}
@@ -274,6 +310,7 @@ class Listener:
         for _, thread in peers:
             if thread is not threading.current_thread():
                 thread.join(max(until - time.monotonic(), 0.0))
+        self._notes.close()
         if busy := [
             thread.name for _, thread in peers if thread.is_alive() and thread is not threading.current_thread()
         ]:
@@ -297,7 +334,7 @@ class Listener:
         except (BlockingIOError, ConnectionAbortedError):  # it has left again
             return
         except OSError as error:
-            _log.warning("%s can't accept a connection: %s", self.address, error)
+            self._notes.warn("%s can't accept a connection: %s", self.address, error)
             self._closing.wait(0.1)  # descriptors may have run out
             return
         try:
@@ -309,7 +346,7 @@ class Listener:
         except (OSError, RuntimeError) as error:  # also where no thread can be started
             connected.close()
             self._count_refused()
-            _log.warning("%s: refused a connection: %s", self.address, error)
+            self._notes.warn("%s: refused a connection: %s", self.address, error)
 
     def _begin(self, connection: SocketConnection, is_local: bool) -> None:
         """Serve a new connection in a thread; where there are too many strangers, the first of them goes."""
@@ -340,14 +377,15 @@ class Listener:
             visitor.serve(self._handler, max(until - time.monotonic(), 0.0))
         except WireError as error:  # logged as text: whoever keeps records would keep its frames and their buffers
             self._count_refused()
-            _log.warning("%s: cut the connection of %s: %s", self.address, name, str(error))
+            warn = _log.warning if visitor.is_admitted else self._notes.warn
+            warn("%s: cut the connection of %s: %s", self.address, name, str(error))
             connection.hang_up(str(error), _FAREWELL_S)
         except OSError as error:  # it has left, was silent in the middle of a message, or takes no answer
             if visitor.is_admitted:
                 _log.info("%s: the connection of %s has ended: %s", self.address, name, str(error))
             elif not self._closing.is_set():
                 self._count_refused()
-                _log.warning("%s: %s has not said who it is: %s", self.address, name, visitor.why_unknown(error))
+                self._notes.warn("%s: %s has not said who it is: %s", self.address, name, visitor.why_unknown(error))
         except Exception:  # a defect of ours, which must not cost more than this connection
             _log.exception("the connection of %s to %s was lost", name, self.address)
         finally:
